@@ -1,0 +1,1 @@
+"""Training steps as compositions of pure functions over trees of tensors."""
