@@ -159,19 +159,18 @@ class _Registry:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[Any, Hashable], Group] = {}
+        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
         self.default: Any = None  # the default group these were made on
         self.ours = False  # whether that default group was made here
-        self.serial = itertools.count()
 
-    def current(self) -> dict[tuple[Any, Hashable], Group]:
+    def current(self) -> dict[tuple[Any, Hashable], Group | None]:
         default = dist.group.WORLD if dist.is_initialized() else None
         if default is not self.default:
             self.groups.clear()
             self.default, self.ours = default, False
         return self.groups
 
-    def get(self, key: Any, purpose: Hashable, make: Callable[[], Group]) -> Group:
+    def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
         groups = self.current()
         if (key, purpose) not in groups:
             groups[key, purpose] = make()
@@ -185,26 +184,23 @@ def _launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def initialize(backend: str | None = None) -> None:
-    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...), as torchrun sets it.
+def default_backend(local_ranks: int) -> str:
+    """NCCL for CUDA tensors if each local rank has a GPU of its own; gloo for CPU tensors always."""
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
-    NCCL is used when each local rank has a GPU of its own, gloo otherwise; both serve CPU tensors.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if backend is None:
-        # Devices are only counted when there is a CUDA build to count them with: the count costs a driver call.
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-        backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
+
+def initialize(backend: str | None = None) -> None:
+    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...), as torchrun sets it."""
+    env = os.environ
+    backend = backend or default_backend(int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])))
     if "nccl" in backend:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(int(env.get("LOCAL_RANK", env["RANK"])))
     dist.init_process_group(backend)
 
 
 def _ensure_default() -> bool:
     """Whether there is a default group, after making one if this process was launched as a rank."""
-    if not dist.is_available():
-        return False
     if not dist.is_initialized() and _launched():
         initialize()
         _registry.current()
@@ -234,19 +230,24 @@ def world_group(purpose: Hashable = "") -> Group:
     >>> world_group().size
     1
     """
-    if not _ensure_default():
-        return _registry.get("world", purpose, lambda: Group(purpose=purpose))
 
-    def make() -> Group:
-        ranks = tuple(range(dist.get_world_size()))
-        return _open(ranks, _device(), purpose)
+    def make() -> Group | None:
+        if not several:
+            return Group(purpose=purpose)
+        return _open(tuple(range(dist.get_world_size())), _device(), purpose)
 
-    return _registry.get("world", purpose, make)
+    several = _ensure_default()
+    group = _registry.get("world", purpose, make)
+    assert group is not None
+    return group
 
 
-def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group:
-    pg = dist.new_group(list(ranks))
-    return Group(ranks.index(dist.get_rank()), len(ranks), ranks, device, purpose, pg)
+def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
+    pg = dist.new_group(list(ranks))  # by every rank of the world, in the group or not
+    me = dist.get_rank()
+    if me not in ranks or not isinstance(pg, dist.ProcessGroup):
+        return None
+    return Group(ranks.index(me), len(ranks), ranks, device, purpose, pg)
 
 
 def mesh_group(mesh: DeviceMesh, axis: str | None = None, purpose: Hashable = "") -> Group:
@@ -281,17 +282,26 @@ def mesh_group(mesh: DeviceMesh, axis: str | None = None, purpose: Hashable = ""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if max(ranks) >= world:
         raise ValueError(
-            f"the mesh names rank {max(ranks)}, but the world has {world} rank{'s' if world > 1 else ''}; make "
-            f"the mesh after the process group is initialised, and no larger than the world"
+            f"the mesh names rank {max(ranks)}, but the world has {world} rank{'s' if world > 1 else ''}; "
+            "make the mesh after the process group is initialised, and no larger than the world"
         )
-    if world == 1 or (len(ranks) == 1 and dist.get_rank() in ranks):
-        return _registry.get(mesh, purpose, lambda: Group(0, 1, ranks, _device(mesh.device_type), purpose))
-    return _registry.get(mesh, purpose, lambda: _open_row(ranks, mesh.device_type, purpose))
+    me = dist.get_rank() if world > 1 else 0
+
+    def make() -> Group | None:
+        if len(ranks) > 1:
+            return _open_row(ranks, mesh.device_type, purpose)
+        # A row of one is one on every rank (meshes are rectangular), so nobody waits for this one.
+        return Group(0, 1, ranks, _device(mesh.device_type), purpose) if me in ranks else None
+
+    group = _registry.get(mesh, purpose, make)
+    if group is None:
+        raise ValueError(f"rank {me} is not in the mesh of ranks {list(ranks)}; pass it a mesh that it is in")
+    return group
 
 
-def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group:
+def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
-    ranks, since a sub-mesh does not tell (publicly) what it was cut from."""
+    ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""
     control = world_group("mesh")
     _await_all(control)
     rows = sorted(set(gather_objects(ranks, control)))
@@ -302,17 +312,9 @@ def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Gr
             f"the ranks disagree on the mesh: {[list(row) for row in rows]} overlap in ranks {shared}; "
             "build the same mesh on every rank and cut it along the same axis"
         )
-    mine: Group | None = None
-    me = dist.get_rank()
-    for row in rows:
-        pg = dist.new_group(list(row))
-        if me in row:
-            mine = Group(row.index(me), len(row), row, _device(device_type), purpose, pg)
-    if mine is None or me not in ranks:
-        raise ValueError(
-            f"rank {me} is not part of the mesh of ranks {list(ranks)}; pass it a mesh that it is in"
-        )
-    return mine
+    device = _device(device_type)
+    opened = [_open(row, device, purpose) for row in rows]
+    return next((group for group in opened if group is not None), None)
 
 
 def _await_all(group: Group) -> None:
@@ -338,7 +340,7 @@ def shutdown() -> None:
     that one abort ("terminate called without an active exception"). Without a launched world: no effect.
     """
     groups = _registry.current()
-    if not any(group.pg is not None for group in groups.values()) and not _registry.ours:
+    if not any(group and group.pg for group in groups.values()) and not _registry.ours:
         groups.clear()
         return
     barrier(world_group("mesh"))
@@ -347,7 +349,7 @@ def shutdown() -> None:
 
 def _close_all() -> None:
     for group in list(_registry.groups.values()):
-        if group.pg is not None:
+        if group and group.pg:
             dist.destroy_process_group(group.pg)
     _registry.groups.clear()
     if _registry.ours:
@@ -403,9 +405,9 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
 
     `inp` may be this rank's own part of `out`. Returns a work handle if `async_op`.
     """
-    if group.size == 1:
-        if out.data_ptr() != inp.data_ptr():
-            out.copy_(inp)
+    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+        out.copy_(inp)
+    if group.size == 1 or not out.numel():
         return _DONE if async_op else None
     group.traffic.count("all_gather", group.size, out.numel() * out.element_size())
     return _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg, async_op=async_op)
@@ -417,9 +419,9 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     Only sums: an average is the caller's division, made *before* the sum (gloo's own averages after it,
     and overflows in fp16). `out` may be this rank's own part of `inp`. Returns a work handle if `async_op`.
     """
-    if group.size == 1:
-        if out.data_ptr() != inp.data_ptr():
-            out.copy_(inp)
+    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+        out.copy_(inp)
+    if group.size == 1 or not out.numel():
         return _DONE if async_op else None
     _no_fp8(inp, "reduce_scatter")
     group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
@@ -432,7 +434,7 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
         raise ValueError(
             f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)'
         )
-    if group.size == 1:
+    if group.size == 1 or not t.numel():
         return _DONE if async_op else None
     _no_fp8(t, "all_reduce")
     group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
@@ -441,7 +443,7 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
 
 def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Copies `t` of rank `src` (a rank of the group) into `t` of every rank."""
-    if group.size == 1:
+    if group.size == 1 or not t.numel():
         return _DONE if async_op else None
     group.traffic.count("broadcast", group.size, t.numel() * t.element_size())
     return dist.broadcast(_bytes_of(t), src=group.ranks[src], group=group.pg, async_op=async_op)
@@ -685,7 +687,8 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
 def _check_axis(x: Tensor, size: int, what: str) -> None:
     if x.dim() == 0 or x.shape[0] % size:
         raise ValueError(
-            f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; flatten and pad it first"
+            f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; "
+            "flatten and pad it first"
         )
 
 
@@ -696,26 +699,25 @@ Tree = Mapping[str, Tensor]
 
 def _coalesced(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Runs one flat collective per dtype: each leaf is cut in `rows` rows, rows of all leaves lie side by
-    side, and come back as `out_rows`. Two copies, where one call per leaf would cost a round of latency."""
+    side, and come back as `out_rows`. Two copies, where one call per leaf would cost a latency each."""
     out: dict[str, Tensor] = dict(tree)  # the order of the keys is the caller's
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, leaf in tree.items():
         by_dtype.setdefault(leaf.dtype, []).append(name)
     for names in by_dtype.values():
-        parts = [
-            tree[name].reshape(rows, -1) if tree[name].numel() else tree[name].reshape(rows, 0)
-            for name in names
-        ]
-        flat = run(torch.cat(parts, dim=1).reshape(-1)).reshape(out_rows, -1)
-        for name, part in zip(names, flat.split([p.shape[1] for p in parts], dim=1), strict=True):
-            out[name] = part.reshape(-1)
+        widths = [tree[name].numel() // rows for name in names]
+        cut = [tree[name].reshape(rows, w) for name, w in zip(names, widths, strict=True)]
+        flat = run(torch.cat(cut, dim=1).reshape(-1)).reshape(out_rows, sum(widths))
+        for name, part in zip(names, flat.split(widths, dim=1), strict=True):
+            first, *rest = tree[name].shape
+            out[name] = part.reshape(first * out_rows // rows, *rest)
     return out
 
 
 def all_gather_tree(
     tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`all_gather` of every leaf, flat (n,) -> flat (size * n,), in one collective per dtype.
+    """`all_gather` of every leaf, (n, ...) -> (size * n, ...), in one collective per dtype.
 
     >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, world_group())
     {'a': tensor([1., 1.]), 'b': tensor([])}
@@ -723,13 +725,15 @@ def all_gather_tree(
     run = lambda x: all_gather(x, group, dtype=dtype, reduce_dtype=reduce_dtype)  # noqa: E731
     if group.size == 1:
         return {name: run(leaf) for name, leaf in tree.items()}
+    for leaf in tree.values():
+        _check_axis(leaf, 1, "all_gather")
     return _coalesced(tree, 1, group.size, run)
 
 
 def reduce_scatter_tree(
     tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`reduce_scatter` of every leaf, flat (size * n,) -> flat (n,), in one collective per dtype."""
+    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...), in one collective per dtype."""
     run = lambda x: reduce_scatter(x, group, dtype=dtype, reduce_dtype=reduce_dtype)  # noqa: E731
     if group.size == 1:
         return {name: run(leaf) for name, leaf in tree.items()}
@@ -765,7 +769,7 @@ class _ReplicateAll(Function):
 class _ReduceAll(Function):
     @staticmethod
     def forward(group: Group, reduce_dtype: torch.dtype | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        tree = {str(i): x for i, x in enumerate(xs)}
+        tree = {str(i): x.reshape(-1) for i, x in enumerate(xs)}
         out = _coalesced(tree, 1, 1, lambda x: _reduced(x, group, reduce_dtype))
         return tuple(out[str(i)].view(x.shape) for i, x in enumerate(xs))
 
@@ -810,5 +814,5 @@ def host_store() -> tuple[Any, int]:
 
     The kernel picks the port while binding, so no other process can take it in between.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     return store, store.port
