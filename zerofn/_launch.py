@@ -570,7 +570,7 @@ def _preload() -> None:
     """What every rank will need, imported once. Nothing here may start a thread or touch a GPU."""
     import importlib
 
-    for name in ("zerofn", "optree", "numpy", "cloudpickle"):
+    for name in ("zerofn", "torch._dynamo", "optree", "numpy", "cloudpickle"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 

@@ -53,7 +53,7 @@ def as_int32(word: Any) -> Any:
 
 
 def _mix(x: Any) -> Any:
-    # lowbias32 of a Python int or an int64 tensor, whose products wrap modulo 2**64: the low 32 bits are right.
+    # lowbias32 of a Python int or an int64 tensor, whose products wrap mod 2**64: low bits are right.
     x = x ^ (x >> 16)
     x = (x * _MULTIPLIER_1) & _MASK32
     x = x ^ (x >> 15)
@@ -62,7 +62,7 @@ def _mix(x: Any) -> Any:
 
 
 def stream_key(
-    seed: int, step: int | Tensor, key: int, *, block: int = 0, stream: int = 0
+    seed: int, step: int | Tensor, key: int | Tensor, *, block: int | Tensor = 0, stream: int = 0
 ) -> tuple[Any, Any]:
     """Hash everything but the position inside a block of 2**32 elements to two 32-bit words ``(k0, k1)``.
 
@@ -70,13 +70,12 @@ def stream_key(
     cheaper choice, makes the draws of one element visibly correlated over steps.
 
     Args:
-        seed, key: integers, of which the low 64 bits count.
-        step: the optimizer step; an int, or an integer tensor of shape ``()``.
+        seed, key, step: integers, of which the low 64 bits count; the last two also as int64 tensors.
         block: global element index divided by 2**32, so that a leaf longer than that does not repeat.
         stream: 0 for parameters and second moments, 1 for first moments.
 
     Returns:
-        ``(k0, k1)``: Python ints, or int64 tensors of shape ``()`` if ``step`` is a tensor.
+        ``(k0, k1)``: Python ints, or int64 tensors of the arguments' common shape if one of them is a tensor.
 
     >>> stream_key(0, 1, leaf_key("w")) == stream_key(0, torch.tensor(1), leaf_key("w"))
     True

@@ -1,0 +1,124 @@
+"""`accumulate`: the mean of the gradients of several micro-batches, held back until it is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._compat import is_wrapped
+from ._errors import explain
+from ._factory import transform
+from ._run import counter
+from ._tree import Layout, Leaves
+from ._types import Context, Prepared, Role, Transform, TransformState, concrete, number
+
+
+@transform
+def accumulate(every: int, weighted: bool = False) -> Transform:
+    """Hold `every - 1` micro-steps back and let the mean gradient of all of them through at the last.
+
+    It is the one owner of that division: neither the loss nor `scale_loss` divides. The mean is over
+    the micro-steps that arrived, so closing a window early (`opt.set_boundary(True)`) is right too.
+    `accumulate(1)` is the identity and holds no buffer.
+
+    The buffer has the dtype of the gradients: `precision(grad_dtype=torch.float32)` makes it fp32.
+
+    Args:
+        every: micro-steps in a window.
+        weighted: weight each micro-batch by `weight=` of `step`, `zf.update` or `opt.step`, for
+            instance its number of tokens, so that a mean loss over unequal micro-batches is the mean
+            loss of the big batch: `sum(w_i * g_i) / sum(w_i)`.
+
+    Raises:
+        ValueError: `every` is no positive int; at an update, a weight is missing or has no use.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> for g in (1.0, 3.0):
+    ...     state, metrics = zf.update(tx, {"w": torch.tensor([g])}, state)
+    ...     print(bool(metrics["updated"]), state.params["w"])
+    False tensor([0.])
+    True tensor([-2.])
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            explain(f"accumulate({every!r})", "every is a number of micro-batches: an int, at least 1", "accumulate(4)")
+        )
+    if every == 1 and not weighted:
+        return Transform("accumulate", Role.ACCUMULATE, linear=True)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {
+            "count": counter(),
+            "sum": {p: torch.zeros_like(x) for p, x in leaves.items()},
+            # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
+            "seen": {p: torch.tensor(False) for p in leaves},
+        }
+        return {**state, "weight": torch.zeros((), dtype=torch.float64)} if weighted else state
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        count = number(state["count"])
+        now = count + 1
+        due = (now >= every) if ctx.boundary is None else ctx.boundary
+        new: dict[str, Tensor] = {}
+        weight, total = None, now
+        if weighted:
+            weight = _weight(ctx)
+            total = state["weight"] + weight
+            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
+        if concrete(state["count"]):
+            new["count"] = counter(0 if due else now)
+        else:
+            new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
+        return Prepared(carry=(due, weight, total), state=new, emit=due)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
+        due, weight, total = carry
+        sums, seen = {}, {}
+        for path, old in state["sum"].items():
+            g = grads.get(path)
+            if g is not None:
+                sums[path] = _add(old, g if weight is None else g * weight, state["seen"][path], ctx)
+            # Closing the window is forgetting what was seen: the buffer need not be zeroed.
+            seen[path] = _seen(state["seen"][path], g is not None)
+        if due is False:
+            return grads, {"sum": sums, "seen": seen}
+        out = {}
+        for path, now in seen.items():
+            if is_wrapped(now) or bool(now):
+                whole = sums.get(path, state["sum"][path])
+                out[path] = whole.div_(total) if ctx.donate else whole / total
+        return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
+
+    return Transform("accumulate", Role.ACCUMULATE, linear=True, init_fn=init, prepare_fn=prepare, update_fn=update)
+
+
+def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:
+    """`old + g`; the first of a window overwrites."""
+    if is_wrapped(seen):
+        return torch.where(seen, old + g, g.to(old.dtype))
+    own = ctx.own(old)
+    return own.add_(g) if bool(seen) else own.copy_(g)
+
+
+def _seen(before: Tensor, now: bool) -> Tensor:
+    return torch.ones_like(before) if now and (is_wrapped(before) or not bool(before)) else before
+
+
+def _closed(seen: Tensor, due: Any) -> Tensor:
+    return torch.zeros_like(seen) if due is True else torch.where(torch.as_tensor(due), torch.zeros_like(seen), seen)
+
+
+def _weight(ctx: Context) -> Any:
+    if ctx.weight is None:
+        raise ValueError(
+            explain(
+                "a step without weight= through accumulate(weighted=True)",
+                "unequal micro-batches cannot be averaged without knowing how large each is",
+                "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
+            )
+        )
+    return torch.as_tensor(ctx.weight, dtype=torch.float64)

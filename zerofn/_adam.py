@@ -1,0 +1,116 @@
+"""`adam` and `adamw`: torch.optim's arithmetic, through torch's own fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._factory import check_lr, check_number, transform
+from ._optimizer import Group, like, optimizer, plain, typed
+from ._types import ScalarOrSchedule, Transform
+
+
+@transform
+def adam(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Adam (Kingma & Ba, 2015); `weight_decay` is added to the gradient, as in `torch.optim.Adam`.
+
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`,
+    `p -= lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)`. The same bits as
+    `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
+    parameters use `low_precision_adam`, whose rounding keeps small updates.
+
+    Args:
+        lr: a non-negative number, or a function of the optimizer step (0 before the first update).
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.adam(lr=0.1)
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+    >>> state.params["w"]
+    tensor([-0.1000])
+    """
+    return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+
+
+@transform
+def adamw(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> Transform:
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): `p *= 1 - lr * weight_decay` first.
+
+    The same bits as `torch.optim.AdamW(fused=True)`, whose defaults it shares. See `adam`.
+
+    >>> import torch, zerofn as zf
+    >>> zf.adamw(learning_rate=1e-3)
+    Traceback (most recent call last):
+    ...
+    TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, eps, weight_decay.
+    """
+    return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+
+
+def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
+    """Refuse hyperparameters that are no numbers or out of range."""
+    check_lr(function, lr)
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"{function}(betas={betas!r}): betas is a pair of numbers, such as (0.9, 0.999).")
+    for beta in betas:
+        check_number(function, "betas", beta, high=1.0)
+    check_number(function, "eps", eps)
+    check_number(function, "weight_decay", weight_decay)
+
+
+def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
+    check_adam(name, lr, betas, eps, weight_decay)
+    beta1, beta2 = betas
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def update_group(group: Group) -> None:
+        params, slots = group.params, group.slots
+        grads = typed(params, group.grads)
+        if plain(params) and isinstance(group.count, int):
+            step = torch.tensor(float(group.count), device=params[0].device)
+            fused(
+                params,
+                grads,
+                slots["exp_avg"],
+                slots["exp_avg_sq"],
+                [],
+                [step] * len(params),
+                lr=group.lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            return
+        for p, g, m, v in zip(params, grads, slots["exp_avg"], slots["exp_avg_sq"], strict=True):
+            _formula(p, g, m, v, torch.as_tensor(group.count, dtype=torch.float64), group.lr)
+
+    def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Any) -> None:
+        """The definition, for tensors that fused kernels do not take; `t` may differ along a vmapped axis."""
+        if decoupled:
+            p.mul_(1 - rate * weight_decay)
+        elif weight_decay:
+            g = g + weight_decay * p
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).add_((1 - beta2) * g * g)
+        size = rate / (1 - beta1**t)
+        p.sub_(size * m / (v.sqrt() / (1 - beta2**t).sqrt() + eps))
+
+    return optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, update_group)

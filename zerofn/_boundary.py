@@ -1,0 +1,155 @@
+"""The boundary of a model as differentiable linear maps, each the transpose of its partner.
+
+Seen from outside, a model behind it is a function with true gradients of any order, whatever loss scale
+or dtype is used inside. `Exit` sits on outputs: identity forward, cotangent times S backward. `Entry`
+sits on inputs and parameters: identity (or cast, or gather) forward, cotangent over S backward. The factors
+*alternate* under repeated differentiation, since the backward of each is its partner: with the
+same factor twice, second derivatives would carry S or 1/S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ._tree import Leaf
+from ._types import Stage
+
+# (tensor with any leading batch dimensions, loss scale or None) -> tensor
+Map = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class LinearMap(Function):
+    """`forth(x)`, whose derivative is `back`, whose derivative is `forth`.
+
+    The scale is an argument and not part of the maps, because under `vmap` each member of an ensemble
+    has its own. It has no gradient.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+        return forth(x, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, scale, ctx.forth, ctx.back = inputs
+        ctx.has_scale = scale is not None
+        if ctx.has_scale:
+            ctx.save_for_backward(scale)
+            ctx.save_for_forward(scale)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        scale = ctx.saved_tensors[0] if ctx.has_scale else None
+        return LinearMap.apply(g, scale, ctx.back, ctx.forth), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        scale = ctx.saved_tensors[0] if ctx.has_scale else None
+        return LinearMap.apply(x, scale, ctx.forth, ctx.back)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> tuple:  # type: ignore[override]
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        if scale is not None and in_dims[1] is not None:
+            scale = scale.movedim(in_dims[1], 0).to(x.device)
+            scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+        return LinearMap.apply(x, scale, forth, back), 0
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32 at least: a 16-bit cotangent is multiplied there and rounded once, after."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The same values as another tensor, as a Function must return."""
+    return x.view_as(x)
+
+
+@dataclass(frozen=True)
+class LeafView:
+    """How one leaf is seen: stages from storage towards the model, and the dtype its gradient arrives in."""
+
+    leaf: Leaf
+    stages: tuple[Stage, ...]
+    grad_dtype: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Storage to model."""
+        seen = x
+        for stage in self.stages:
+            seen = stage.view(seen, self.leaf)
+        return identity(seen) if seen is x else seen
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        """A cotangent of the seen parameter to a true gradient of the stored one."""
+        narrow = g
+        for stage in reversed(self.stages):
+            if scale is None or not stage.only_dtype:
+                narrow = stage.pull(narrow, self.leaf)
+        if scale is not None:
+            # Divided in fp32 and rounded once: after a cast to fp16 small gradients would be gone.
+            narrow = (wide(narrow) / scale).to(self.grad_dtype)
+        return identity(narrow) if narrow is g else narrow
+
+    def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """The differentiable view; `x` itself where there is nothing to see it through."""
+        if scale is None and not self.stages:
+            return x
+        return LinearMap.apply(x, scale, self.forth, self.back)
+
+
+@dataclass(frozen=True)
+class ExitMap:
+    """Outputs: cast to `dtype` if one is asked for; cotangents times the scale, in fp32, and cast back."""
+
+    dtype: torch.dtype | None
+    inner: torch.dtype
+
+    def forth(self, y: Tensor, scale: Tensor | None) -> Tensor:
+        # A new tensor even without a cast: of a view, in-place changes by the caller would be an error
+        # under a Function, and silently wrong under a tensor hook.
+        return y.to(self.dtype) if self.dtype not in (None, y.dtype) else y.clone()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g if scale is None else wide(g) * scale
+        out = out.to(self.inner)
+        return identity(out) if out is g else out
+
+
+@dataclass(frozen=True)
+class EntryMap:
+    """Inputs: cast to `dtype` if one is asked for; cotangents over the scale, in fp32, and cast back."""
+
+    dtype: torch.dtype | None
+    outer: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g if scale is None else wide(g) / scale
+        out = out.to(self.outer)
+        return identity(out) if out is g else out
+
+
+def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One output of a model on its way out."""
+    if not y.is_floating_point() or (scale is None and dtype in (None, y.dtype)):
+        return y
+    edge = ExitMap(dtype, y.dtype)
+    return LinearMap.apply(y, scale, edge.forth, edge.back)
+
+
+def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One input of a model on its way in."""
+    if not x.is_floating_point() or (dtype in (None, x.dtype) and (scale is None or not x.requires_grad)):
+        return x
+    edge = EntryMap(dtype, x.dtype)
+    return LinearMap.apply(x, scale, edge.forth, edge.back)

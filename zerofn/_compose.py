@@ -1,0 +1,294 @@
+"""`chain` and the transforms that hold other transforms: `masked`, `partition`, and guests from other libraries."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ._errors import bad_leaves, explain
+from ._factory import transform
+from ._order import check_order
+from ._run import finish, run
+from ._tree import Layout, Leaves, Tree, prefix_values
+from ._types import Context, Prepared, Role, Scope, Transform, TransformState
+
+
+@runtime_checkable
+class GradientTransformation(Protocol):
+    """The shape of torchopt's transformations, which a chain accepts as they are."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def chain(*transforms: Transform | GradientTransformation) -> Transform:
+    """Compose transforms; left to right is the road of a gradient from the model to storage.
+
+    Associative: a chain inside a chain is the same as its members. An order without meaning is
+    refused here. Members of one name get a number, so that each has its own state.
+
+    Args:
+        transforms: what `zf` functions return, chains, or objects with `init(params)` and
+            `update(updates, state, params)` such as those of torchopt.
+
+    Raises:
+        TypeError: an argument is no transform.
+        ValueError: the order has no meaning; both transforms, the reason and a right order are named.
+
+    >>> import zerofn as zf
+    >>> zf.chain(zf.clip_by_value(1.0), zf.chain(zf.sgd(0.1))) == zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))
+    True
+    """
+    flat: list[Transform] = []
+    for t in transforms:
+        t = as_transform(t)
+        flat.extend(t.parts if t.role is Role.CHAIN else [t])
+    seen: dict[str, int] = {}
+    parts = []
+    for t in flat:
+        base = t.name
+        seen[base] = seen.get(base, 0) + 1
+        name = base if seen[base] == 1 else f"{base}_{seen[base]}"
+        while seen[base] > 1 and any(name == other.name for other in flat):
+            seen[base] += 1
+            name = f"{base}_{seen[base]}"
+        parts.append(t if t.name == name else replace(t, name=name))
+    check_order(parts)
+    return Transform(
+        "chain",
+        Role.CHAIN,
+        # Its state is one level deeper than that of its members, which only its own run can read.
+        Scope.WHOLE,
+        init_fn=_ChainInit(tuple(parts)),
+        update_fn=_ChainUpdate(tuple(parts)),
+        parts=tuple(parts),
+        factory=chain,
+    )
+
+
+chain.__rebuild__ = lambda config, parts: chain(*parts)  # type: ignore[attr-defined]
+
+
+class _ChainInit:
+    def __init__(self, parts: tuple[Transform, ...]):
+        self.parts = parts
+
+    def __call__(self, leaves: Leaves, layout: Layout) -> TransformState:
+        return {p.name: p.init_fn(leaves, layout) for p in self.parts}
+
+
+class _ChainUpdate:
+    def __init__(self, parts: tuple[Transform, ...]):
+        self.parts = parts
+
+    def __call__(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        signal, new, emitted = run(self.parts, grads, state, params, ctx)
+        if signal is not None and emitted is not True:
+            signal = finish(signal, params, emitted)
+        return signal, new
+
+
+def as_transform(t: Any) -> Transform:
+    """`t` itself, or a guest wrapped; a `TypeError` for anything else."""
+    if isinstance(t, Transform):
+        return t
+    if isinstance(t, torch.optim.Optimizer):
+        raise TypeError(
+            explain(
+                f"chain(..., {type(t).__name__}(...))",
+                "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
+                "chain(..., zf.adamw(lr=1e-3)), and zf.attach(model, tx) for something that looks like an optimizer",
+            )
+        )
+    if isinstance(t, type) or not isinstance(t, GradientTransformation):
+        hint = f"; call it: {t.__name__}(...)" if callable(t) and hasattr(t, "__name__") else ""
+        raise TypeError(
+            explain(
+                f"chain(..., {t!r}, ...)",
+                f"{type(t).__name__} is no transform{hint}",
+                "a transform such as zf.adamw(lr=1e-3), or an object with init(params) and update(updates, state, params)",
+            )
+        )
+    return guest(t)
+
+
+@transform
+def guest(transformation: GradientTransformation) -> Transform:
+    """A transformation of another library. Where it ends a chain that has no optimizer, its updates are added."""
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {"inner": transformation.init(dict(leaves))}
+
+    known = inspect.signature(transformation.update).parameters
+    extra = {"inplace": False} if "inplace" in known else {}
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        missing = [(p, "no gradient in this step") for p in params if p not in grads]
+        if missing:
+            right = "zf.masked(transformation, mask) over the leaves that always have one"
+            raise ValueError(bad_leaves("a transformation of another library needs every gradient", missing, right))
+        if "params" in known:
+            out, inner = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
+        else:
+            out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
+        return dict(out), {"inner": inner}
+
+    return Transform(
+        type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update
+    )
+
+
+def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
+    gradient = [i for i, p in enumerate(parts) if p.role is not Role.AFTER]
+    if any(p.role is Role.OPTIMIZER for p in parts) or not gradient or parts[gradient[-1]].factory is not guest:
+        return parts
+    last = parts[gradient[-1]]
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        out, state = last.update_fn(grads, state, params, carry, ctx)
+        return {p: (params[p] + u).to(params[p].dtype) for p, u in out.items()}, state
+
+    adding = replace(last, role=Role.OPTIMIZER, update_fn=update)
+    return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])
+
+
+Mask = Callable[[str], bool] | Tree
+
+
+@transform
+def masked(transform: Transform, mask: Any) -> Transform:
+    """Apply a transform to some leaves only; the others pass by unchanged.
+
+    A masked optimizer leaves the other parameters as they are.
+
+    Args:
+        transform: any transform of gradients, or a chain of them.
+        mask: a function `path -> bool`, or a tree of bools that may stop above the leaves.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.masked(zf.clip_by_value(1.0), lambda path: path != "b"), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.full((1,), 5.0), "b": torch.full((1,), 5.0)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-5.])}
+    """
+    inner = _inside(as_transform(transform), "masked")
+
+    def chosen(layout: Layout) -> dict[str, bool]:
+        return {path: bool(v) for path, v in _values(mask, layout, "mask", bool).items()}
+
+    return _grouped("masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner})
+
+
+@transform
+def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transform:
+    """Give each leaf to the transform of its label.
+
+    Args:
+        transforms: label to transform, or chain. `None` freezes the leaves of that label.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+
+    Raises:
+        ValueError: a label has no transform (every such leaf is named), or optimizers are mixed with others.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1), "b": torch.ones(1)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-0.1000])}
+    """
+    if not isinstance(transforms, Mapping) or not transforms:
+        raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
+    inner = {k: None if t is None else _inside(as_transform(t), "partition") for k, t in transforms.items()}
+    roles = {k: _outcome(t) for k, t in inner.items() if t is not None}
+    if len(set(roles.values())) > 1:
+        kinds = ", ".join(f"{k!r}: {r.value}" for k, r in roles.items())
+        raise ValueError(
+            explain(
+                f"partition({{{kinds}}}, labels)",
+                "every label must turn gradients into the same thing",
+                "an optimizer for every label, or for none",
+            )
+        )
+    return _grouped("partition", lambda layout: _values(labels, layout, "labels", str), inner)
+
+
+def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
+    if callable(given):
+        values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
+    else:
+        values = prefix_values(given, layout, f"this {what} does not fit the parameters")
+    wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
+    if wrong:
+        raise TypeError(bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}"))
+    return values
+
+
+def _inside(t: Transform, where: str) -> Transform:
+    """What may be nested: no view, and nothing that holds a part of the tree back."""
+    for part in t.parts or (t,):
+        if part.role not in (Role.GRADIENT, Role.OPTIMIZER, Role.AFTER):
+            raise ValueError(
+                explain(
+                    f"{where}({part.name}(...), ...)",
+                    f"{part.name} concerns the whole tree ({part.role.value}); on a part of it the step has no meaning",
+                    f"chain({part.name}(...), {where}(...))",
+                )
+            )
+    return chain(*complete(t.parts)) if t.role is Role.CHAIN else t
+
+
+def _outcome(t: Transform) -> Role:
+    optimizers = [p for p in t.parts or (t,) if p.role is Role.OPTIMIZER]
+    return Role.OPTIMIZER if optimizers else Role.GRADIENT
+
+
+def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
+    """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
+    members = {k: t for k, t in inner.items() if t is not None}
+    outcome = _outcome(next(iter(members.values()))) if members else Role.OPTIMIZER
+
+    def groups(layout: Layout) -> dict[str, set[str]]:
+        given = labels(layout)
+        wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v is not None and v not in inner]
+        if wrong:
+            raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
+        return {k: {p for p, v in given.items() if v == k} for k in members}
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {
+            k: members[k].init_fn({p: x for p, x in leaves.items() if p in paths}, layout)
+            for k, paths in groups(layout).items()
+        }
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        return Prepared(carry=groups(ctx.layout))
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, set[str]], ctx: Context):
+        out = {} if outcome is Role.OPTIMIZER else dict(grads)
+        new: TransformState = {}
+        for k, paths in carry.items():
+            mine = {p: g for p, g in grads.items() if p in paths}
+            own = {p: x for p, x in params.items() if p in paths}
+            signal, states, _ = run([members[k]], mine, {members[k].name: state[k]}, own, ctx.inside(f"{name}.{k}"))
+            new[k] = states[members[k].name]
+            out.update(signal or {})
+        return out, new
+
+    return Transform(
+        name,
+        outcome,
+        # A member that looks at its whole group cannot be run bucket by bucket; nor can the state of
+        # a nested transform be cut by path, which only the member knows how to read.
+        Scope.WHOLE,
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+        parts=tuple(members.values()),
+    )

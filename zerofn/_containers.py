@@ -1,0 +1,103 @@
+"""Tensors inside whatever a model takes or returns.
+
+No tree library does here: both treat subclasses of dict, such as a transformers `ModelOutput`, as
+leaves, and tensors inside would cross the boundary of an attached model unscaled and in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._errors import explain
+
+Fn = Callable[[Tensor], Tensor]
+
+
+def map_tensors(fn: Fn, value: Any, where: str) -> Any:
+    """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
+
+    Goes through tuples, NamedTuples, lists, sets of mappings and dataclasses, subclasses included. A
+    tensor that occurs twice is mapped once.
+
+    Raises:
+        TypeError: an object of another kind holds a tensor that needs a gradient; it would cross the
+            boundary unseen. `where` tells which argument or output it is.
+
+    >>> import torch
+    >>> map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), None, "text")}, "the output")
+    {'a': (tensor([1.]), None, 'text')}
+    """
+    return _map(fn, value, where, {})
+
+
+def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            # The original is kept as well: an id is only unique among living objects.
+            done[id(value)] = (fn(value), value)
+        return done[id(value)][0]
+    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
+        return value
+    if isinstance(value, Mapping):
+        new = {k: _map(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
+        changed = {k: v for k, v in new.items() if v is not value[k]}
+        return _with_items(value, changed, where) if changed else value
+    if isinstance(value, tuple | list):
+        items = [_map(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return _sequence(value, items)
+    if is_dataclass(value):
+        new = {f.name: _map(fn, getattr(value, f.name), f"{where}.{f.name}", done) for f in fields(value)}
+        changed = {k: v for k, v in new.items() if v is not getattr(value, k)}
+        if not changed:
+            return value
+        out = copy.copy(value)
+        for k, v in changed.items():
+            # Frozen dataclasses refuse setattr; the copy is ours alone.
+            object.__setattr__(out, k, v)
+        return out
+    _refuse_hidden(value, where)
+    return value
+
+
+def _with_items(value: Mapping, changed: dict, where: str) -> Any:
+    """A shallow copy with some items replaced, of the same class and with its other attributes."""
+    out = copy.copy(value)
+    if out is value or not hasattr(out, "__setitem__"):
+        raise TypeError(f"{where} is a {type(value).__name__}, which cannot be copied with other items. Return a dict.")
+    for k, v in changed.items():
+        out[k] = v  # type: ignore[index]
+    return out
+
+
+def _sequence(value: Any, items: list) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(items)
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, list):
+        out = copy.copy(value)
+        out[:] = items
+        return out
+    return type(value)(items)
+
+
+def _refuse_hidden(value: Any, where: str) -> None:
+    """A tensor that needs a gradient must not hide in an object whose insides are unknown."""
+    for name, held in getattr(value, "__dict__", {}).items():
+        inner = held if isinstance(held, list | tuple) else [held]
+        if any(isinstance(t, Tensor) and t.requires_grad for t in inner):
+            kind = type(value).__name__
+            raise TypeError(
+                explain(
+                    f"{where} is a {kind} with a tensor in .{name}",
+                    "the boundary that scales and casts gradients cannot see inside, so they would be wrong in silence",
+                    f"a tuple, list, dict or dataclass; for instance @dataclasses.dataclass on {kind}",
+                )
+            )

@@ -1,0 +1,58 @@
+"""How messages are built: the wrong code, why it is wrong, the right code; and every bad leaf at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+# What people who come from optax, DeepSpeed, FSDP2 or the Hugging Face Trainer type first.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "b1": "betas",
+    "b2": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "wd": "weight_decay",
+    "mu_dtype": "state_dtype",
+    "max_grad_norm": "max_norm",
+    "clip_norm": "max_norm",
+    "every_k_schedule": "every",
+    "gradient_accumulation_steps": "every",
+    "steps": "every",
+    "loss_scale": "scale",
+    "dtype": "param_dtype",
+    "compute_dtype": "param_dtype",
+    "process_group": "mesh",
+    "group": "mesh",
+}
+
+
+def explain(wrong: str, why: str, right: str) -> str:
+    """One message in the project's form.
+
+    >>> print(explain("adam(lr=-1)", "a learning rate is not negative", "adam(lr=1e-3)"))
+    adam(lr=-1)
+      why:   a learning rate is not negative
+      write: adam(lr=1e-3)
+    """
+    indent = "\n         "
+    return f"{wrong}\n  why:   {why.replace(chr(10), indent)}\n  write: {right.replace(chr(10), indent)}"
+
+
+def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
+    """A message that lists every offending leaf with its path."""
+    rows = "\n".join(f"  {path or '<root>'}: {reason}" for path, reason in leaves)
+    return f"{what}\n{rows}\n  write: {right}"
+
+
+def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:
+    """The hint for a keyword that does not exist, by synonym first and by spelling second."""
+    known = list(known)
+    hint = SYNONYMS.get(given)
+    if hint not in known:
+        close = get_close_matches(given, known, n=1)
+        hint = close[0] if close else None
+    tail = f" Did you mean {hint}=?" if hint else ""
+    return f"{function}() has no keyword {given!r}.{tail} It takes: {', '.join(known) or 'nothing'}."

@@ -1,0 +1,154 @@
+"""Functions that build transforms: their arguments become the configuration that prints, compares and pickles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from ._errors import explain, unknown_keyword
+from ._tree import Layout, Leaves
+from ._types import Context, Role, Schedule, Transform, TransformState
+
+P = ParamSpec("P")
+
+
+def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
+    """Make `factory` record its arguments in the transform and hint at misspelt keywords."""
+    signature = inspect.signature(factory)
+    names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+
+    @functools.wraps(factory)
+    def build(*args: P.args, **kwargs: P.kwargs) -> Transform:
+        for given in kwargs:
+            if given not in names:
+                raise TypeError(unknown_keyword(factory.__name__, given, names))
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return replace(factory(*args, **kwargs), factory=build, config=dict(bound.arguments))
+
+    # Pickling goes through the arguments: closures inside a transform need not be picklable.
+    build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
+    return build
+
+
+def leafwise(
+    function: Callable | None = None, *, init: Callable[[Tensor], Tensor] | None = None, optimizer: bool = False
+) -> Callable[..., Any]:
+    """Make a transform of one's own from a function on one tensor.
+
+    The function takes `(grad, param)` and returns the new gradient; with `init`, which gives a leaf's
+    state from its parameter, it takes `(grad, param, state)` and returns `(grad, state)`. All
+    tensors have the stored shape of the leaf (a flat shard when the pipeline shards). Keyword-only
+    arguments become the transform's own. With `optimizer=True` it returns the new *parameter*.
+    It must write none of its arguments.
+
+    >>> import torch, zerofn as zf
+    >>> @zf.leafwise
+    ... def sign(grad, param, *, strength=1.0):
+    ...     return strength * grad.sign()
+    >>> tx = zf.chain(sign(strength=2.0), zf.sgd(lr=0.5))
+    >>> tx
+    chain(
+        sign(strength=2.0),
+        sgd(lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False),
+    )
+    >>> state = zf.init(tx, {"w": torch.zeros(2)})
+    >>> state, _ = zf.update(tx, {"w": torch.tensor([3.0, -0.1])}, state)
+    >>> state.params["w"]
+    tensor([-1.,  1.])
+    """
+    if function is None:
+        return functools.partial(leafwise, init=init, optimizer=optimizer)
+    fn = function
+    options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+    def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
+        return {} if init is None else {"value": {path: init(p) for path, p in leaves.items()}}
+
+    @functools.wraps(fn)
+    def build(**given: Any) -> Transform:
+        for name in given:
+            if name not in options:
+                raise TypeError(unknown_keyword(fn.__name__, name, options))
+        config = {**options, **given}
+        for name, value in config.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{fn.__name__}() needs {name}=; it has no default.")
+
+        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+            if init is None:
+                return {path: fn(g, params[path], **config) for path, g in grads.items()}, state
+            pairs = {p: fn(g, params[p], state["value"][p], **config) for p, g in grads.items()}
+            kept = {**state["value"], **{p: pair[1] for p, pair in pairs.items()}}
+            return {p: pair[0] for p, pair in pairs.items()}, {"value": kept}
+
+        role = Role.OPTIMIZER if optimizer else Role.GRADIENT
+        return Transform(fn.__name__, role, init_fn=init_leaves, update_fn=update, factory=build, config=config)
+
+    build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
+    return build
+
+
+def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuse what is no number in [low, high): NaN, negative, text, bool."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        why = f"{name} is a number, and {value!r} is a {type(value).__name__}"
+    elif not low <= value < high:
+        why = f"{name} must lie in [{low:g}, {high:g})"
+    else:
+        return
+    raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}={_example(low, high)})"))
+
+
+def _example(low: float, high: float) -> str:
+    return f"{0.9 if high == 1.0 else max(low, 1e-3):g}"
+
+
+def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> None:
+    """Refuse a dtype that is not among `allowed`; `None` stands for "as it is" and passes."""
+    if value is not None and value not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise ValueError(
+            explain(f"{function}({name}={value!r})", f"{name} is one of {names}, or None", f"{function}({name}={allowed[0]})")
+        )
+
+
+def check_lr(function: str, lr: Any) -> None:
+    """A learning rate is a non-negative number or a function of the step."""
+    if not callable(lr):
+        check_number(function, "lr", lr)
+
+
+def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> Any:
+    """The learning rate at an optimizer step; what a schedule returns is checked."""
+    value = lr(step) if callable(lr) else lr
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
+                "a schedule returns a number",
+                f"{function}(lr=lambda step: 1e-3 * 0.99 ** step)",
+            )
+        )
+    if isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ValueError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
+                "a learning rate is finite and not negative",
+                f"{function}(lr=zf.schedules.cosine(1e-3, 1000))",
+            )
+        )
+    return value
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", repr(value))

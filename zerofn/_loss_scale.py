@@ -1,0 +1,134 @@
+"""`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
+
+The multiplication and division themselves belong to the boundary of the model, where they make it a
+differentiable function with true gradients. What is left for the update half is to look for
+overflow, to hold the step, and to move the scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._errors import explain
+from ._factory import check_number, transform
+from ._norms import largest
+from ._run import counter
+from ._tree import Layout, Leaves
+from ._types import Context, Prepared, Role, Scope, Transform, TransformState, number
+
+# After so many overflows in a row at the smallest scale it is not the scale that overflows.
+STUCK = 50
+
+
+@transform
+def scale_loss(
+    scale: float | str = "dynamic",
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    hysteresis: int = 1,
+) -> Transform:
+    """Scale the loss so that small gradients survive fp16, without a call in user code.
+
+    Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with
+    an infinite or NaN gradient on any rank changes nothing but this transform's own counters.
+
+    The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018): after an overflow
+    `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a
+    row `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven
+    before the scale backs off; growth refills it.
+
+    It never divides by the number of micro-batches: that is `accumulate`'s.
+
+    Args:
+        scale: `"dynamic"`, or a positive number that never changes.
+        init_scale: first dynamic scale.
+        growth_factor: at least 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: micro-steps.
+        min_scale: the dynamic scale never falls below.
+        hysteresis: overflows until the scale backs off.
+
+    Raises:
+        ValueError: a number out of its range.
+        FloatingPointError: at an update, once the scale has overflowed 50 times in a row at its
+            minimum: the leaf that did and the remedy are named.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> state, metrics = zf.update(tx, {"w": torch.tensor([torch.inf])}, state)
+    >>> bool(metrics["skipped"]), float(metrics["loss_scale"]), state.params["w"]
+    (True, 4.0, tensor([0.]))
+    """
+    dynamic = scale == "dynamic"
+    if isinstance(scale, str) and not dynamic:
+        raise ValueError(
+            explain(f"scale_loss({scale!r})", "the only word it knows is 'dynamic'", "scale_loss('dynamic') or scale_loss(1024.0)")
+        )
+    if not isinstance(scale, str):
+        check_number("scale_loss", "scale", scale, low=torch.finfo(torch.float32).tiny)
+    check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
+    check_number("scale_loss", "growth_factor", growth_factor, low=1.0)
+    check_number("scale_loss", "backoff_factor", backoff_factor, high=1.0)
+    check_number("scale_loss", "growth_interval", growth_interval, low=1)
+    check_number("scale_loss", "min_scale", min_scale, low=torch.finfo(torch.float32).tiny)
+    check_number("scale_loss", "hysteresis", hysteresis, low=1)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        first = torch.tensor(init_scale if dynamic else scale, dtype=torch.float32)
+        return {
+            "scale": first,
+            "good_steps": counter(),
+            "hysteresis_left": counter(hysteresis),
+            "skipped_steps": counter(),
+            "stuck_steps": counter(),
+        }
+
+    def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
+        finite = torch.isfinite(ctx.reduction.max(largest(grads))).cpu()
+        ok: Any = number(finite)
+        new = _advance(state, ok)
+        if ok is False and new["stuck_steps"] >= STUCK:
+            raise FloatingPointError(_stuck_message(grads, int(new["stuck_steps"]), min_scale if dynamic else scale))
+        ctx.report("loss_scale", new["scale"])
+        ctx.report("skipped", ~finite)
+        ctx.report("skipped_steps", new["skipped_steps"])
+        return Prepared(state=new, emit=ok)
+
+    def _advance(state: TransformState, ok: Any) -> TransformState:
+        """One rule for Python bools and for tensors, through `torch.where`, so that `vmap` has it too."""
+        good = torch.as_tensor(ok)
+        zero = torch.zeros_like(state["good_steps"])
+        streak = torch.where(good, state["good_steps"] + 1, zero)
+        grow = good & (streak >= growth_interval)
+        backs_off = ~good & (state["hysteresis_left"] <= 1)
+        left = torch.where(good, state["hysteresis_left"], (state["hysteresis_left"] - 1).clamp(min=1))
+        at_minimum = state["scale"] <= (min_scale if dynamic else torch.inf)
+        scale_now = state["scale"]
+        if dynamic:
+            scale_now = torch.where(backs_off, (scale_now * backoff_factor).clamp(min=min_scale), scale_now)
+            scale_now = torch.where(grow, scale_now * growth_factor, scale_now)
+        return {
+            "scale": scale_now,
+            "good_steps": torch.where(grow, zero, streak),
+            "hysteresis_left": torch.where(grow, torch.full_like(left, hysteresis), left),
+            "skipped_steps": state["skipped_steps"] + (~good).to(torch.int64),
+            "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
+        }
+
+    return Transform("scale_loss", Role.SCALE, Scope.TREE, init_fn=init, prepare_fn=prepare)
+
+
+def _stuck_message(grads: Leaves, times: int, scale: Any) -> str:
+    bad = [path for path, g in grads.items() if not torch.isfinite(g).all()]
+    first = bad[0] if bad else "a leaf on another rank"
+    return explain(
+        f"{times} micro-steps in a row overflowed at the loss scale's minimum, {scale:g}",
+        f"the gradient of {first} is not finite, so the loss itself is not, or the model diverged",
+        "a lower learning rate, clip_by_global_norm(1.0) after scale_loss, or precision(param_dtype=torch.bfloat16)",
+    )

@@ -1,0 +1,40 @@
+"""Norms over trees, in one pass over memory and in at least fp32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._compat import is_wrapped
+from ._tree import Leaves
+
+
+def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """One norm per tensor. 16-bit tensors are summed, and the sum kept, in fp32."""
+    dtype = None if all(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
+    if any(is_wrapped(t) for t in tensors):
+        # The horizontally fused op has no batching rule.
+        return [torch.linalg.vector_norm(t, order, dtype=dtype if t.dtype.itemsize < 4 else None) for t in tensors]
+    if dtype is None:
+        return list(torch._foreach_norm(tensors, order))
+    return [n for t in tensors for n in torch._foreach_norm([t], order, dtype=max(dtype, t.dtype, key=lambda d: d.itemsize))]
+
+
+def largest(leaves: Leaves) -> Tensor:
+    """The largest magnitude, or NaN if there is one: 0-d. Zero for a tree without elements."""
+    tensors = [t for t in leaves.values() if t.numel()]
+    if not tensors:
+        return torch.zeros(())
+    return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).amax()
+
+
+def squared_norm(leaves: Leaves) -> Tensor:
+    """The sum of squares, 0-d; fp64 where every leaf is, else fp32."""
+    tensors = [t for t in leaves.values() if t.numel()]
+    if not tensors:
+        return torch.zeros(())
+    norms = _norms(tensors, 2.0)
+    wide = torch.float64 if all(n.dtype == torch.float64 for n in norms) else torch.float32
+    return torch.stack([n.to(wide) for n in norms]).square().sum()

@@ -1,0 +1,92 @@
+"""`offload`: where a transform's state lives. A placement inside the same chain, not another optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._compose import as_transform
+from ._errors import explain
+from ._factory import transform
+from ._tree import Layout, Leaves, tree_map
+from ._types import Context, Prepared, Role, Transform, TransformState
+
+
+@transform
+def offload(transform: Transform, device: str | torch.device = "cpu") -> Transform:
+    """Keep a transform's state on another device, and bring it to the parameters one bucket at a time.
+
+    The arithmetic still runs where the parameters are, so the numbers are the same to the last bit.
+    Host memory is pinned when the parameters are on a GPU. Where the parameters already live on
+    `device` nothing is moved and nothing is allocated.
+
+    Args:
+        transform: an optimizer, an accumulation, an `ema`, or a chain of such.
+        device: where the state lives.
+
+    >>> import torch, zerofn as zf
+    >>> zf.chain(zf.offload(zf.adamw(lr=0.1, weight_decay=0.0)))
+    chain(
+        offload(transform=adamw(lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0), device='cpu'),
+    )
+    """
+    inner = as_transform(transform)
+    if inner.role not in (Role.OPTIMIZER, Role.ACCUMULATE, Role.AFTER, Role.GRADIENT):
+        raise ValueError(
+            explain(
+                f"offload({inner.name}(...))",
+                f"{inner.name} has no state that would be worth moving, or concerns the whole pipeline",
+                f"chain({inner.name}(...), offload(adamw(...)))",
+            )
+        )
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"offload(device={device!r}): no such device. Write offload(transform, device='cpu').") from error
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state = inner.init_fn(leaves, layout)
+        on_gpu = any(x.device.type == "cuda" for x in leaves.values())
+        return tree_map(lambda x: _place(x, where, on_gpu), state)
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        return inner.prepare_fn(state, grads, params, ctx)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        here = {slot: _beside(entry, params) for slot, entry in state.items()}
+        out, new = inner.update_fn(grads, here, params, carry, ctx)
+        return out, {slot: _back(entry, state[slot], ctx) for slot, entry in new.items()}
+
+    return replace(inner, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+
+
+def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
+    if x.ndim == 0 or x.device.type in (device.type, "meta"):
+        return x
+    moved = x.to(device)
+    return moved.pin_memory() if pin and device.type == "cpu" else moved
+
+
+def _beside(entry: Any, params: Leaves) -> Any:
+    """Per-leaf tensors on their parameter's device. Counters stay where they are."""
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        p: x if x.ndim == 0 or p not in params else x.to(params[p].device, non_blocking=True) for p, x in entry.items()
+    }
+
+
+def _back(entry: Any, home: Any, ctx: Context) -> Any:
+    """Per-leaf tensors back in the state's own place; into the same memory when donated."""
+    if not isinstance(entry, dict):
+        return entry
+    out = {}
+    for p, x in entry.items():
+        if x.device == home[p].device:
+            out[p] = x
+        else:
+            out[p] = home[p].copy_(x) if ctx.donate else x.to(home[p].device)
+    return out

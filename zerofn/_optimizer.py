@@ -1,0 +1,114 @@
+"""What every optimizer shares: its step, its learning rate, and the number of updates each leaf has had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._compat import is_wrapped
+from ._factory import learning_rate
+from ._run import counter
+from ._tree import Layout, Leaves
+from ._types import Context, Prepared, Role, ScalarOrSchedule, Transform, TransformState, number
+
+Slots = dict[str, Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that have had equally many updates, as lists of tensors; what an optimizer works on.
+
+    Attributes:
+        params: to be written in place.
+        grads: never written.
+        slots: state by name, to be written in place.
+        count: updates including this one; a 0-d tensor under `vmap`.
+        lr: learning rate of this update.
+        paths: names of the leaves.
+        offsets: global index of each leaf's first stored element.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    slots: dict[str, list[Tensor]]
+    count: Any
+    lr: Any
+    paths: list[str]
+    offsets: list[int]
+
+
+def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Callable[[Group], None]) -> Transform:
+    """An optimizer from its arithmetic on lists of tensors.
+
+    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
+    without a gradient is left alone, as in torch.optim, and its bias correction must not move; and one
+    tensor per leaf for each slot.
+
+    Args:
+        name: the transform's name.
+        lr: a number, or a function of the step.
+        slots: how each per-leaf state tensor starts, from the parameter.
+        update_group: the arithmetic, in place on parameters and slots that it may write.
+    """
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
+        for slot, start in slots.items():
+            state[slot] = {p: start(x) for p, x in leaves.items()}
+        return state
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        # One optimizer per group, so where it stands names it, whatever the user calls it.
+        override = ctx.lr.get(ctx.prefix)
+        rate = learning_rate(name, lr, number(state["step"])) if override is None else override
+        ctx.report("lr", rate)
+        return Prepared(carry=rate, state={"step": state["step"] + 1})
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, rate: Any, ctx: Context):
+        paths = list(grads)
+        new = {p: ctx.own(params[p]) for p in paths}
+        own: TransformState = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
+        own["count"] = {p: state["count"][p] + 1 for p in paths}
+        for count, group in _by_count(own["count"]).items():
+            update_group(
+                Group(
+                    [new[p] for p in group],
+                    [grads[p] for p in group],
+                    {slot: [own[slot][p] for p in group] for slot in slots},
+                    count if isinstance(count, int) else own["count"][group[0]],
+                    rate,
+                    group,
+                    [ctx.offsets.get(p, 0) for p in group],
+                )
+            )
+        return new, own
+
+    return Transform(name, Role.OPTIMIZER, init_fn=init, prepare_fn=prepare, update_fn=update)
+
+
+def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:
+    """Leaves that have had equally many updates, which is nearly always all of them."""
+    groups: dict[Any, list[str]] = {}
+    for path, count in counts.items():
+        # Under vmap the number cannot be read; each leaf is then a group of its own.
+        groups.setdefault(path if is_wrapped(count) else int(count), []).append(path)
+    return groups
+
+
+def plain(tensors: list[Tensor]) -> bool:
+    """Whether fused kernels can take the tensors: same dtype throughout, and no torch.func wrapper."""
+    return not any(is_wrapped(t) for t in tensors) and len({(t.dtype, t.device, t.layout) for t in tensors}) == 1
+
+
+def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Gradients in their parameters' dtypes; the same tensors where they are already."""
+    return [g if g.dtype == p.dtype else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
+
+
+def like(x: Tensor) -> Tensor:
+    """A slot that starts as zeros of the parameter's shape and dtype."""
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,415 @@
+"""The pure route: a training step as functions of a state, for any composition of torch.func transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._boundary import enter, leave
+from ._compat import functorch_active, set_grad_dtype
+from ._errors import bad_leaves, explain
+from ._pipeline import Pipeline, pipeline
+from ._run import counter, finish, run
+from ._state import State
+from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, tree_map, unflatten
+from ._types import Context, Transform, select, split_grads
+
+Metrics = dict[str, Tensor]
+
+
+def init(tx: Transform, params: Tree) -> State:
+    """The first state of a pipeline: stored parameters, the state of each transform, counters.
+
+    Args:
+        tx: a transform, or a chain, with an optimizer in it.
+        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses
+            registered with optree (globally or in the namespace ``"zerofn"``). A tensor that stands at
+            several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
+
+    Returns:
+        A `State`. It shares no memory with `params`.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor.
+        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
+    >>> state
+    State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+    """
+    layout, tensors = make_layout(params)
+    return start(pipeline(tx, layout, "zf.init"), tensors, lambda x: x.detach().clone(memory_format=torch.contiguous_format))
+
+
+def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
+    """A state over `tensors`, which `take` makes its own."""
+    check_finite(tensors)
+    stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
+    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+
+
+def check_finite(tensors: Leaves) -> None:
+    """NaN never goes away by training, so it is refused before it is trained on."""
+    bad = [(p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)]
+    if bad:
+        raise ValueError(bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint"))
+
+
+def _has_nan(x: Tensor) -> bool:
+    return not x.is_meta and bool(torch.isnan(x.detach()).any())
+
+
+def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
+    """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
+
+    Args:
+        tx: the pipeline.
+        state: its state.
+        of: `"params"`, or the name of an `ema` for the averages.
+
+    Returns:
+        Tensors that share memory with the state where nothing had to be gathered or cast.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
+    [tensor([1., 1.])]
+    """
+    pipe = pipe_of(tx, state, "zf.full_params")
+    leaves = state.leaves
+    if of != "params":
+        averages = state.transforms.get(of, {}).get("average")
+        if averages is None:
+            names = [n for n, s in state.transforms.items() if "average" in s]
+            raise ValueError(f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}.")
+        leaves = {**leaves, **averages}
+    return state.layout.join({leaf.path: pipe.whole(leaves[leaf.path], leaf) for leaf in state.layout.leaves})
+
+
+def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+    """The pipeline of a state, after a look at whether they belong together."""
+    if not isinstance(state, State):
+        raise TypeError(
+            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
+        )
+    pipe = pipeline(tx, state.layout, where)
+    names = [p.name for p in pipe.parts]
+    if list(state.transforms) != names:
+        raise ValueError(
+            explain(
+                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
+                "the state was made by another pipeline",
+                "state = zf.init(tx, params) with this very tx",
+            )
+        )
+    return pipe
+
+
+def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., Any]:
+    """`fn` as a function of *stored* parameters, differentiable by any torch.func transform.
+
+    Args:
+        fn: `fn(params, *inputs)` on full parameters, in the structure they were given in, as the model
+            sees them (gathered, in the compute dtype). Any tree of tensors may come out.
+        tx: the pipeline.
+        state: its state; the loss scale is taken from it, the parameters are an argument.
+
+    Returns:
+        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure. Its
+        derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
+    >>> state = zf.init(tx, {"w": torch.tensor([1.0, 2.0])})
+    >>> loss = zf.bind(lambda p: (p["w"] ** 3).sum(), tx, state)
+    >>> torch.func.grad(loss)(state.params)
+    {'w': tensor([ 3., 12.])}
+    """
+    pipe = pipe_of(tx, state, "zf.bind")
+    scale = pipe.scale_of(state.transforms)
+
+    def fn_stored(stored: Tree, *inputs: Tree) -> Any:
+        params = state.layout.map_places(lambda leaf, x: pipe.views[leaf.path](x, scale), stored)
+        inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
+        return _edges(leave, fn(params, *inputs), scale, pipe.cast.output_dtype)
+
+    return fn_stored
+
+
+def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype | None) -> Tree:
+    return tree_map(lambda t: edge(t, scale, dtype) if isinstance(t, Tensor) else t, tree)
+
+
+def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> tuple[Any, Callable[[Any], tuple]]:
+    """Evaluate `fn` on the parameters of a state, and give the function that pulls cotangents back.
+
+    Args:
+        fn: `fn(params, *inputs)` on full parameters, returning any tree of tensors.
+        tx: the pipeline.
+        state: its state.
+        inputs: trees; floating-point tensors among them get a cotangent.
+
+    Returns:
+        `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
+        unscaled and reduced, in the stored layout, ready for `zf.update`. `None` stands for "does not
+        depend on it". It may be called several times.
+
+    Raises:
+        ValueError: cotangents of another structure or shape than `out`.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(1.0)
+    >>> state = zf.init(tx, {"w": torch.tensor([2.0])})
+    >>> out, pullback = zf.vjp(lambda p, x: p["w"] * x, tx, state, torch.tensor([3.0]))
+    >>> pullback(torch.ones(1))
+    ({'w': tensor([3.])}, tensor([2.]))
+    """
+    pipe = pipe_of(tx, state, "zf.vjp")
+    out, pull = linearize(pipe, fn, state, inputs, keep=True)
+
+    def pullback(cotangents: Any) -> tuple:
+        grads, given = pull(cotangents)
+        return state.layout.join(grads), *given
+
+    return out, pullback
+
+
+def linearize(
+    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool
+) -> tuple[Any, Callable[[Any], tuple[Leaves, list[Tree]]]]:
+    """`fn` at the state's parameters and its pullback onto leaves by path.
+
+    Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
+    activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
+    composes.
+    """
+    scale = pipe.scale_of(state.transforms)
+    flat, spec = flatten(inputs)
+    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()] if keep else []
+    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+    outer: dict[str, Any] = {}
+
+    def flat_fn(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+        stored = {**state.leaves, **dict(zip(paths, values, strict=True))}
+        seen = {p: view(stored[p], scale) for p, view in pipe.views.items()}
+        args = list(flat)
+        for i, x in zip(chosen, given, strict=True):
+            args[i] = enter(x, scale, None)
+        out = fn(pipe.layout.join(seen), *unflatten(spec, args))
+        leaves, outer["spec"] = flatten(out)
+        outer["out"] = leaves
+        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
+        return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
+
+    values, given = [state.leaves[p] for p in paths], [flat[i] for i in chosen]
+    ran = _with_func if functorch_active() else _with_autograd
+    primals, pull_flat = ran(flat_fn, values, given, pipe, paths, keep)
+    leaves = list(outer["out"])
+    for i, y in zip(outer["tensors"], primals, strict=True):
+        leaves[i] = y
+    out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves])
+
+    def pull(cotangents: Any) -> tuple[Leaves, list[Tree]]:
+        vectors = _cotangents(cotangents, out, outer["tensors"])
+        grads, rest = pull_flat(vectors)
+        back: list[Any] = [None] * len(flat)
+        for i, g in zip(chosen, rest, strict=True):
+            back[i] = g
+        found = {p: g for p, g in zip(paths, grads, strict=True) if g is not None}
+        return found, list(unflatten(spec, back))
+
+    return out, pull
+
+
+def _with_autograd(flat_fn: Callable, values: list, given: list, pipe: Pipeline, paths: list[str], keep: bool):
+    stored = [v.detach().requires_grad_() for v in values]
+    named = {leaf.path: leaf for leaf in pipe.layout.leaves}
+    for p, x in zip(paths, stored, strict=True):
+        set_grad_dtype(x, pipe.cast.gradient(named[p]))
+    inputs = [x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        primals = flat_fn(stored, inputs)
+
+    def pull(vectors: list[Tensor]) -> tuple[list, list]:
+        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
+        wanted = [*stored, *inputs]
+        if not pairs:
+            return [None] * len(stored), [None] * len(inputs)
+        found = torch.autograd.grad(
+            [y for y, _ in pairs], wanted, [v for _, v in pairs], retain_graph=keep, allow_unused=True
+        )
+        return list(found[: len(stored)]), list(found[len(stored) :])
+
+    return primals, pull
+
+
+def _with_func(flat_fn: Callable, values: list, given: list, pipe: Pipeline, paths: list[str], keep: bool):
+    primals, pull_func = torch.func.vjp(flat_fn, values, given)
+    return primals, pull_func
+
+
+def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
+    given, spec = flatten(cotangents)
+    primals, expected = flatten(out)
+    if spec != expected:
+        raise ValueError(
+            explain("pullback(cotangents)", f"cotangents have the structure {spec}, the output {expected}", "one tensor per output")
+        )
+    bad = [
+        (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
+        for i in tensors
+        if not isinstance(given[i], Tensor) or given[i].shape != primals[i].shape
+    ]
+    if bad:
+        raise ValueError(bad_leaves("cotangents do not fit the output", bad, "tensors of the outputs' shapes"))
+    return [given[i].to(primals[i].dtype) for i in tensors]
+
+
+def _shape(x: Any) -> str:
+    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> tuple[State, Metrics]:
+    """One micro-step through the update halves.
+
+    Args:
+        tx: the pipeline.
+        grads: true gradients in the stored layout, as `vjp`'s pullback or `torch.func.grad` of a bound
+            function give them; `None` for a leaf without one. Gradients at tied places add up.
+        state: its state, which is not written.
+        weight: of this micro-batch, for `accumulate(weighted=True)`.
+
+    Returns:
+        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `grad_norm`
+        (of what the optimizer is given, before clipping), `lr`, `step`, and with `scale_loss` `loss_scale`,
+        `skipped`, `skipped_steps`.
+
+    Raises:
+        ValueError: gradients of another structure, shape or dtype; every bad leaf is named.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.5)
+    >>> state = zf.init(tx, {"w": torch.ones(1)})
+    >>> state, metrics = zf.update(tx, {"w": torch.ones(1)}, state)
+    >>> state.params, bool(metrics["updated"])
+    ({'w': tensor([0.5000])}, True)
+    """
+    pipe = pipe_of(tx, state, "zf.update")
+    leaves = split_grads(state.layout, grads)
+    check_grads(pipe, leaves, state.leaves)
+    return apply(pipe, leaves, state, pipe.context(weight=weight))
+
+
+def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
+    """Gradients have the shape of what is stored and the dtype that `precision` says."""
+    bad = []
+    for leaf in pipe.layout.leaves:
+        g = grads.get(leaf.path)
+        if g is None:
+            continue
+        if reason := _misfit(g, leaf, stored[leaf.path], pipe.cast.gradient(leaf)):
+            bad.append((leaf.path, reason))
+    if bad:
+        right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
+        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
+
+
+def _misfit(g: Any, leaf: Leaf, stored: Tensor, dtype: torch.dtype) -> str | None:
+    if not isinstance(g, Tensor):
+        return f"{type(g).__name__} is no tensor"
+    if g.shape != stored.shape:
+        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(stored.shape)}"
+    # The compute dtype of torch.func.grad over a plain function, and fp32, lose nothing.
+    if g.dtype not in (dtype, stored.dtype, torch.float32):
+        return f"gradient in {g.dtype}; {dtype} was asked for"
+    if not leaf.trainable:
+        return "a gradient for a frozen parameter"
+    return None
+
+
+def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
+    """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
+    if not grads:
+        raise ValueError(
+            explain(
+                "a step in which no parameter has a gradient",
+                "the loss does not depend on the parameters, or no backward ran since the last step",
+                "loss.backward() before opt.step(); a loss_fn that uses its params",
+            )
+        )
+    trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
+    with torch.no_grad():
+        signal, states, emitted = run(pipe.updates, grads, {**state.transforms, "grad_norm": {}}, trainable, ctx)
+        leaves = {**state.leaves, **finish(signal, trainable, emitted)}
+    states.pop("grad_norm")
+    step = select(emitted, state.step + 1, state.step)
+    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
+    defaults = {"skipped": torch.tensor(False)}
+    shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
+    return new, shown
+
+
+def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) -> Callable[..., tuple[State, Metrics]]:
+    """A training step from a loss: `step(state, *batch) -> (state, metrics)`.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` comes back as
+            `metrics["aux"]`.
+        tx: the pipeline.
+        donate: let the step write into the memory of the state it is given, which must not be used
+            again. Saves one copy of parameters and optimizer state.
+
+    Returns:
+        The step. It takes `weight=` for `accumulate(weighted=True)`. Metrics are those of `zf.update`
+        and `loss`, unscaled.
+
+    >>> import torch, zerofn as zf
+    >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
+    >>> state = zf.init(zf.sgd(0.25), {"w": torch.zeros(1)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.ones(1))
+    >>> state.params["w"], float(metrics["loss"])
+    (tensor([0.8750]), 0.0625)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"make_step({loss_fn!r}, tx): the first argument is a function loss_fn(params, *batch).")
+    resolved: dict[Layout, Pipeline] = {}
+
+    def step(state: State, *batch: Tree, weight: Any = None) -> tuple[State, Metrics]:
+        pipe = resolved.get(state.layout) if isinstance(state, State) else None
+        if pipe is None:
+            pipe = resolved[state.layout] = pipe_of(tx, state, "step")
+        aux: dict[str, Any] = {}
+
+        def scalar(params: Tree, *inputs: Tree) -> Tensor:
+            out = loss_fn(params, *inputs)
+            if isinstance(out, tuple) and len(out) == 2:
+                out, aux["aux"] = out
+            _check_loss(out)
+            return out
+
+        loss, pull = linearize(pipe, scalar, state, batch, keep=False)
+        grads, _ = pull(torch.ones_like(loss))
+        del pull
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
+        if "aux" in aux:
+            aux = {"aux": tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux["aux"])}
+        return new, {"loss": loss, **metrics, **aux}
+
+    return step
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        got = f"a {type(loss).__name__}" if not isinstance(loss, Tensor) else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        raise ValueError(
+            explain(
+                f"loss_fn returned {got}",
+                "a step differentiates one number",
+                "return loss.mean(), or (loss, aux); for other outputs zf.vjp with cotangents of your own",
+            )
+        )

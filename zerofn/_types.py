@@ -1,0 +1,300 @@
+"""The one abstraction: a `Transform` with a view half and an update half, and what both are handed.
+
+Vocabulary used everywhere. *stored*: as the state keeps a parameter (a shard, a master copy).
+*seen*: as the model gets it. A *leaf* is one distinct parameter, named by its path. A *step* is an
+optimizer step (an update that was applied); a *micro-step* is one call of `update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ._compat import is_wrapped
+from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, unflatten
+
+# A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.
+TransformState = dict[str, Any]
+Schedule = Callable[[Any], Any]
+ScalarOrSchedule = float | Tensor | Schedule
+
+
+class Role(Enum):
+    """What a transform is to its neighbours; the rules of order are written on roles."""
+
+    SHARD = "parameters live as shards and are gathered on use"
+    SCATTER = "gradients are reduced to shards"
+    REDUCE = "gradients are averaged over replicas"
+    CAST = "dtypes of storage, compute and gradients"
+    SCALE = "loss scale"
+    ACCUMULATE = "sum over micro-batches"
+    GRADIENT = "gradient to gradient"
+    OPTIMIZER = "gradient to new parameter"
+    AFTER = "watches new parameters"
+    CHAIN = "several transforms"
+
+
+class Scope(Enum):
+    """How much of the tree an update half must see at once."""
+
+    LEAF = "each leaf alone"
+    TREE = "one look at the whole tree, then each leaf alone"
+    WHOLE = "the whole tree"
+
+
+class Stage(Protocol):
+    """The view half: a linear map between the stored and the seen form of one leaf.
+
+    All take tensors with any number of leading batch dimensions, which is what makes `vmap` work.
+
+    Attributes:
+        only_dtype: whether it changes nothing but the dtype.
+    """
+
+    only_dtype: bool
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """Storage to model."""
+        ...
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        """The transpose: a cotangent of the model's side to one of the stored side."""
+        ...
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """A seen parameter to what is stored of it; `view` after `store` is the identity."""
+        ...
+
+    def changes(self, leaf: Leaf) -> bool:
+        """Whether the leaf is touched at all."""
+        ...
+
+
+class Reduction(Protocol):
+    """Scalars over every rank that holds a part of the gradient."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over shards; replicas count once."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Maximum over all ranks."""
+        ...
+
+
+class OneProcess:
+    """The reduction of a world of one."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every update half is handed besides its own arguments.
+
+    Attributes:
+        layout: structure of the parameters.
+        donate: whether state and parameters may be written in place. Gradients never are.
+        weight: weight of this micro-batch, for instance its number of tokens.
+        boundary: overrides whether the accumulation window closes now.
+        lr: learning rates set from outside, by the prefix under which the optimizer stands.
+        offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
+        reduction: sums of scalars over ranks.
+        metrics: filled by `report`.
+        prefix: where a nested transform stands, for instance ``"partition.decay."``.
+    """
+
+    layout: Layout
+    donate: bool = False
+    weight: Any = None
+    boundary: bool | None = None
+    lr: Mapping[str, float] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    reduction: Reduction = field(default_factory=OneProcess)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    prefix: str = ""
+
+    def own(self, x: Tensor) -> Tensor:
+        """A tensor that may be written: `x` itself when donated, else a copy."""
+        return x if self.donate else x.clone()
+
+    def report(self, name: str, value: Any) -> None:
+        """Show a number in the step's metrics."""
+        self.metrics[self.prefix + name] = value if isinstance(value, Tensor) else torch.tensor(value)
+
+    def inside(self, name: str) -> Context:
+        """The context of a transform nested in `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a transform decides once per call, before it sees leaves one by one.
+
+    Attributes:
+        carry: handed to the update of every leaf.
+        state: the shared entries of its state that change.
+        emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
+    """
+
+    carry: Any = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    emit: bool | Tensor = True
+
+
+def no_state(leaves: Leaves, layout: Layout) -> TransformState:
+    """The `init` of a transform without state."""
+    return {}
+
+
+def nothing_to_prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+    """The `prepare` of a transform that treats each leaf alone and has no shared state."""
+    return Prepared()
+
+
+def pass_through(
+    grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
+) -> tuple[Leaves, TransformState]:
+    """The `update` of a transform that only has a view, or only watches."""
+    return grads, state
+
+
+def no_stage(layout: Layout) -> Stage | None:
+    """The view half of a transform that has none."""
+    return None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform:
+    """A pair of pure functions: how parameters are seen, and what becomes of their gradients.
+
+    Built by functions such as `zf.adamw`; a transform of one's own by `zf.leafwise`. It compares,
+    prints and pickles by the function that built it and that function's arguments.
+
+    Attributes:
+        name: unique in a chain; the key of its state.
+        role: what the rules of order need to know.
+        scope: how much of the tree the update must see at once.
+        linear: whether the update is linear in the gradient, so that it may run on every backward.
+        parts: the members of a chain, or the one that is wrapped.
+    """
+
+    name: str
+    role: Role
+    scope: Scope = Scope.LEAF
+    linear: bool = False
+    init_fn: Callable[[Leaves, Layout], TransformState] = no_state
+    prepare_fn: Callable[..., Prepared] = nothing_to_prepare
+    update_fn: Callable[..., tuple[Leaves, TransformState]] = pass_through
+    stage_fn: Callable[[Layout], Stage | None] = no_stage
+    parts: tuple[Transform, ...] = ()
+    factory: Callable[..., Transform] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def named(self, name: str) -> Transform:
+        """The same transform under another name, which is the key of its state and its metrics."""
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(f"named({name!r}): a name is a non-empty str without dots, since dots separate paths.")
+        return replace(self, name=name)
+
+    def init(self, params: Tree) -> TransformState:
+        """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
+        layout, leaves = make_layout(params)
+        return self.init_fn(leaves, layout)
+
+    def update(self, grads: Tree, state: TransformState, params: Tree) -> tuple[Tree, TransformState]:
+        """One micro-step of this transform alone: `(grads, state, params) -> (grads | None, state)`.
+
+        `None` means *held*: nothing to apply yet. What an optimizer returns is to be *added* to the
+        parameters, as in optax and torchopt. Writes none of its arguments.
+        """
+        layout, leaves = make_layout(params)
+        ctx = Context(layout)
+        entries = split_grads(layout, grads)
+        prepared = self.prepare_fn(state, entries, leaves, ctx)
+        out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+        state = {**state, **own, **prepared.state}
+        if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):
+            return None, state
+        if gives_parameters(self):
+            out = {path: new - leaves[path] for path, new in out.items()}
+        return layout.join(out), state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transform) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.factory, self.parts))
+
+    def _identity(self) -> tuple:
+        return self.name, self.factory, dict(self.config), self.parts
+
+    def __repr__(self) -> str:
+        if self.role is Role.CHAIN:
+            inner = ",\n".join(repr(p) for p in self.parts)
+            return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
+        arguments = ", ".join(f"{k}={_show(v)}" for k, v in self.config.items())
+        function = getattr(self.factory, "__name__", self.name)
+        suffix = "" if self.name in (function, *(p.name for p in self.parts)) else f".named({self.name!r})"
+        return f"{function}({arguments}){suffix}"
+
+    def __reduce__(self):
+        return _rebuild, (self.factory, dict(self.config), self.name, self.parts)
+
+
+def _rebuild(factory: Callable, config: dict[str, Any], name: str, parts: tuple[Transform, ...]) -> Transform:
+    built = factory.__rebuild__(config, parts)  # type: ignore[attr-defined]
+    return replace(built, name=name)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, torch.dtype | Transform):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def gives_parameters(t: Transform) -> bool:
+    """Whether what leaves the transform is new parameters rather than gradients."""
+    return t.role is Role.OPTIMIZER or any(gives_parameters(p) for p in t.parts if t.role is Role.CHAIN)
+
+
+def split_grads(layout: Layout, grads: Tree) -> Leaves:
+    """Path to gradient. Gradients at tied places add up; `None` means no gradient for that leaf."""
+    what, right = "these are not gradients of this state", "gradients in the structure of the parameters"
+    found: Leaves = {}
+    for i, _, g in layout.match(grads, what, right):
+        path = layout.leaves[i].path
+        if g is not None:
+            found[path] = found[path] + g if path in found else g
+    return found
+
+
+def concrete(x: Any) -> bool:
+    """Whether Python may branch on `x`."""
+    return not is_wrapped(x)
+
+
+def number(x: Tensor) -> Any:
+    """The Python number in a 0-d tensor; the tensor itself under a torch.func transform."""
+    return x.item() if concrete(x) else x
+
+
+def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
+    """`new` where `pred`, else `old`, over two trees of tensors of one structure.
+
+    A choice, never a product with zero: NaN in the branch not taken must not come through.
+    """
+    if isinstance(pred, bool):
+        return new if pred else old
+    news, spec = flatten(new)
+    olds, _ = flatten(old)
+    return unflatten(spec, [torch.where(pred, n, o) for n, o in zip(news, olds, strict=True)])

@@ -1,0 +1,156 @@
+"""Learning rates as functions of the optimizer step (0 before the first update).
+
+Any `step -> float` is a schedule. These compare, print and pickle, and `step` may also be a 0-d
+tensor, which is what an ensemble under `torch.vmap` hands them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._factory import check_number
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate at every step."""
+
+    value: float
+
+    def __call__(self, step: Any) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """From `start` to `end` in `steps` steps, then `end`."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: Any) -> Any:
+        return self.start + (self.end - self.start) * _ramp(step, self.steps)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from `peak` to `end` in `steps` steps, then `end` (Loshchilov & Hutter, 2017)."""
+
+    peak: float
+    steps: int
+    end: float = 0.0
+
+    def __call__(self, step: Any) -> Any:
+        x = math.pi * _ramp(step, self.steps)
+        return self.end + (self.peak - self.end) * 0.5 * (1.0 + (torch.cos(x) if isinstance(x, Tensor) else math.cos(x)))
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """`before` for the first `boundary` steps, then `after`, whose own step starts at zero."""
+
+    before: Any
+    boundary: int
+    after: Any
+
+    def __call__(self, step: Any) -> Any:
+        if isinstance(step, Tensor):
+            return torch.where(step < self.boundary, self.before(step), self.after(step - self.boundary))
+        return self.before(step) if step < self.boundary else self.after(step - self.boundary)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`value * gamma ** (step // every)`."""
+
+    value: float
+    every: int
+    gamma: float
+
+    def __call__(self, step: Any) -> Any:
+        return self.value * self.gamma ** (step // self.every)
+
+
+def _ramp(step: Any, steps: int) -> Any:
+    return (step / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
+
+
+def constant(value: float) -> Constant:
+    """The same rate at every step.
+
+    >>> constant(0.1)(5)
+    0.1
+    """
+    check_number("constant", "value", value)
+    return Constant(value)
+
+
+def linear(start: float, end: float, steps: int) -> Linear:
+    """A straight line from `start` to `end`, then `end`.
+
+    >>> linear(1.0, 0.0, 4)(1)
+    0.75
+    """
+    _check("linear", steps=steps, start=start, end=end)
+    return Linear(start, end, steps)
+
+
+def warmup(peak: float, steps: int) -> Linear:
+    """Linear warm-up: `peak * (step + 1) / steps`, so that the first update already moves.
+
+    >>> [warmup(1.0, 4)(s) for s in (0, 3, 9)]
+    [0.25, 1.0, 1.0]
+    """
+    _check("warmup", steps=steps, peak=peak)
+    # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
+    return Linear(peak / steps, peak, max(steps - 1, 1)) if steps > 1 else Linear(peak, peak, 1)
+
+
+linear_warmup = warmup
+
+
+def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
+    """Half a cosine from `peak` at step 0 to `end` at `steps`, then `end`.
+
+    >>> round(cosine(1.0, 10)(5), 6)
+    0.5
+    """
+    _check("cosine", steps=steps, peak=peak, end=end)
+    return Cosine(peak, steps, end)
+
+
+def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Piecewise:
+    """Linear warm-up to `peak`, then a cosine to `end`; `steps` counts both.
+
+    >>> s = warmup_cosine(1.0, 2, 10)
+    >>> [round(s(i), 3) for i in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    _check("warmup_cosine", steps=steps, warmup_steps=warmup_steps, peak=peak, end=end)
+    if warmup_steps >= steps:
+        raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
+    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end))
+
+
+def step(value: float, every: int, gamma: float = 0.1) -> Step:
+    """`value`, multiplied by `gamma` after each `every` steps.
+
+    >>> step(1.0, 10, 0.5)(25)
+    0.25
+    """
+    _check("step", every=every, value=value, gamma=gamma)
+    return Step(value, every, gamma)
+
+
+def _check(function: str, **numbers: float) -> None:
+    for name, value in numbers.items():
+        counts = name.endswith("steps") or name == "every"
+        check_number(function, name, value, low=1 if counts else 0)
+        if counts and not isinstance(value, int):
+            raise ValueError(f"{function}({name}={value!r}): a number of steps is an int.")
