@@ -1,7 +1,7 @@
 """Adam on low-precision storage, in place: fp32 arithmetic, and one rounding for each stored number.
 
-One formula (`zerofn._adam_formula`) is run in three ways: by eager torch, in chunks that stay in the cache; by
-a C kernel with the same bits (`zerofn._native`), about ten times faster; and by ``torch.compile`` on a GPU.
+One formula (`zerofn._adam_formula`) is run in three ways: by eager torch, in chunks that stay in the cache;
+by a C kernel with the same bits (`zerofn._native`), about ten times faster; by ``torch.compile`` on a GPU.
 
 Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away
 a thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment
@@ -37,7 +37,8 @@ def _run_native(leaves: Leaves, settings: Settings) -> None:
     for i in range(len(leaves.params)):
         groups.setdefault(leaves.dtypes(i), []).append(i)
     for dtypes, entries in groups.items():
-        part = Leaves(*(None if column is None else [column[i] for i in entries] for column in leaves))  # pyright: ignore[reportArgumentType]
+        columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
+        part = Leaves(*columns)
         mode = settings.mode(dtypes)
         function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(mode)))
         if function is None:
@@ -61,7 +62,7 @@ def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
     """Contiguous tensors, and pairs of (tensor to write back to, its contiguous copy)."""
     if all(t.is_contiguous() for tensors in leaves.tensors for t in tensors):
         return leaves, []
-    lists = [[t.contiguous() for t in tensors] for tensors in leaves.tensors]
+    lists: list[Any] = [[t.contiguous() for t in tensors] for tensors in leaves.tensors]
     copies = [
         (t, copy)
         for k, (tensors, new) in enumerate(zip(leaves.tensors, lists, strict=True))
@@ -69,7 +70,7 @@ def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
         if k != 1 and copy is not t
     ]
     lists += [None] * (5 - len(lists))
-    return Leaves(*lists, leaves.keys, leaves.offsets), copies
+    return Leaves(*lists, keys=leaves.keys, offsets=leaves.offsets), copies
 
 
 def _is_wrapped(tensor: Any) -> bool:
@@ -128,13 +129,13 @@ def _check(leaves: Leaves, step: Any, rounding: str, implementation: str) -> Non
         p, g, m, v, *_ = tensors
         if p.dtype not in _PARAM_DTYPES or g.dtype not in _PARAM_DTYPES:
             raise ValueError(
-                f"adam_(params[{i}]: {p.dtype}, grads[{i}]: {g.dtype}): the update computes in float32, which "
-                "holds no more than float32, bfloat16 and float16. Convert, or use torch.optim.AdamW."
+                f"adam_(params[{i}]: {p.dtype}, grads[{i}]: {g.dtype}): the update computes in "
+                "float32, which holds float32, bfloat16 and float16. Convert, or use torch.optim.AdamW."
             )
         if m.dtype not in _MOMENT_DTYPES or v.dtype not in _MOMENT_DTYPES:
             raise ValueError(
-                f"adam_(exp_avgs[{i}]: {m.dtype}, exp_avg_sqs[{i}]: {v.dtype}): moments are float32 or bfloat16. "
-                "float16 ends at 6e-8, so that squares of gradients below 2.4e-4 would be zero. "
+                f"adam_(exp_avgs[{i}]: {m.dtype}, exp_avg_sqs[{i}]: {v.dtype}): moments are float32 or "
+                "bfloat16. float16 ends at 6e-8, so that squares of gradients below 2.4e-4 would be zero. "
                 "Write state_dtype=torch.bfloat16: the same bytes."
             )
         if len(tensors) == 5 and tensors[4].dtype != p.dtype:
@@ -144,8 +145,8 @@ def _check(leaves: Leaves, step: Any, rounding: str, implementation: str) -> Non
             )
         if any(t.shape != p.shape for t in tensors):
             raise ValueError(
-                f"adam_: the tensors of entry {i} have shapes {[tuple(t.shape) for t in tensors]} (parameter, "
-                "gradient, moments); an update by elements needs one shape. Cut all of them alike."
+                f"adam_: the tensors of entry {i} have shapes {[tuple(t.shape) for t in tensors]} "
+                "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
             )
 
 
@@ -195,9 +196,9 @@ def adam_(
         seed: of the random draws.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
 
-    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one). ``"compiled"``,
-    for GPUs, gives the same random draws and the same formula, but its compiler may fuse products with
-    sums: equal within a few float32 roundings *before* the value is stored.
+    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
+    ``"compiled"``, for GPUs, gives the same draws and the same formula, but its compiler may
+    fuse products with sums: equal within a few float32 roundings *before* the value is stored.
 
     Works under `torch.func.vmap`, also over ``step`` and ``lr``; draws do not depend on the position in the
     mapped dimension.

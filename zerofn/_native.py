@@ -56,7 +56,7 @@ class _Job(ctypes.Structure):
 
 
 def compiler() -> str | None:
-    """Path of the compiler: ``$CC``, or ``cc``, ``gcc`` or ``clang``; ``None`` with one warning if there is none.
+    """Path of the compiler (``$CC``, ``cc``, ``gcc``, ``clang``); without one, one warning and ``None``.
 
     ``ZEROFN_NATIVE=0`` in the environment also gives ``None``, without a word: no compiler is to be run.
     """
