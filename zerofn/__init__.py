@@ -11,6 +11,8 @@ from . import schedules as schedules
 from ._accumulate import accumulate as accumulate
 from ._adam import adam as adam
 from ._adam import adamw as adamw
+from ._attach import Optimizer as Optimizer
+from ._attach import attach as attach
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_by_value as clip_by_value
 from ._compose import chain as chain

@@ -108,7 +108,7 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
             p.mul_(1 - rate * weight_decay)
         elif weight_decay:
             g = g + weight_decay * p
-        m.lerp_(g, 1 - beta1)
+        m.add_((g - m) * (1 - beta1))
         v.mul_(beta2).add_((1 - beta2) * g * g)
         size = rate / (1 - beta1**t)
         p.sub_(size * m / (v.sqrt() / (1 - beta2**t).sqrt() + eps))

@@ -141,7 +141,7 @@ class EntryMap:
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One output of a model on its way out."""
-    if not y.is_floating_point() or (scale is None and dtype in (None, y.dtype)):
+    if not y.is_floating_point() or (dtype in (None, y.dtype) and (scale is None or not y.requires_grad)):
         return y
     edge = ExitMap(dtype, y.dtype)
     return LinearMap.apply(y, scale, edge.forth, edge.back)

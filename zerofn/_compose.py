@@ -291,4 +291,5 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         prepare_fn=prepare,
         update_fn=update,
         parts=tuple(members.values()),
+        members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
     )

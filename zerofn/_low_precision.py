@@ -77,7 +77,7 @@ def low_precision_adam(
         raise ValueError(f"low_precision_adam(seed={seed!r}): a seed is an int.")
 
     def moment(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(x.shape, dtype=state_dtype, device=x.device)
+        return torch.zeros_like(x, dtype=state_dtype)
 
     def update_group(group: Group) -> None:
         adam_(

@@ -31,8 +31,11 @@ def largest(leaves: Leaves) -> Tensor:
 
 
 def squared_norm(leaves: Leaves) -> Tensor:
-    """The sum of squares, 0-d; fp64 where every leaf is, else fp32."""
-    tensors = [t for t in leaves.values() if t.numel()]
+    """The sum of squares, 0-d; fp64 where every leaf is, else fp32.
+
+    Summed in the order of paths: a tree in another kind of container has the same norm to the last bit.
+    """
+    tensors = [leaves[p] for p in sorted(leaves) if leaves[p].numel()]
     if not tensors:
         return torch.zeros(())
     norms = _norms(tensors, 2.0)

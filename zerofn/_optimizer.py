@@ -100,15 +100,21 @@ def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:
 
 
 def plain(tensors: list[Tensor]) -> bool:
-    """Whether fused kernels can take the tensors: same dtype throughout, and no torch.func wrapper."""
-    return not any(is_wrapped(t) for t in tensors) and len({(t.dtype, t.device, t.layout) for t in tensors}) == 1
+    """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
+    return not any(is_wrapped(t) for t in tensors) and len({(t.dtype, t.device) for t in tensors}) == 1
 
 
 def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients in their parameters' dtypes; the same tensors where they are already."""
-    return [g if g.dtype == p.dtype else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
+    """Gradients in their parameters' dtypes and strides; the same tensors where they are already.
+
+    Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
+    """
+    return [
+        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
 
 
 def like(x: Tensor) -> Tensor:
-    """A slot that starts as zeros of the parameter's shape and dtype."""
-    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    """A slot that starts as zeros of the parameter's shape, dtype and strides."""
+    return torch.zeros_like(x)

@@ -70,7 +70,7 @@ def precision(
     model computes in bf16. With `store_dtype=torch.bfloat16` the bf16 parameters are their own
     masters: use it with `low_precision_adam`, whose rounding does not lose small updates.
 
-    An attached model also has its floating-point *inputs* cast to `param_dtype`, as FSDP2 does; in the
+    An attached model also has its floating-point *inputs* cast to the compute dtype, as FSDP2 does; in the
     pure route the loss function is yours, and so are its inputs.
 
     Args:

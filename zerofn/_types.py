@@ -186,6 +186,8 @@ class Transform:
         scope: how much of the tree the update must see at once.
         linear: whether the update is linear in the gradient, so that it may run on every backward.
         parts: the members of a chain, or the one that is wrapped.
+        members_fn: of a transform that hands different leaves to different members: prefix of the
+            member's metrics to the member and the paths of its leaves.
     """
 
     name: str
@@ -197,6 +199,7 @@ class Transform:
     update_fn: Callable[..., tuple[Leaves, TransformState]] = pass_through
     stage_fn: Callable[[Layout], Stage | None] = no_stage
     parts: tuple[Transform, ...] = ()
+    members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 

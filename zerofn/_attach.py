@@ -1,0 +1,444 @@
+"""The eager route: an attached model is called as before, and backward is PyTorch's own."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._compat import in_backward, set_grad_dtype
+from ._errors import bad_leaves, explain
+from ._pipeline import Pipeline, pipeline
+from ._pure import apply, start
+from ._state import State
+from ._tree import make_layout
+from ._types import Role, Transform
+from ._views import install, needs_sight
+
+
+def attach(model: nn.Module, tx: Transform) -> Optimizer:
+    """Bridge a pipeline to a model that is trained by `loss.backward()`.
+
+    The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on
+    any output, any number of times. Gradients are true ones: no loss scale shows in `p.grad`, in
+    the gradient of an input, or in a second derivative.
+
+    Args:
+        model: its parameters become the stored ones, in `precision`'s `store_dtype`.
+        tx: a transform, or a chain, with an optimizer in it.
+
+    Returns:
+        An `Optimizer` to call `step()` and `zero_grad()` on; a `torch.optim.Optimizer` to whoever asks.
+
+    What `p.grad` holds:
+
+    ==================  =======================================================================
+    after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch
+    after `step()`      the same; with `accumulate(k > 1)` it was moved into the sum, so `None`
+    `zero_grad()`       `None`, or zeros with `set_to_none=False`
+    ==================  =======================================================================
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: it is attached already, has no parameters, or NaN in one.
+
+    >>> import torch, zerofn as zf
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = zf.attach(model, zf.chain(zf.scale_loss("dynamic"), zf.adamw(lr=1e-2)))
+    >>> loss = model(torch.ones(4, 2)).square().mean()
+    >>> loss.backward()
+    >>> opt.step()
+    >>> opt.zero_grad()
+    >>> bool(opt.metrics["updated"]), int(opt.state.step)
+    (True, 1)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            explain(
+                f"attach({type(model).__name__}, tx)",
+                "the eager route hooks a torch.nn.Module",
+                "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)",
+            )
+        )
+    return Optimizer(model, tx)
+
+
+class _Owner:
+    """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
+
+    def __init__(self, opt: Optimizer | None = None):
+        self.opt = (lambda: None) if opt is None else weakref.ref(opt)
+
+    def __reduce__(self):
+        return _Owner, ()
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What `attach` returns.
+
+    A subclass, since learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`;
+    nothing of the base class is used, and its constructor does not run.
+
+    Attributes:
+        state: the `State` of the pipeline.
+        metrics: those of the last `step`, as 0-d tensors.
+        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do.
+    """
+
+    def __init__(self, model: nn.Module, tx: Transform):
+        named = OrderedDict(model.named_parameters(remove_duplicate=False))
+        _check_free(named)
+        layout, params = make_layout(named, lambda path: named[path].requires_grad)
+        pipe = pipeline(tx, layout, "zf.attach")
+        _check_memory(params)
+        # Dtype first, so that stored tensors share memory with the parameters.
+        state = start(pipe, params, lambda x: x.detach() if _dense(x) else x.detach().contiguous())
+        for path, x in state.leaves.items():
+            params[path].data = x
+        for leaf in layout.leaves:
+            if leaf.trainable:
+                set_grad_dtype(params[leaf.path], pipe.cast.gradient(leaf))
+        self.tx = tx
+        self._model = model
+        self._pipe = pipe
+        self._params = params
+        self._state = state
+        self.metrics: dict[str, Tensor] = {}
+        self._boundary: bool | None = None
+        self._attached = True
+        self._homes = _homes(model)
+        self._uninstall: Callable[[], None] = lambda: None
+        if needs_sight(pipe):
+            paths = {id(p): path for path, p in params.items()}
+            self._uninstall = install(model, pipe, paths, lambda: pipe.scale_of(self._state.transforms))
+        for p in params.values():
+            p._zerofn_owner = _Owner(self)  # type: ignore[attr-defined]
+        self._holds = any(p.role is Role.ACCUMULATE and p.init_fn is not None and _every(p) > 1 for p in pipe.parts)
+        self._groups = _groups(pipe)
+        self.param_groups = [self._group(prefix, t, paths) for prefix, (t, paths) in self._groups.items()]
+        self.defaults = {"lr": self.param_groups[0]["lr"]}
+        self._shown = [g["lr"] for g in self.param_groups]
+
+    def _group(self, prefix: str, t: Transform, paths: list[str]) -> dict[str, Any]:
+        lr = t.config.get("lr", 0.0)
+        return {
+            "params": [self._params[p] for p in paths],
+            "lr": float(lr(0)) if callable(lr) else lr,
+            "name": prefix.rstrip(".") or t.name,
+        }
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        """The pipeline's state. Its stored parameters are the model's own."""
+        return self._state
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: Any = None) -> Any:  # type: ignore[override]
+        """One micro-step: hand the gradients of the parameters to the pipeline.
+
+        Parameters change when the pipeline lets the step through: `metrics["updated"]`.
+
+        Args:
+            closure: evaluates the loss and runs backward, as in torch.optim.
+            weight: of this micro-batch, for `accumulate(weighted=True)`.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: detached, in the middle of a backward, or the model changed since it was attached.
+            ValueError: no parameter has a gradient.
+        """
+        self._check_usable("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_unchanged()
+        grads = {p: x.grad for p, x in self._params.items() if x.grad is not None and x.requires_grad}
+        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=self._rates())
+        old = self._state
+        self._state, self.metrics = apply(self._pipe, grads, old, ctx)
+        with torch.no_grad():
+            for path, x in self._state.leaves.items():
+                if x is not old.leaves[path]:
+                    old.leaves[path].copy_(x)
+                    self._state.leaves[path] = old.leaves[path]
+        if self._holds:
+            # The sum has it now. Left in place it would be counted again by a loop that, as
+            # DeepSpeed's do, never clears gradients.
+            for path in grads:
+                self._params[path].grad = None
+        self._show_rates()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` of every parameter; sums that are held stay."""
+        for p in self._params.values():
+            if p.grad is None:
+                continue
+            if set_to_none:
+                p.grad = None
+            else:
+                p.grad = torch.zeros_like(p.grad)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """DeepSpeed's spelling of `loss.backward()`.
+
+        Args:
+            loss: a tensor of one element.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: as in DeepSpeed, whether zerofn is to divide by the number of accumulated
+                micro-batches. With `False` you have divided already, and `accumulate`'s division is undone.
+
+        Returns:
+            The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
+        """
+        self._check_usable("backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                explain(
+                    f"opt.backward({got})",
+                    "it takes a loss of one element that requires a gradient",
+                    "output.backward(gradient): any backward of PyTorch's own is right here",
+                )
+            )
+        every = 1
+        for part in self._pipe.parts:
+            if part.role is Role.ACCUMULATE:
+                every *= _every(part)
+        loss.backward(torch.full_like(loss, 1.0 if scale_wrt_gas else float(every)), retain_graph=retain_graph)
+        return loss / every if scale_wrt_gas else loss
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next `step` closes the accumulation window."""
+        if self._boundary is not None:
+            return self._boundary
+        return all(
+            int(self._state.transforms[p.name]["count"]) + 1 >= _every(p)
+            for p in self._pipe.parts
+            if p.role is Role.ACCUMULATE and self._state.transforms[p.name]
+        )
+
+    def set_boundary(self, boundary: bool | None) -> None:
+        """Decide by hand whether steps close the window; `None` gives the decision back to `accumulate`."""
+        if boundary is not None and not isinstance(boundary, bool):
+            raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
+        if boundary is not None and not any(p.role is Role.ACCUMULATE for p in self._pipe.parts):
+            raise ValueError("set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4).")
+        self._boundary = boundary
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`."""
+        self._check_usable("gathered")
+        yield self._model
+
+    def detach(self) -> nn.Module:
+        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards."""
+        if self._attached:
+            self._uninstall()
+            for p in self._params.values():
+                del p._zerofn_owner  # type: ignore[attr-defined]
+            self._attached = False
+        return self._model
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP."""
+        s = self._state
+        return {
+            "format": 1,
+            "params": dict(s.leaves),
+            "transforms": {k: _nested(v) for k, v in s.transforms.items()},
+            "step": s.step,
+            "micro_step": s.micro_step,
+            "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in self.param_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Go on from a `state_dict`.
+
+        Raises:
+            ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
+                named, and nothing is changed.
+        """
+        self._check_usable("load_state_dict")
+        own = self.state_dict()
+        mine, theirs = _flat(own), _flat(state_dict)
+        bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
+        for k in mine.keys() & theirs.keys():
+            a, b = mine[k], theirs[k]
+            if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
+                bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+        if bad:
+            right = "the state_dict of this pipeline on this model"
+            raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
+        for k, a in mine.items():
+            if isinstance(a, Tensor):
+                a.copy_(theirs[k])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+        self._shown = [g["lr"] for g in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: groups are written as `zf.partition`."""
+        raise NotImplementedError(
+            explain(
+                "opt.add_param_group(...)",
+                "the state is made once, for the model as it was attached",
+                "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"attach({type(self._model).__name__}, {self.tx!r})"
+
+    def _rates(self) -> dict[str, float]:
+        """Learning rates by prefix, where the groups and not a schedule own them."""
+        rates = {}
+        for group, shown, (prefix, (t, _)) in zip(self.param_groups, self._shown, self._groups.items(), strict=True):
+            if "lr" in t.config and not callable(t.config["lr"]):
+                rates[prefix] = group["lr"]
+            elif group["lr"] != shown:
+                raise ValueError(
+                    explain(
+                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
+                        "that transform owns its learning rate, so what is set here would have no effect",
+                        "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone",
+                    )
+                )
+        return rates
+
+    def _show_rates(self) -> None:
+        for i, (group, (prefix, (t, _))) in enumerate(zip(self.param_groups, self._groups.items(), strict=True)):
+            if callable(t.config.get("lr")) and prefix + "lr" in self.metrics:
+                group["lr"] = self._shown[i] = float(self.metrics[prefix + "lr"])
+
+    def _check_usable(self, what: str) -> None:
+        if not self._attached:
+            raise RuntimeError(f"opt.{what}() after opt.detach(): the model is plain again. Attach it anew: opt = zf.attach(model, tx).")
+        if in_backward():
+            raise RuntimeError(
+                explain(
+                    f"opt.{what}() in the middle of a backward",
+                    "gradients are still arriving, so some parameters would be updated with half of theirs",
+                    "call it after loss.backward() has returned",
+                )
+            )
+
+    def _check_unchanged(self) -> None:
+        """A model that is no longer the one attached would be trained wrongly in silence."""
+        bad = []
+        stored = self._state.leaves
+        for leaf in self._pipe.layout.leaves:
+            p, x = self._params[leaf.path], stored[leaf.path]
+            if p.dtype != x.dtype or p.device != x.device:
+                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {x.dtype} on {x.device}"))
+            elif p.data_ptr() != x.data_ptr() or p.shape != x.shape:
+                bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
+            elif p.requires_grad != leaf.trainable:
+                bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
+        for where, parameters, expected in self._homes:
+            now = {n: id(p) for n, p in parameters().items() if p is not None}
+            if now != expected:
+                changed = sorted({n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)})
+                bad.extend((f"{where}.{n}".lstrip("."), "added, removed or replaced") for n in changed)
+        if bad:
+            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
+            raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+
+
+def _homes(model: nn.Module) -> list[tuple[str, Callable[[], dict], dict[str, int]]]:
+    """Where each parameter is registered: what to look at to see that the model is still the same."""
+    return [
+        (name, lambda m=module: m._parameters, {n: id(p) for n, p in module._parameters.items() if p is not None})
+        for name, module in model.named_modules()
+        if module._parameters
+    ]
+
+
+def _check_free(named: dict[str, nn.Parameter]) -> None:
+    taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
+    if taken:
+        raise ValueError(
+            bad_leaves(
+                "attach: parameters belong to another optimizer; two would both update them",
+                taken,
+                "opt.detach() on the first, or one pipeline for both with zf.partition",
+            )
+        )
+
+
+def _taken(p: nn.Parameter) -> bool:
+    owner = getattr(p, "_zerofn_owner", None)
+    return owner is not None and owner.opt() is not None
+
+
+def _check_memory(params: dict[str, Tensor]) -> None:
+    """Two different parameters over one memory would be updated twice; tied ones are one object."""
+    seen: dict[int, str] = {}
+    bad = []
+    for path, p in params.items():
+        if p.is_meta:
+            bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
+        elif p.numel():
+            first = seen.setdefault(p.data_ptr(), path)
+            if first != path:
+                bad.append((path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight"))
+    if bad:
+        raise ValueError(bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory"))
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def _every(part: Transform) -> int:
+    return part.config.get("every", 1)
+
+
+def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
+    """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
+    found: dict[str, tuple[Transform, list[str]]] = {}
+    trainable = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+
+    def visit(t: Transform, prefix: str, paths: list[str]) -> None:
+        if t.role is not Role.OPTIMIZER and t.role is not Role.CHAIN:
+            return
+        if t.members_fn is None:
+            for part in t.parts if t.role is Role.CHAIN else ():
+                visit(part, prefix, paths)
+            if t.role is Role.OPTIMIZER:
+                found[prefix] = (t.parts[0] if t.parts else t, paths)
+            return
+        for label, (member, own) in t.members_fn(pipe.layout).items():
+            visit(member, prefix + label, [p for p in paths if p in own])
+
+    for part in pipe.parts:
+        visit(part, "", trainable)
+    return found
+
+
+def _nested(entry: Any) -> Any:
+    return dict(entry) if isinstance(entry, dict) else entry
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Entries by dotted key; a malformed tree gives keys that do not match."""
+    if isinstance(tree, dict):
+        return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}{name}/").items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
+        return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
+    return {prefix.rstrip("/"): tree}
+
+
+def _what(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
