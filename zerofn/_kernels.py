@@ -16,6 +16,7 @@ Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,23 +40,57 @@ def _run_native(leaves: Leaves, settings: Settings) -> None:
     for dtypes, entries in groups.items():
         columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
         part = Leaves(*columns)
-        mode = settings.mode(dtypes)
-        function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(mode)))
+        function = _kernel(dtypes, settings.rounding, settings.beta1)
         if function is None:
             run_chunked(part, settings)
             continue
-        _native.run(
-            function,
-            part.tensors,
-            keys=part.keys,
-            offsets=part.offsets,
-            seed=settings.seed,
-            step=settings.step,
-            scalars=settings.scalars,
-        )
+        _call(function, part, settings)
         # Written through pointers: a backward that saved one of these tensors must still notice.
         written = [t for tensors in (part.params, *part.tensors[2:]) for t in tensors if not t.is_inference()]
         torch.autograd.graph.increment_version(written)
+
+
+def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
+    _native.run(
+        function,
+        leaves.tensors,
+        keys=leaves.keys,
+        offsets=leaves.offsets,
+        seed=settings.seed,
+        step=settings.step,
+        scalars=settings.scalars,
+    )
+
+
+@functools.cache
+def _kernel(dtypes: Dtypes, rounding: str, beta1: float) -> Any:
+    """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
+
+    Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
+    millisecond, once in a process.
+    """
+    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1)
+    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))))
+    if function is None:
+        return None
+    native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
+    _call(function, native, settings)
+    run_chunked(eager, settings)
+    pairs = zip(native.tensors, eager.tensors, strict=True)
+    if all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs):
+        return function
+    _native.warn("the C kernel, as this compiler builds it, gives other bits than eager torch")
+    return None
+
+
+def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
+    """One entry of 1001 elements, from subnormal to infinite, with each magnitude next to many others."""
+    i = torch.arange(1001)
+    p, g, m, v = (
+        ((1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign).to(dtype)
+        for stride, sign, dtype in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), dtypes, strict=True)
+    )
+    return Leaves([p], [g], [m], [v], [torch.zeros_like(p)] if kahan else None, keys=[7], offsets=[3])
 
 
 def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:

@@ -62,7 +62,9 @@ def compiler() -> str | None:
     """
     if os.environ.get("ZEROFN_NATIVE", "1") in ("", "0"):
         return None
-    return _find_compiler(os.environ.get("CC"), os.environ.get("PATH"))
+    cc = _find_compiler(os.environ.get("CC"), os.environ.get("PATH"))
+    # One kernel is built to see whether any can be: a compiler without headers is found, too.
+    return cc if cc and _load(cc, (torch.bfloat16,) * 4, 0) else None
 
 
 @functools.cache
@@ -71,13 +73,14 @@ def _find_compiler(cc: str | None, path: str | None) -> str | None:
     names = [cc, "cc", "gcc", "clang"] if cc else ["cc", "gcc", "clang"]
     found = next((where for name in names if (where := shutil.which(name, path=path))), None)
     if found is None or sys.platform == "win32":
-        _warn("no C compiler was found (tried " + ", ".join(names) + ")")
+        warn("no C compiler was found (tried " + ", ".join(names) + ")")
         return None
     return found
 
 
 @functools.cache
-def _warn(why: str) -> None:
+def warn(why: str) -> None:
+    """Say that and why there is no kernel, once for each reason."""
     warnings.warn(
         f"zerofn: {why}, so optimizer updates on the CPU run through eager torch: the same bits, about ten "
         "times slower. Install gcc or clang, or name one in $CC; ZEROFN_NATIVE=0 silences this.",
@@ -155,7 +158,7 @@ def _load(cc: str, dtypes: tuple[torch.dtype, ...], mode: int):
             library.unlink(missing_ok=True)
             function = ctypes.CDLL(str(build(cc, defines))).zerofn_adam
     except (OSError, AttributeError) as error:
-        _warn(f"the C kernel could not be built or loaded ({error})")
+        warn(f"the C kernel could not be built or loaded ({error})")
         return None
     function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int], None
     return function

@@ -1,0 +1,170 @@
+"""Stochastic rounding: unbiased, special values kept, and draws that depend on nothing but their names."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zerofn._rounding import block_ranges, leaf_key, random_bits, stochastic_round
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DROPPED = {BF16: 16, F16: 13}
+# Chance of a correct implementation exceeding this once in a test of up to 100 z values: below 0.1 %.
+Z = 4.5
+
+
+def from_bits(pattern: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", pattern))[0]
+
+
+def every_draw(x: float, dtype: torch.dtype) -> torch.Tensor:
+    """Results for all equally likely draws: their mean is the expectation, exactly."""
+    bits = torch.arange(1 << DROPPED[dtype], dtype=torch.int32)
+    return stochastic_round(torch.full(bits.shape, x), dtype, bits=bits)
+
+
+def z_of_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    return float((a * b).mean() / (a.std() * b.std()) * math.sqrt(a.numel()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@settings(max_examples=100, deadline=None)
+@given(pattern=st.integers(0, 0x477FDFFF), sign=st.sampled_from([1, -1]))
+@example(pattern=0x3F800001, sign=1)
+@example(pattern=0x00000001, sign=-1)
+@example(pattern=0x007FFFFF, sign=1)
+@example(pattern=0x33801234, sign=-1)  # a float16 subnormal
+@example(pattern=0x387FFFFF, sign=1)  # just below float16's normal range
+@example(pattern=0x7F7EFFFF, sign=1)  # just below bfloat16's largest
+def test_expectation_is_the_value_and_results_are_its_neighbours(dtype, pattern, sign):
+    x = sign * from_bits(pattern)
+    if abs(x) >= torch.finfo(dtype).max:
+        return
+    y = every_draw(x, dtype)
+    values = sorted(set(y.double().tolist()))
+    # Float16 subnormals use 13 of the bits that are dropped; everything else is exact.
+    slack = 2.0**-38 if dtype == F16 and abs(x) < 2.0**-14 else 0.0
+    assert values[0] - slack <= x <= values[-1] + slack
+    if len(values) > 1:
+        low, high = (torch.tensor(v, dtype=dtype).view(torch.int16).item() & 0x7FFF for v in values)
+        assert len(values) == 2 and abs(low - high) == 1, "not neighbours"
+    assert abs(y.double().mean().item() - x) <= slack
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_unbiased_with_the_real_draws(dtype):
+    n = 1 << 18
+    spacing = float(torch.finfo(dtype).eps)
+    for i, fraction in enumerate((0.01, 0.1, 0.25, 0.5, 0.77, 0.99)):
+        x = torch.full((n,), -3.0 * (1 + fraction * spacing / 3 * 2))
+        y = stochastic_round(x, dtype, bits=random_bits(n, seed=1, step=i + 1, key=leaf_key("w")))
+        error = (y.double() - x.double()) / (2 * spacing)
+        f = abs(float(x[0]) + 3) / (2 * spacing)
+        assert abs(error.mean().item()) / math.sqrt(f * (1 - f) / n) < Z
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_special_values(dtype):
+    info = torch.finfo(dtype)
+    # The last float32 that is rounded to a finite value, and the first that is not.
+    limit = from_bits({BF16: 0x7F7F8000, F16: 0x477FF000}[dtype])
+    below = from_bits(struct.unpack("<I", struct.pack("<f", limit))[0] - 1)
+    for sign in (1.0, -1.0):
+        for exact in (0.0, math.inf, info.max, info.tiny, info.smallest_normal / 8, 1.0):
+            y = every_draw(sign * exact, dtype)
+            assert (y.double() == sign * exact).all()
+            assert (y.signbit() == (sign < 0)).all()
+        assert (every_draw(sign * below, dtype).double() == sign * info.max).all()
+        assert (every_draw(sign * limit, dtype).double() == sign * math.inf).all()
+        assert (every_draw(sign * torch.finfo(F32).max, dtype).double() == sign * math.inf).all()
+    for payload in (0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001):
+        x = torch.tensor([payload - (1 << 32) if payload >> 31 else payload], dtype=torch.int32).view(F32)
+        for noise in (0, -1):
+            assert stochastic_round(x, dtype, bits=torch.tensor([noise], dtype=torch.int32)).isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_placement_does_not_change_the_draws(data):
+    offset = data.draw(st.sampled_from([0, 5, 2**31 - 40, 2**32 - 40, 2**40 - 40])) + data.draw(
+        st.integers(0, 60)
+    )
+    n = data.draw(st.integers(0, 100))
+    cut = data.draw(st.integers(0, n))
+    where = dict(
+        seed=data.draw(st.integers(0, 2**64)), step=data.draw(st.integers(1, 2**40)), key=leaf_key("a.b")
+    )
+    whole = random_bits(n, offset=offset, **where)
+    parts = [random_bits(cut, offset=offset, **where), random_bits(n - cut, offset=offset + cut, **where)]
+    assert whole.equal(torch.cat(parts))
+    assert whole.equal(random_bits(n, offset=offset, **where | {"step": torch.tensor(where["step"])}))
+
+
+def test_bits_are_uniform():
+    bits = random_bits(1 << 20, seed=3, step=7, key=leaf_key("w"))
+    for shift in range(0, 32, 8):
+        counts = ((bits >> shift) & 0xFF).bincount(minlength=256).double()
+        chi2 = ((counts - 4096) ** 2 / 4096).sum().item()
+        assert abs(chi2 - 255) / math.sqrt(2 * 255) < Z
+    ones = torch.stack([(bits >> i) & 1 for i in range(32)]).double().mean(1)
+    assert ((ones - 0.5).abs().max() * 2 * 1024).item() < Z
+
+
+def test_draws_are_independent_over_steps_leaves_seeds_streams_and_blocks():
+    n = 1 << 18
+    base = dict(seed=0, step=1, key=leaf_key("a"))
+    a = random_bits(n, **base)
+    others = {
+        **{f"step {s}": random_bits(n, **base | {"step": s}) for s in (2, 3, 4, 5, 9, 17, 257, 65537)},
+        **{f"leaf {k}": random_bits(n, **base | {"key": k}) for k in (leaf_key("b"), base["key"] ^ 1)},
+        **{f"seed {s}": random_bits(n, **base | {"seed": s}) for s in (1, 2, 2**32, 2**63)},
+        "stream": random_bits(n, **base, stream=1),
+        "block": random_bits(n, **base, offset=2**32),
+        "neighbour": random_bits(n, **base, offset=1),
+        "line": random_bits(n, **base, offset=32),
+        "high half": a >> 16,
+    }
+    for name, b in others.items():
+        assert not a.equal(b), name
+        for bit in (0, 8, 15):  # 15: the bit that decides for or against rounding up at one half
+            z = z_of_correlation((a >> bit) & 1, (b >> bit) & 1)
+            assert abs(z) < Z, (name, bit, z)
+        assert abs(z_of_correlation(a & 0xFFFF, b & 0xFFFF)) < Z, name
+
+
+def test_the_draws_of_one_element_vary_over_steps_as_much_as_they_should():
+    steps, n = 64, 1 << 14
+    draws = torch.stack(
+        [random_bits(n, seed=0, step=s, key=1) & 0xFFFF for s in range(1, steps + 1)]
+    ).double()
+    expected = (2.0**32 - 1) / 12
+    ratio = draws.var(0).mean().item() / expected
+    # The variance of a variance of 64 uniform numbers is 0.0127 of its square.
+    assert abs(ratio - 1) / math.sqrt(0.0127 / n) < Z
+
+
+def test_blocks_of_2_to_the_32_do_not_repeat():
+    ranges = list(block_ranges(2**32 - 2, 5))
+    assert ranges == [(2**32 - 2, 2**32), (2**32, 2**32 + 3)]
+    where = dict(seed=0, step=1, key=0)
+    first = random_bits(64, **where)
+    assert not (first == random_bits(64, offset=2**32, **where)).any()
+    assert not (first == random_bits(64, offset=2**33, **where)).any()
+
+
+def test_leaf_keys_are_stable_and_distinct():
+    assert leaf_key("layers.0.weight") == 2236915355251466630
+    keys = {leaf_key(f"layers.{i}.{name}") for i in range(5000) for name in ("weight", "bias")}
+    assert len(keys) == 10000 and max(keys) < 2**63
+
+
+def test_refuses_what_it_cannot_round():
+    bits = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"float64.*x\.float\(\)"):
+        stochastic_round(torch.ones(1, dtype=torch.float64), BF16, bits=bits)
+    with pytest.raises(ValueError, match=r"float32.*write x\.to"):
+        stochastic_round(torch.ones(1), F32, bits=bits)
