@@ -162,6 +162,7 @@ class _Registry:
         self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
         self.default: Any = None  # the default group these were made on
         self.ours = False  # whether that default group was made here
+        self.made = 0  # how many default groups were made here so far
 
     def current(self) -> dict[tuple[Any, Hashable], Group | None]:
         default = dist.group.WORLD if dist.is_initialized() else None
@@ -196,7 +197,11 @@ def initialize(backend: str | None = None) -> None:
     backend = backend or default_backend(int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])))
     if "nccl" in backend:
         torch.cuda.set_device(int(env.get("LOCAL_RANK", env["RANK"])))
-    dist.init_process_group(backend)
+    # A launcher's store outlives the group: a second group in it would find the addresses of the first.
+    store, rank, size = next(dist.rendezvous("env://"))  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.PrefixStore(f"zerofn/{_registry.made}", store)  # pyright: ignore[reportPrivateImportUsage]
+    _registry.made += 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _ensure_default() -> bool:
@@ -272,20 +277,23 @@ def mesh_group(mesh: DeviceMesh, axis: str | None = None, purpose: Hashable = ""
         if axis not in names:
             raise ValueError(f"the mesh has no axis {axis!r}; it has {list(names) or 'no named axes'}")
         mesh = mesh[axis]
+    if not dist.is_initialized():
+        raise ValueError(
+            f"a mesh of shape {mesh.shape} was given, but its process group is gone; make the mesh again "
+            "after the process group is initialised, or leave mesh out"
+        )
     if mesh.ndim != 1:
         hint = f"mesh[{names[-1]!r}]" if names else "one made with mesh_dim_names, and one of its axes"
         raise ValueError(
-            f"a mesh of shape {tuple(mesh.mesh.shape)} has {mesh.ndim} axes and a transform works along "
-            f"one; pass {hint}"
+            f"a mesh of shape {mesh.shape} has {mesh.ndim} axes and a transform works along one; pass {hint}"
         )
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    me, world = dist.get_rank(), dist.get_world_size()
     if max(ranks) >= world:
         raise ValueError(
             f"the mesh names rank {max(ranks)}, but the world has {world} rank{'s' if world > 1 else ''}; "
             "make the mesh after the process group is initialised, and no larger than the world"
         )
-    me = dist.get_rank() if world > 1 else 0
 
     def make() -> Group | None:
         if len(ranks) > 1:
@@ -533,7 +541,8 @@ class _Linear(Function):
     """What the four collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
 
     So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides
-    along as the last one. `args` is everything after the tensor, `adjoint(x, args)` the map of cotangents.
+    along as the last one. The maps below differ in nothing else, but are written out: autograd and
+    `torch.func` find rules as static methods of each class, by name.
     """
 
     @staticmethod
