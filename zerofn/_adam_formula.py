@@ -100,10 +100,12 @@ def formula(
     if mode.kahan:
         assert c is not None
         c32 = c.float()
-        change = c32 - (p32 + c32).mul_(s.decay).add_(update)
-        new_p = (p32 + change).to(p.dtype)
-        lost = change.sub_(new_p.float() - p32)
-        # After an overflow inf - inf would make a NaN of the infinity one step later.
+        # Infinite parameters stay infinite: neither inf * 0 nor inf - inf may happen, now or one step later.
+        # Subtracting a zero keeps the sign of a parameter that is -0, adding one would not.
+        pull = torch.where(p32.isfinite(), (p32 + c32).mul_(s.decay), 0.0)
+        drop = pull.add_(update).sub_(c32)
+        new_p = (p32 - drop).to(p.dtype)
+        lost = (p32 - new_p.float()).sub_(drop)
         new_c = torch.where(new_p.isfinite(), lost, 0.0).to(c.dtype)
     else:
         new_p, new_c = _store(p32.mul(s.keep).sub_(update), p.dtype, mode.stochastic_param, bits[0]), None

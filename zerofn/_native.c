@@ -147,11 +147,11 @@ INLINE codes element(float p, float g, float m, float v, float c, uint32_t index
     v = v * s.beta2 + (g * s.one_minus_beta2) * g;
     float step = (m * s.rate) / (sqrtf(v) + s.eps);
     if (ZF_MODE & KAHAN) {
-        float change = c - ((p + c) * s.decay + step);
-        out.p = PASTE(nearest_, ZF_P)(p + change);
+        float pull = p - p == 0.0f ? (p + c) * s.decay : 0.0f; /* finite */
+        float drop = (pull + step) - c;
+        out.p = PASTE(nearest_, ZF_P)(p - drop);
         float stored = PASTE(value_, ZF_P)(out.p);
-        float lost = change - (stored - p);
-        /* After an overflow infinity minus infinity would make a NaN of it one step later. */
+        float lost = (p - stored) - drop;
         out.c = PASTE(nearest_, ZF_P)(stored - stored == 0.0f ? lost : 0.0f);
     } else {
         p = p * s.keep - step;

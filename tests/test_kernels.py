@@ -1,0 +1,495 @@
+"""The update kernel: equal bits in every implementation, and how far each rounding is from the truth."""
+
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerofn import _adam_formula, _kernels, _native
+from zerofn._kernels import adam_, implementation_for
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+
+
+def has_compiler() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _native.compiler() is not None
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+
+
+def state(n, dtypes=(BF16, BF16, BF16, BF16), seed=0, shift=0):
+    """Lists of one entry each, of numbers over many binades; views ``shift`` elements into their storage."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for dtype, signed in zip((*dtypes, dtypes[0]), (True, True, True, False, None), strict=True):
+        x = (
+            torch.randn(n + shift, generator=generator)
+            if signed
+            else torch.rand(n + shift, generator=generator)
+        )
+        x = x * torch.randint(-30, 8, (n + shift,), generator=generator).float().exp2()
+        tensors.append((x * 0 if signed is None else x).to(dtype)[shift:])
+    return [[t] for t in tensors]
+
+
+def copies(lists):
+    return [[t.clone() for t in tensors] for tensors in lists]
+
+
+def assert_same_bits(a, b):
+    for name, (xs, ys) in zip(("p", "g", "m", "v", "c"), zip(a, b, strict=True), strict=False):
+        for x, y in zip(xs, ys, strict=True):
+            nan = x.isnan()
+            assert nan.equal(y.isnan()), name
+            word = torch.int32 if x.dtype == F32 else torch.int16
+            different = (x.contiguous().view(word) != y.contiguous().view(word)) & ~nan
+            assert not different.any(), (name, x.dtype, x[different][:3], y[different][:3])
+
+
+def update(lists, **options):
+    """`adam_` with the arguments that most tests do not care about filled in."""
+    count = len(lists[0])
+    adam_(*lists, **dict(step=1, lr=0.01, keys=[0] * count, offsets=[0] * count) | options)
+
+
+# ---- equal bits ----
+
+
+@needs_compiler
+@pytest.mark.parametrize("moment", [BF16, F32])
+@pytest.mark.parametrize("grad", [BF16, F16, F32])
+@pytest.mark.parametrize("param", [BF16, F16, F32])
+def test_native_has_the_bits_of_eager(param, grad, moment):
+    for rounding, beta1 in (
+        (r, b) for r in ROUNDINGS for b in ((0.9, 0.99) if param == BF16 == grad else (0.9,))
+    ):
+        start = state(3000, (param, grad, moment, moment), shift=1)
+        start[1][0][:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+        results = []
+        for implementation in ("native", "eager"):
+            lists = copies(start)
+            for step in (1, 2, 1000):
+                options = dict(
+                    rounding=rounding, beta1=beta1, seed=step, keys=[2**62 + 1], offsets=[2**32 - 1000]
+                )
+                update(lists, step=step, weight_decay=0.1, implementation=implementation, **options)
+            results.append(lists)
+        assert_same_bits(*results)
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_native_has_the_bits_of_eager_for_any_sizes_and_placements(data):
+    rounding = data.draw(st.sampled_from(ROUNDINGS))
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 100, 1000]), min_size=1, max_size=6))
+    shifts = [data.draw(st.integers(0, 3)) for _ in sizes]
+    offsets = [data.draw(st.sampled_from([0, 7, 2**31 - 3, 2**32 - 40, 2**35 - 1])) for _ in sizes]
+    dtypes = [data.draw(st.sampled_from([(BF16, BF16, BF16, BF16), (F16, F32, F32, BF16)])) for _ in sizes]
+    entries = [
+        state(n, d, seed=i, shift=s) for i, (n, d, s) in enumerate(zip(sizes, dtypes, shifts, strict=True))
+    ]
+    lists = [[entry[k][0] for entry in entries] for k in range(5)]
+    options = dict(
+        step=data.draw(st.integers(1, 2**40)),
+        lr=data.draw(st.floats(1e-6, 1.0)),
+        weight_decay=data.draw(st.floats(0.0, 0.5)),
+        eps=data.draw(st.sampled_from([1e-8, 1e-3])),
+        seed=data.draw(st.integers(0, 2**63)),
+        rounding=rounding,
+        keys=range(len(sizes)),
+        offsets=offsets,
+    )
+    native, eager = copies(lists), copies(lists)
+    for tensors, implementation in ((native, "native"), (eager, "eager")):
+        update(tensors, **options, implementation=implementation)
+    assert_same_bits(native, eager)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_shards_have_the_bits_of_the_whole(rounding, implementation):
+    whole = state(70_001)
+    cuts = [0, 1, 1000, 65_536, 65_537, 70_000, 70_001]
+    spans = list(pairwise(cuts))
+    shards = [[tensors[0][a:b].clone() for a, b in spans] for tensors in whole]
+    shuffled = [4, 0, 5, 2, 1, 3]
+    offset = 2**32 - 30_000
+    for step in (1, 2):
+        options = dict(step=step, rounding=rounding, implementation=implementation)
+        update(whole, **options, keys=[5], offsets=[offset])
+        pieces = [[tensors[i] for i in shuffled] for tensors in shards]
+        update(pieces, **options, keys=[5] * 6, offsets=[offset + spans[i][0] for i in shuffled])
+    assert_same_bits(whole, [[torch.cat(tensors)] for tensors in shards])
+
+
+@needs_compiler
+def test_threads_do_not_change_bits():
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
+            update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
+            results.append(lists)
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_under_vmap_over_tensors_step_and_lr(rounding):
+    batch = [torch.stack([state(35, seed=s)[k][0].view(5, 7) for s in range(3)]) for k in range(5)]
+    single = [t.clone() for t in batch]
+    steps, rates = torch.tensor([1, 2, 3]), torch.tensor([0.1, 0.01, 0.3], dtype=F64)
+
+    def one(p, g, m, v, c, step, lr):
+        options = dict(weight_decay=0.1, rounding=rounding, keys=[3], offsets=[9])
+        update([[p], [g], [m], [v], [c]], step=step, lr=lr, **options)
+
+    torch.func.vmap(one, out_dims=None)(*batch, steps, rates)
+    for b in range(3):
+        one(*(t[b] for t in single), int(steps[b]), float(rates[b]))
+    assert_same_bits([[t] for t in batch], [[t] for t in single])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+def test_layouts_and_bookkeeping(implementation):
+    """Not contiguous, requiring grad, of size zero, step and lr as tensors: all as the plain case."""
+    plain = state(60)
+    odd = [[t.clone().view(6, 10).t().contiguous().t()] for (t,) in plain]
+    odd[0][0].requires_grad_()
+    assert not odd[0][0].is_contiguous()
+    saved = (odd[0][0] * odd[0][0]).sum()
+    with_empty = [[torch.empty(0, 3, dtype=BF16), *tensors] for tensors in odd]
+    for step in (1, 2):
+        options = dict(rounding="kahan", implementation=implementation)
+        update(plain, step=step, lr=0.25, **options)
+        update(with_empty, step=torch.tensor(step), lr=torch.tensor(0.25), **options)
+    assert_same_bits(plain, [[t.detach().reshape(-1)] for (t,) in odd])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@needs_compiler
+def test_native_tells_autograd_that_it_wrote():
+    lists = state(10)
+    lists[0][0].requires_grad_()
+    saved = (lists[0][0] ** 2).sum()
+    update(lists, lr=0.25, implementation="native")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_new_step_and_lr_do_not_recompile(monkeypatch):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(_adam_formula._update_segment, dynamic=True, backend=backend)
+    monkeypatch.setattr(_adam_formula, "_compiled_segment", lambda: compiled)
+    a, b = state(100), state(100)
+    for step in (1, 2, 5):
+        options = dict(step=step, lr=0.1 / step, seed=step, keys=[step], offsets=[step])
+        adam_(*a, **options, implementation="compiled")
+        adam_(*b, **options, implementation="eager")
+    adam_(*state(200), **options, implementation="compiled")
+    assert len(graphs) == 1
+    assert_same_bits(a, b)
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_new_step_and_lr_load_no_new_kernel():
+    update(state(10), implementation="native")
+    before = _native._load.cache_info().misses
+    for step in (2, 3):
+        adam_(
+            *state(10),
+            step=step,
+            lr=0.1 / step,
+            seed=step,
+            keys=[step],
+            offsets=[step],
+            implementation="native",
+        )
+    assert _native._load.cache_info().misses == before
+
+
+# ---- against other implementations and exact arithmetic ----
+
+
+def exact_adam(p, g, m, v, *, step, lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    """The textbook formula in float64."""
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    p.mul_(1 - lr * weight_decay)
+    p.sub_(lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps))
+
+
+def ulps(a, b):
+    """Distance of float32 tensors in numbers between them."""
+    a, b = (x.view(torch.int32).long() for x in (a, b))
+    a, b = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in (a, b))
+    return (a - b).abs().max().item()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+def test_float32_is_torch_adamw(implementation):
+    """Bound: 2 ulp of the parameter a step, and 4 of the moments, where the sum does not cancel."""
+    torch.manual_seed(0)
+    p = torch.randn(2000).abs() + 1
+    reference = p.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([reference], lr=1e-3, weight_decay=0.1, foreach=False)
+    m, v = torch.zeros(2000), torch.zeros(2000)
+    for step in range(1, 21):
+        g = torch.rand(2000) + 0.1
+        reference.grad = g
+        optimizer.step()
+        options = dict(lr=1e-3, weight_decay=0.1, rounding="nearest", implementation=implementation)
+        update([[p], [g], [m], [v]], step=step, **options)
+        assert ulps(p, reference.detach()) <= 2 * step
+        assert ulps(m, optimizer.state[reference]["exp_avg"]) <= 4 * step
+        assert ulps(v, optimizer.state[reference]["exp_avg_sq"]) <= 4 * step
+
+
+@pytest.mark.parametrize("moment", [BF16, F32])
+@pytest.mark.parametrize("param", [BF16, F16, F32])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_one_step_is_the_float64_formula_rounded(rounding, param, moment):
+    torch.manual_seed(1)
+    options = dict(step=7, lr=1e-2, weight_decay=0.1)
+    # Magnitudes of at least 1/4: all of these numbers are normal, in float16 too.
+    p = (torch.randn(5000) + torch.randn(5000).sign() / 4).to(param)
+    g, m, v = torch.randn(5000), torch.randn(5000).to(moment), (torch.rand(5000) + 0.25).to(moment)
+    exact = [x.double() for x in (p, m, v)]
+    exact_adam(exact[0], g.double(), exact[1], exact[2], **options)
+    c = torch.zeros_like(p)
+    update([[p], [g], [m], [v], [c]], **options, rounding=rounding)
+    for name, got, want in zip("pmv", (p, m, v), exact, strict=True):
+        # To nearest: half a spacing; at random: one; the float32 arithmetic before: 4e-7 of the terms.
+        random = rounding == "stochastic" or (rounding == "kahan" and name == "v")
+        random = random and name != "m" and got.dtype != F32
+        allowed = torch.finfo(got.dtype).eps * (1.0 if random else 0.5) * want.abs() + 4e-7
+        assert ((got.double() - want).abs() <= allowed).all(), name
+    if rounding == "kahan":
+        precise = p.double() + c.double()
+        assert ((precise - exact[0]).abs() <= torch.finfo(param).eps ** 2 * exact[0].abs() + 4e-7).all()
+
+
+def run_constant_gradient(rounding, steps, *, lr, n=4000):
+    """From parameters in [1, 2), with gradient one: each step is lr, below half the spacing of 2**-7."""
+    p = (1 + torch.arange(n) % 100 / 100).to(BF16)
+    start = p.double()
+    m, v, c = torch.zeros(n), torch.zeros(n), torch.zeros_like(p)
+    g = torch.ones(n, dtype=BF16)
+    for step in range(1, steps + 1):
+        update([[p], [g], [m], [v], [c]], step=step, lr=lr, rounding=rounding)
+    return p.double() - start, c.double()
+
+
+def test_updates_below_the_spacing_are_lost_to_nearest_only():
+    steps, lr = 200, 1e-3
+    moved, _ = run_constant_gradient("nearest", steps, lr=lr)
+    assert (moved == 0).all()
+    moved, withheld = run_constant_gradient("kahan", steps, lr=lr)
+    # Exactly -0.2. The compensation carries 8 bits more, so that a step errs by 2**-17 at most, 0.76 % of lr.
+    assert ((moved + withheld) / -0.2 - 1).abs().max() < 0.0077
+    moved, _ = run_constant_gradient("stochastic", steps, lr=lr)
+    # A step is 2**-7 or 0 with expectation lr: standard deviation sqrt(200 * lr * (2**-7 - lr)) = 0.037.
+    assert abs(moved.mean().item() + 0.2) < 4.5 * 0.037 / 4000**0.5
+    assert abs(moved.std().item() - 0.037) < 0.003
+
+
+def decay_of_second_moment(rounding, dtype=BF16):
+    """Factor by which second moments shrink in 2000 steps without gradients: 0.999**2000 = 0.135."""
+    n = 2000
+    p, g, m = (torch.zeros(n, dtype=dtype) for _ in range(3))
+    v = torch.rand(n).add_(0.5).to(dtype)
+    c, start = torch.zeros_like(p), v.double().mean()
+    for step in range(1, 2001):
+        update([[p], [g], [m], [v], [c]], step=step, rounding=rounding)
+    return (v.double().mean() / start).item()
+
+
+def test_nearest_freezes_a_bfloat16_second_moment_and_the_other_roundings_do_not():
+    assert decay_of_second_moment("nearest") == 1.0
+    assert abs(decay_of_second_moment("nearest", F32) - 0.135) < 1e-3
+    for rounding in ("stochastic", "kahan"):
+        assert abs(decay_of_second_moment(rounding) - 0.135) < 0.003
+
+
+def test_a_first_moment_with_large_beta1_decays_too():
+    p, g, m, v = (torch.full((4000,), x, dtype=BF16) for x in (0.0, 0.0, 1.0, 1.0))
+    for step in range(1, 1001):
+        update([[p], [g], [m], [v]], step=step, beta1=0.999)
+    assert abs(m.double().mean().item() - 0.999**1000) < 0.01
+
+
+# ---- special values ----
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_special_values_keep_their_meaning(rounding, dtype, implementation):
+    inf, largest = float("inf"), torch.finfo(dtype).max
+    p = torch.tensor(
+        [0.0, -0.0, inf, -inf, float("nan"), largest, -largest, torch.finfo(dtype).tiny / 4], dtype=dtype
+    )
+    start = p.clone()
+    g, c = torch.zeros_like(p), torch.zeros_like(p)
+    m, v = torch.zeros(8, dtype=BF16), torch.zeros(8, dtype=BF16)
+    lists = [[p], [g], [m], [v], [c]]
+    for step in range(1, 4):  # no gradient: nothing moves
+        update(lists, step=step, rounding=rounding, implementation=implementation)
+    assert p[4].isnan() and torch.equal(p.nan_to_num(nan=0), start.nan_to_num(nan=0))
+    assert p.signbit()[:2].tolist() == [False, True]
+    assert (c == 0).logical_or(p.isnan()).all() and (m == 0).all() and (v == 0).all()
+    g[:2] = torch.tensor([float("nan"), inf])
+    update(lists, step=4, rounding=rounding, implementation=implementation)
+    assert p[:2].isnan().all() and m[0].isnan() and m[1] == inf and v[1] == inf
+    assert torch.equal(p[2:4], start[2:4])
+
+
+def test_gradients_with_any_nan_payload_give_nan():
+    g = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(F32)
+    for rounding, implementation in product(ROUNDINGS, ("auto", "eager")):
+        p, m, v, c = (torch.ones(4, dtype=BF16) for _ in range(4))
+        update([[p], [g], [m], [v], [c]], rounding=rounding, implementation=implementation)
+        assert p.isnan().all() and m.isnan().all() and v.isnan().all()
+
+
+# ---- building the native kernel ----
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No kernel loaded, nothing on disk, and nothing warned about."""
+    caches = (_native._find_compiler, _native._load, _native.warn, _kernels._kernel)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    yield tmp_path
+    for cache in caches:
+        cache.cache_clear()
+
+
+def fake_compiler(directory, text):
+    script = directory / "compiler"
+    script.write_text("#!/bin/sh\n" + text)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken", "fuses products with sums"])
+def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh, monkeypatch, kind):
+    expected = state(3000)
+    update(expected, implementation="eager")
+    if kind == "missing":
+        monkeypatch.setenv("PATH", str(fresh))
+        message = "no C compiler was found.*Install gcc"
+    elif kind == "broken":
+        monkeypatch.setenv("CC", fake_compiler(fresh, "echo stdlib.h not found >&2; exit 1"))
+        message = "could not be built.*stdlib.h not found"
+    else:
+        real = _native._find_compiler(None, os.environ["PATH"])
+        if real is None or "x86" not in _native._processor():
+            pytest.skip("needs a compiler and a processor that can fuse products with sums")
+        _native._find_compiler.cache_clear()
+        # Not -ffast-math: a library linked with it makes the whole process flush subnormals to zero.
+        monkeypatch.setenv("CC", fake_compiler(fresh, f'exec {real} "$@" -ffp-contract=fast'))
+        message = "gives other bits"
+    actual = state(3000)
+    with pytest.warns(RuntimeWarning, match=message):
+        update(actual)
+    assert_same_bits(actual, expected)
+    update(actual, step=2)  # warnings are errors in these tests
+    if kind != "fuses products with sums":
+        assert implementation_for(actual[0]) == "eager"
+
+
+def test_no_compiler_is_run_where_that_is_asked_for(fresh, monkeypatch):
+    monkeypatch.setenv("ZEROFN_NATIVE", "0")
+    assert implementation_for(state(3)[0]) == "eager"
+    update(state(3))
+    assert not (fresh / "cache").exists()
+
+
+@needs_compiler
+def test_damaged_libraries_are_built_again(fresh):
+    update(state(3))
+    libraries = list((fresh / "cache" / "zerofn").iterdir())
+    assert libraries
+    _native._load.cache_clear()
+    for library in libraries:
+        library.unlink()  # the old file is mapped into this process: replace it, do not write into it
+        library.write_bytes(b"not a library")
+    assert _native.load((BF16,) * 4, 10) is not None
+
+
+@needs_compiler
+def test_processes_may_build_at_the_same_time(fresh):
+    program = """
+import torch
+from zerofn._kernels import adam_
+from zerofn._rounding import leaf_key
+p, g, m, v = (torch.linspace(0.5, 2, 999).bfloat16() for _ in range(4))
+adam_([p], [g], [m], [v], step=1, lr=0.1, keys=[leaf_key("w")], offsets=[0], implementation="native")
+print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())
+"""
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", program], **options) for _ in range(2)]
+    results = [run.communicate(timeout=120) for run in runs]
+    assert all(run.returncode == 0 for run in runs), results
+    assert results[0][0] == results[1][0] != ""
+    names = sorted(path.name for path in (fresh / "cache" / "zerofn").iterdir())
+    assert len(names) == 2 and all(name.startswith("adam-") for name in names), names
+
+
+# ---- errors ----
+
+
+def test_unsupported_combinations_are_refused():
+    def call(dtypes=(BF16,) * 4, **options):
+        lists = state(3, dtypes)
+        update(lists[:4], **options)
+
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: torch.float16.*6e-8.*bfloat16"):
+        call((BF16, BF16, F16, F16))
+    with pytest.raises(ValueError, match=r"params\[0\]: torch.float64.*float32"):
+        call((F64, BF16, BF16, BF16))
+    with pytest.raises(ValueError, match=r"grads\[0\]: torch.int32"):
+        call((BF16, torch.int32, BF16, BF16))
+    with pytest.raises(ValueError, match=r"rounding='up'.*'stochastic'"):
+        call(rounding="up")
+    with pytest.raises(ValueError, match=r"kahan.*compensations=\[torch.zeros_like"):
+        call(rounding="kahan")
+    with pytest.raises(ValueError, match="counted from 1"):
+        call(step=0)
+    with pytest.raises(ValueError, match="lengths"):
+        call(keys=[0, 1])
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        call(implementation="fast")
+    lists = state(3)
+    with pytest.raises(ValueError, match=r"entry 0 have shapes \[\(2,\), \(3,\)"):
+        update([[lists[0][0][:2]], *lists[1:4]])
+    with pytest.raises(ValueError, match=r"compensations\[0\]: torch.float32.*zeros_like"):
+        update([*lists[:4], [torch.zeros(3)]], rounding="kahan")
+    update([[], [], [], []])
