@@ -367,6 +367,22 @@ def test_special_values_keep_their_meaning(rounding, dtype, implementation):
     assert torch.equal(p[2:4], start[2:4])
 
 
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+@pytest.mark.parametrize("dtype, half", [(BF16, 2.0**119), (F16, 16.0)])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_noise_does_not_make_infinities(rounding, dtype, half, implementation):
+    """With these betas the update is -lr exactly: half a spacing beyond the largest number, or just less."""
+    largest = torch.finfo(dtype).max
+    for lr, expected in ((half, float("inf")), (half * (1 - 2**-7), largest)):
+        p, g, m, v, c = (torch.full((1000,), x, dtype=dtype) for x in (largest, -1.0, 0.0, 0.0, 0.0))
+        m, v = m.to(BF16), v.to(BF16)
+        options = dict(
+            lr=lr, beta1=0.0, beta2=0.75, eps=0.0, rounding=rounding, implementation=implementation
+        )
+        update([[p], [g], [m], [v], [c]], **options)
+        assert (p == expected).all()
+
+
 def test_gradients_with_any_nan_payload_give_nan():
     g = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(F32)
     for rounding, implementation in product(ROUNDINGS, ("auto", "eager")):

@@ -82,7 +82,7 @@ def _find_compiler(cc: str | None, path: str | None) -> str | None:
 def warn(why: str) -> None:
     """Say that and why there is no kernel, once for each reason."""
     warnings.warn(
-        f"zerofn: {why}, so optimizer updates on the CPU run through eager torch: the same bits, about ten "
+        f"zerofn: {why}, so optimizer updates on the CPU run through eager torch: the same bits, 10 to 20 "
         "times slower. Install gcc or clang, or name one in $CC; ZEROFN_NATIVE=0 silences this.",
         RuntimeWarning,
         stacklevel=2,
