@@ -135,18 +135,22 @@ def test_shards_have_the_bits_of_the_whole(rounding, implementation):
 
 
 @needs_compiler
-def test_threads_do_not_change_bits():
-    results, threads = [], torch.get_num_threads()
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_do_not_change_bits(threads, openmp, monkeypatch):
+    def run(count):
+        torch.set_num_threads(count)
+        lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
+        update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
+        return lists
+
+    before = torch.get_num_threads()
+    if not openmp:
+        monkeypatch.setattr(_native, "_parallel", lambda: None)
     try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
-            update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
-            results.append(lists)
+        assert_same_bits(run(1), run(threads))
     finally:
-        torch.set_num_threads(threads)
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
