@@ -1,7 +1,7 @@
 """`launch`: run a function on a few local ranks, from a script, a test or a notebook.
 
 Ranks are forked from a *server*: one quiet process per caller that has imported torch and done nothing
-with it. A launch of two ranks then takes 0.03 to 0.05 s, after 1.2 s for the first. What was weighed:
+with it. A launch of two ranks then takes 0.03 s, after 2 s for the first. What was weighed:
 
 * `spawn` takes 1.7 s for every launch;
 * `fork` of the caller breaks once the caller has run a backward (its thread pool does not survive a
