@@ -40,4 +40,4 @@ def squared_norm(leaves: Leaves) -> Tensor:
         return torch.zeros(())
     norms = _norms(tensors, 2.0)
     wide = torch.float64 if all(n.dtype == torch.float64 for n in norms) else torch.float32
-    return torch.stack([n.to(wide) for n in norms]).square().sum()
+    return torch.stack(norms).to(wide).square().sum()

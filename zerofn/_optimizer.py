@@ -82,7 +82,7 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
         paths = list(grads)
         new = {p: ctx.own(params[p]) for p in paths}
         own: TransformState = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
-        own["count"] = {p: state["count"][p] + 1 for p in paths}
+        own["count"] = dict(zip(paths, _next([state["count"][p] for p in paths]), strict=True))
         for count, group in _by_count(own["count"]).items():
             update_group(
                 Group(
@@ -100,12 +100,21 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
     return Transform(name, Role.OPTIMIZER, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
+def _next(counts: list[Tensor]) -> list[Tensor]:
+    """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
+    if not counts or any(is_wrapped(c) for c in counts):
+        return [c + 1 for c in counts]
+    return list(torch._foreach_add(counts, 1))
+
+
 def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:
     """Leaves that have had equally many updates, which is nearly always all of them."""
     groups: dict[Any, list[str]] = {}
-    for path, count in counts.items():
-        # Under vmap the number cannot be read; each leaf is then a group of its own.
-        groups.setdefault(path if is_wrapped(count) else int(count), []).append(path)
+    wrapped = any(is_wrapped(c) for c in counts.values())
+    numbers = [] if wrapped or not counts else torch.stack(list(counts.values())).tolist()
+    # Under vmap the number cannot be read; each leaf is then a group of its own.
+    for path, number_or_path in zip(counts, numbers or counts, strict=True):
+        groups.setdefault(number_or_path, []).append(path)
     return groups
 
 
