@@ -35,17 +35,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p.add_argument("--batch", type=count, default=8, help="sequences in a step, over all ranks (8)")
     p.add_argument("--seq", type=count, default=128, help="bytes in a sequence (128)")
     p.add_argument("--accumulate", type=count, default=1, help="micro-batches a batch is cut into (1)")
-    p.add_argument(
-        "--data", metavar="FILE", help="text to train on (the language reference in the standard library)"
-    )
+    p.add_argument("--data", metavar="FILE", help="text to train on (the language reference in the standard library)")
     p.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate (0.002)")
-    p.add_argument(
-        "--seed", type=int, default=0, help="of the model, the data order and stochastic rounding (0)"
-    )
+    p.add_argument("--seed", type=int, default=0, help="of the model, the data order and stochastic rounding (0)")
     p.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of the results (runs/lm)")
-    p.add_argument(
-        "--route", choices=["pure", "eager"], default="eager", help="both give the same losses (eager)"
-    )
+    p.add_argument("--route", choices=["pure", "eager"], default="eager", help="both give the same losses (eager)")
     p.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage under torchrun (0)")
     p.add_argument(
         "--compute",
@@ -54,9 +48,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "CPU, most of which multiply bf16 several times slower)",
     )
     p.add_argument("--sample", type=count, default=300, help="bytes to generate at the end (300)")
-    p.add_argument(
-        "--compare", action="store_true", help="train with fp32 AdamW too, and print both side by side"
-    )
+    p.add_argument("--compare", action="store_true", help="train with fp32 AdamW too, and print both side by side")
     p.add_argument("--resume", action="store_true", help="go on from what is in --out, with its settings")
     return p
 
@@ -100,6 +92,4 @@ def check(o: argparse.Namespace, p: argparse.ArgumentParser) -> None:
     if o.data is not None and not Path(o.data).is_file():
         p.error(f"--data {o.data}: no such file.")
     if o.compare and WORLD > 1:
-        p.error(
-            "--compare is for one process: plain AdamW would train each rank on its own part of the batch."
-        )
+        p.error("--compare is for one process: plain AdamW would train each rank on its own part of the batch.")

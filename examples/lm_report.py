@@ -155,9 +155,7 @@ def draw_curve(path: Path, curves: dict[str, History]) -> bool:
         axes.plot(steps, history.loss, color=f"C{i}", alpha=0.25, linewidth=0.8)
         axes.plot(steps, _smooth(history.loss), color=f"C{i}", label=f"{label}: training, mean of 20 steps")
         if history.validation:
-            axes.plot(
-                *zip(*history.validation, strict=True), "o--", color=f"C{i}", label=f"{label}: validation"
-            )
+            axes.plot(*zip(*history.validation, strict=True), "o--", color=f"C{i}", label=f"{label}: validation")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -128,9 +128,7 @@ class PlainAdamW:
 
     def __init__(self, model: GPT, o: Namespace):
         self.model = model
-        self.opt = torch.optim.AdamW(
-            model.parameters(), lr=o.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.opt = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         at = schedule(o)
         self.rates = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda step: at(step) / o.lr)
 
@@ -164,10 +162,7 @@ def micro_batches(text: Text, step: int, o: Namespace) -> list[tuple[Tensor, Ten
 @torch.no_grad()
 def validate(route: Any, text: Text, o: Namespace) -> float:
     """Mean loss on the held-out text."""
-    losses = [
-        next_byte_loss(route.logits(x.to(o.device)), y.to(o.device))
-        for x, y in text.validation(o.batch, o.seq)
-    ]
+    losses = [next_byte_loss(route.logits(x.to(o.device)), y.to(o.device)) for x, y in text.validation(o.batch, o.seq)]
     return float(torch.stack(losses).mean())
 
 
@@ -241,11 +236,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if RANK == 0:
         write_record(o.out / "run.json", record)
         drawn = draw_curve(o.out / "loss.png", curves)
-        say(
-            f"\n{summary['sample']}\n"
-            if finished
-            else f"stopped after {len(history.loss)} steps; go on with --resume"
-        )
+        say(f"\n{summary['sample']}\n" if finished else f"stopped after {len(history.loss)} steps; go on with --resume")
         say(f"in {o.out}: state.pt, run.json" + ", loss.png" * drawn)
     return record
 

@@ -79,9 +79,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--eager", action="store_true", help="also time the eager fallback (10 to 20 times slower)"
-    )
+    parser.add_argument("--eager", action="store_true", help="also time the eager fallback (10 to 20 times slower)")
     args = parser.parse_args()
 
     wide, low = tensors(args.numel, torch.float32), tensors(args.numel, torch.bfloat16)
@@ -122,9 +120,7 @@ def main() -> None:
                 call()
                 times[name].append(time.perf_counter() - begin)
         times = {name: values[1:] for name, values in times.items()}  # the first round touches pages
-        rates = {
-            name: args.numel * contestants[name][0] / statistics.median(t) / 1e9 for name, t in times.items()
-        }
+        rates = {name: args.numel * contestants[name][0] / statistics.median(t) / 1e9 for name, t in times.items()}
         print(f"\n{threads} thread{'s' * (threads > 1)}")
         print("| update | ms | ratio to fused fp32 [min..max] | target | GB/s | of ceiling |")
         print("|---|---|---|---|---|---|")
