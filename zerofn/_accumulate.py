@@ -68,12 +68,20 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         if weighted:
             weight = _weight(ctx)
             total = state["weight"] + weight
+            if due is True and concrete(total) and total == 0:
+                raise ValueError(
+                    explain(
+                        "accumulate(weighted=True) closed a window whose weights add up to 0",
+                        "a mean over nothing is not defined",
+                        "weight=max(number_of_tokens, 1), or leave such micro-batches out",
+                    )
+                )
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:
             new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
-        return Prepared(carry=(due, weight, total), state=new, emit=due)
+        return Prepared(carry=(due, weight, number(torch.as_tensor(total))), state=new, emit=due)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
@@ -81,7 +89,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         for path, old in state["sum"].items():
             g = grads.get(path)
             if g is not None:
-                sums[path] = _add(old, g if weight is None else g * weight, state["seen"][path], ctx)
+                sums[path] = _add(old, g if weight is None else _times(g, weight), state["seen"][path], ctx)
             # Closing the window is forgetting what was seen: the buffer need not be zeroed.
             seen[path] = _seen(state["seen"][path], g is not None)
         if due is False:
@@ -90,7 +98,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         for path, now in seen.items():
             if is_wrapped(now) or bool(now):
                 whole = sums.get(path, state["sum"][path])
-                out[path] = whole.div_(total) if ctx.donate else whole / total
+                # A 0-d leaf would otherwise take the dtype of the weight.
+                out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
     return Transform("accumulate", Role.ACCUMULATE, linear=True, init_fn=init, prepare_fn=prepare, update_fn=update)
@@ -121,4 +130,23 @@ def _weight(ctx: Context) -> Any:
                 "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
             )
         )
-    return torch.as_tensor(ctx.weight, dtype=torch.float64)
+    weight = torch.as_tensor(ctx.weight, dtype=torch.float64)
+    if concrete(weight):
+        # Beside the counters, which are on the CPU.
+        weight = weight.cpu()
+        if weight.ndim != 0 or not 0 <= float(weight) < float("inf"):
+            raise ValueError(
+                explain(
+                    f"weight={ctx.weight!r}",
+                    "a weight is one number, finite and not negative",
+                    "step(state, *batch, weight=number_of_tokens)",
+                )
+            )
+    return weight
+
+
+def _times(g: Tensor, weight: Tensor) -> Tensor:
+    """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
+    if concrete(weight):
+        return g * float(weight) if weight else torch.zeros_like(g)
+    return torch.where(weight == 0, torch.zeros_like(g), (g * weight).to(g.dtype))

@@ -81,6 +81,11 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
     def update_group(group: Group) -> None:
         params, slots = group.params, group.slots
         grads = typed(params, group.grads)
+        kinds = {(p.dtype, p.device) for p in params}
+        if len(kinds) > 1:
+            for kind in kinds:
+                update_group(group.where([(p.dtype, p.device) == kind for p in params]))
+            return
         if plain(params) and isinstance(group.count, int):
             step = torch.tensor(float(group.count), device=params[0].device)
             fused(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ._compat import in_backward, set_grad_dtype
 from ._errors import bad_leaves, explain
+from ._factory import learning_rate
 from ._pipeline import Pipeline, pipeline
 from ._pure import apply, start
 from ._state import State
@@ -128,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         lr = t.config.get("lr", 0.0)
         return {
             "params": [self._params[p] for p in paths],
-            "lr": float(lr(0)) if callable(lr) else lr,
+            "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
             "name": prefix.rstrip(".") or t.name,
         }
 
@@ -230,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
         """Decide by hand whether steps close the window; `None` gives the decision back to `accumulate`."""
         if boundary is not None and not isinstance(boundary, bool):
             raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
-        if boundary is not None and not any(p.role is Role.ACCUMULATE for p in self._pipe.parts):
+        if boundary is not None and not self._holds:
             raise ValueError("set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4).")
         self._boundary = boundary
 

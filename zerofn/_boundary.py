@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._compat import is_wrapped
 from ._tree import Leaf
 from ._types import Stage
 
@@ -140,9 +141,14 @@ class EntryMap:
         return identity(out) if out is g else out
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether a cotangent may come back to `x`. A tensor that `vmap` wraps says no even where its inside needs one."""
+    return x.requires_grad or is_wrapped(x)
+
+
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One output of a model on its way out."""
-    if not y.is_floating_point() or (dtype in (None, y.dtype) and (scale is None or not y.requires_grad)):
+    if not y.is_floating_point() or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
         return y
     edge = ExitMap(dtype, y.dtype)
     return LinearMap.apply(y, scale, edge.forth, edge.back)
@@ -150,7 +156,7 @@ def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One input of a model on its way in."""
-    if not x.is_floating_point() or (dtype in (None, x.dtype) and (scale is None or not x.requires_grad)):
+    if not x.is_floating_point() or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
         return x
     edge = EntryMap(dtype, x.dtype)
     return LinearMap.apply(x, scale, edge.forth, edge.back)

@@ -16,6 +16,14 @@ def functorch_active() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def differentiating() -> bool:
+    """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
+    if not functorch_active():
+        return False
+    kinds = {_functorch.TransformType.Grad, _functorch.TransformType.Jvp}
+    return any(level.key() in kinds for level in _functorch.get_interpreter_stack())
+
+
 def is_wrapped(x: object) -> bool:
     """Whether `x` is a tensor of a torch.func transform, whose value no Python branch may read."""
     return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)

@@ -245,8 +245,10 @@ def _inside(t: Transform, where: str) -> Transform:
 
 
 def _outcome(t: Transform) -> Role:
-    optimizers = [p for p in t.parts or (t,) if p.role is Role.OPTIMIZER]
-    return Role.OPTIMIZER if optimizers else Role.GRADIENT
+    roles = {p.role for p in t.parts or (t,)}
+    if Role.OPTIMIZER in roles:
+        return Role.OPTIMIZER
+    return Role.AFTER if roles == {Role.AFTER} else Role.GRADIENT
 
 
 def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from ._compat import is_wrapped
 from ._errors import explain, unknown_keyword
 from ._tree import Layout, Leaves
 from ._types import Context, Role, Schedule, Transform, TransformState
@@ -139,7 +140,17 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> An
                 f"{function}(lr=lambda step: 1e-3 * 0.99 ** step)",
             )
         )
-    if isinstance(value, int | float) and not 0 <= value < math.inf:
+    if isinstance(value, Tensor) and value.ndim:
+        raise TypeError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned a tensor of shape {tuple(value.shape)} at step {step}",
+                "a learning rate is one number; per-leaf rates are groups",
+                "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, labels)",
+            )
+        )
+    # On a GPU looking at it would wait for the device; inside vmap nobody may look.
+    readable = isinstance(value, int | float) or not is_wrapped(value) and value.device.type == "cpu"
+    if readable and not 0 <= value < math.inf:
         raise ValueError(
             explain(
                 f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",

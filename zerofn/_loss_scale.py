@@ -72,12 +72,30 @@ def scale_loss(
         )
     if not isinstance(scale, str):
         check_number("scale_loss", "scale", scale, low=torch.finfo(torch.float32).tiny)
-    check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
     check_number("scale_loss", "growth_factor", growth_factor, low=1.0)
     check_number("scale_loss", "backoff_factor", backoff_factor, high=1.0)
     check_number("scale_loss", "growth_interval", growth_interval, low=1)
     check_number("scale_loss", "min_scale", min_scale, low=torch.finfo(torch.float32).tiny)
     check_number("scale_loss", "hysteresis", hysteresis, low=1)
+    check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
+    for name, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+        if not isinstance(value, int):
+            raise ValueError(
+                explain(f"scale_loss({name}={value!r})", "it counts micro-steps: an int", f"scale_loss({name}={round(value)})")
+            )
+
+    idle = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "min_scale": 1.0}
+    idle["hysteresis"] = 1
+    given = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis
+    without_effect = [name for (name, value), now in zip(idle.items(), given, strict=True) if value != now]
+    if not dynamic and without_effect:
+        raise ValueError(
+            explain(
+                f"scale_loss({scale!r}, {', '.join(f'{n}=...' for n in without_effect)})",
+                "a static scale never changes, so these have no effect",
+                f"scale_loss({scale!r}), or scale_loss('dynamic', ...)",
+            )
+        )
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         first = torch.tensor(init_scale if dynamic else scale, dtype=torch.float32)
@@ -112,7 +130,9 @@ def scale_loss(
         scale_now = state["scale"]
         if dynamic:
             scale_now = torch.where(backs_off, (scale_now * backoff_factor).clamp(min=min_scale), scale_now)
-            scale_now = torch.where(grow, scale_now * growth_factor, scale_now)
+            # An infinite scale would overflow for ever: half of infinity is infinity.
+            grown = scale_now * growth_factor
+            scale_now = torch.where(grow & torch.isfinite(grown), grown, scale_now)
         return {
             "scale": scale_now,
             "good_steps": torch.where(grow, zero, streak),

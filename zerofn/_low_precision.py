@@ -102,6 +102,10 @@ def low_precision_adam(
     built = optimizer("low_precision_adam", lr, slots | ({"compensation": like} if rounding == "kahan" else {}), update_group)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
+        wide = [(p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64]
+        if wide:
+            right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"
+            raise ValueError(bad_leaves("low_precision_adam: too wide to be kept in 16 bits", wide, right))
         _check_effect(leaves, rounding, state_dtype)
         return built.init_fn(leaves, layout)
 

@@ -64,7 +64,7 @@ def compiler() -> str | None:
         return None
     cc = _find_compiler(os.environ.get("CC"), os.environ.get("PATH"))
     # One kernel is built to see whether any can be: a compiler without headers is found, too.
-    return cc if cc and _load(cc, (torch.bfloat16,) * 4, 0) else None
+    return cc if cc and _load(cc, (torch.float32,) * 4, 0) else None
 
 
 @functools.cache

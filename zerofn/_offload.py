@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compose import as_transform
+from ._compose import as_transform, chain
 from ._errors import explain
 from ._factory import transform
 from ._tree import Layout, Leaves, tree_map
@@ -34,6 +34,8 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     )
     """
     inner = as_transform(transform)
+    if inner.role is Role.CHAIN:
+        return chain(*(offload(part, device) for part in inner.parts))
     if inner.role not in (Role.OPTIMIZER, Role.ACCUMULATE, Role.AFTER, Role.GRADIENT):
         raise ValueError(
             explain(
@@ -74,9 +76,14 @@ def _beside(entry: Any, params: Leaves) -> Any:
     """Per-leaf tensors on their parameter's device. Counters stay where they are."""
     if not isinstance(entry, dict):
         return entry
-    return {
-        p: x if x.ndim == 0 or p not in params else x.to(params[p].device, non_blocking=True) for p, x in entry.items()
-    }
+    here = {}
+    for p, x in entry.items():
+        if not isinstance(x, Tensor):
+            # A member of `masked` or `partition`, whose own entries lie deeper.
+            here[p] = _beside(x, params)
+        else:
+            here[p] = x if x.ndim == 0 or p not in params else x.to(params[p].device, non_blocking=True)
+    return here
 
 
 def _back(entry: Any, home: Any, ctx: Context) -> Any:
@@ -85,7 +92,9 @@ def _back(entry: Any, home: Any, ctx: Context) -> Any:
         return entry
     out = {}
     for p, x in entry.items():
-        if x.device == home[p].device:
+        if not isinstance(x, Tensor):
+            out[p] = _back(x, home[p], ctx)
+        elif x.device == home[p].device:
             out[p] = x
         else:
             out[p] = home[p].copy_(x) if ctx.donate else x.to(home[p].device)

@@ -40,6 +40,16 @@ class Group:
     paths: list[str]
     offsets: list[int]
 
+    def where(self, chosen: list[bool]) -> Group:
+        """The leaves for which `chosen` is true."""
+
+        def pick(entries: list) -> list:
+            return [x for x, on in zip(entries, chosen, strict=True) if on]
+
+        slots = {name: pick(entries) for name, entries in self.slots.items()}
+        lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
+        return Group(*lists)
+
 
 def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Callable[[Group], None]) -> Transform:
     """An optimizer from its arithmetic on lists of tensors.
@@ -64,7 +74,7 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One optimizer per group, so where it stands names it, whatever the user calls it.
         override = ctx.lr.get(ctx.prefix)
-        rate = learning_rate(name, lr, number(state["step"])) if override is None else override
+        rate = learning_rate(name, lr if override is None else override, number(state["step"]))
         ctx.report("lr", rate)
         return Prepared(carry=rate, state={"step": state["step"] + 1})
 

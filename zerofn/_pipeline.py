@@ -31,7 +31,8 @@ def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Cont
 
 
 # Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
-GRAD_NORM = Transform("grad_norm", Role.GRADIENT, Scope.TREE, prepare_fn=_report_norm)
+# A name with a dot is one that no transform of a user's can have.
+GRAD_NORM = Transform(".grad_norm", Role.GRADIENT, Scope.TREE, prepare_fn=_report_norm)
 
 
 @dataclass(frozen=True)

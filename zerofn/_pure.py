@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ._boundary import enter, leave
-from ._compat import functorch_active
+from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
 from ._pipeline import Pipeline, pipeline
 from ._run import counter, finish, run
 from ._state import State
-from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, tree_map, unflatten
-from ._types import Context, Transform, select, split_grads
+from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, tree_map, tree_paths, unflatten
+from ._types import Context, Transform, misshapen, select, split_grads
 
 Metrics = dict[str, Tensor]
 
@@ -60,7 +60,7 @@ def check_finite(tensors: Leaves) -> None:
 
 
 def _has_nan(x: Tensor) -> bool:
-    return not x.is_meta and bool(torch.isnan(x.detach()).any())
+    return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
 
 
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
@@ -132,8 +132,13 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
 
+    def see(leaf: Leaf, x: Tensor) -> Tensor:
+        seen = pipe.views[leaf.path](x, scale)
+        # Autograd may return one tensor for two places, which would look like one gradient given twice.
+        return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
+
     def fn_stored(stored: Tree, *inputs: Tree) -> Any:
-        params = state.layout.map_places(lambda leaf, x: pipe.views[leaf.path](x, scale), stored)
+        params = state.layout.map_places(lambda leaf, x: see(leaf, x), stored)
         inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
         return _edges(leave, fn(params, *inputs), scale, pipe.cast.output_dtype)
 
@@ -156,7 +161,8 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     Returns:
         `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
         unscaled and reduced, in the stored layout, ready for `zf.update`. `None` stands for "does not
-        depend on it". It may be called several times.
+        depend on it"; the gradient of a tied tensor stands at its first place, and `None` at the others. It
+        may be called several times.
 
     Raises:
         ValueError: cotangents of another structure or shape than `out`.
@@ -173,7 +179,7 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
 
     def pullback(cotangents: Any) -> tuple:
         grads, given = pull(cotangents)
-        return state.layout.join(grads), *given
+        return state.layout.join_once(grads), *given
 
     return out, pullback
 
@@ -335,10 +341,8 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
 
 
 def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
-    if not isinstance(g, Tensor):
-        return f"{type(g).__name__} is no tensor"
-    if tuple(g.shape) != shape:
-        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {shape}"
+    if reason := misshapen(g, shape):
+        return reason
     # fp32 loses nothing and is what sums are made in.
     if g.dtype not in {*dtypes, torch.float32}:
         return f"gradient in {g.dtype} instead of {' or '.join(sorted(map(str, dtypes)))}"
@@ -357,16 +361,57 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "loss.backward() before opt.step(); a loss_fn that uses its params",
             )
         )
+    if ctx.weight is not None and not any(p.config.get("weighted") for p in pipe.parts):
+        raise ValueError(
+            explain(
+                "a step with weight= through a pipeline that weights nothing",
+                "only accumulate(weighted=True) has a use for it, so it would have no effect",
+                "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
+            )
+        )
+    sparse = [(p, misshapen(g, state.leaves[p].shape) or "") for p, g in grads.items() if g.layout != torch.strided]
+    if sparse:
+        raise ValueError(bad_leaves("gradients do not fit the parameters", sparse, "dense gradients"))
+    if differentiating() or any(x.requires_grad for x in state.leaves.values()):
+        raise RuntimeError(
+            explain(
+                "an update inside a function that is being differentiated",
+                "updates are written in place and fused, not recorded, so their derivative would be zero in silence",
+                "differentiate zf.bind(fn, tx, state), and update outside; torch.func.vmap over a step is fine",
+            )
+        )
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
-    with torch.no_grad():
-        signal, states, emitted = run(pipe.updates, grads, {**state.transforms, "grad_norm": {}}, trainable, ctx)
-        leaves = {**state.leaves, **finish(signal, trainable, emitted)}
-    states.pop("grad_norm")
+    # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
+    given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
+    try:
+        with torch.no_grad():
+            signal, states, emitted = run(pipe.updates, grads, {**state.transforms, **given}, trainable, ctx)
+            leaves = {**state.leaves, **finish(signal, trainable, emitted)}
+    except (KeyError, RuntimeError) as error:
+        if wrong := misfits(pipe, state):
+            right = "state = zf.init(tx, params) with this very tx"
+            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
+        raise
     step = select(emitted, state.step + 1, state.step)
     new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
     defaults = {"skipped": torch.tensor(False)}
     shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
     return new, shown
+
+
+def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
+    """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
+    meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
+    expected, found = (_entries(s) for s in (pipe.init_transforms(meta), state.transforms))
+    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [(k, "unexpected") for k in found.keys() - expected.keys()]
+    for k in expected.keys() & found.keys():
+        if expected[k] != found[k]:
+            bad.append((k, f"of shape {tuple(found[k])} instead of {tuple(expected[k])}"))
+    return sorted(bad)
+
+
+def _entries(states: Tree) -> dict[str, Any]:
+    return {p: x.shape for p, x in zip(tree_paths(states), flatten(states)[0], strict=True) if isinstance(x, Tensor)}
 
 
 def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) -> Callable[..., tuple[State, Metrics]]:
@@ -377,7 +422,8 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             `metrics["aux"]`.
         tx: the pipeline.
         donate: let the step write into the memory of the state it is given, which must not be used
-            again. Saves one copy of parameters and optimizer state.
+            again. Saves one copy of parameters and optimizer state. Without effect under `torch.func.vmap`,
+            where a step that only some members take must choose between old and new.
 
     Returns:
         The step. It takes `weight=` for `accumulate(weighted=True)`. Metrics are those of `zf.update`
@@ -397,7 +443,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
 
     def step(state: State, *batch: Tree, weight: Any = None) -> tuple[State, Metrics]:
         pipe = resolved.get(state.layout) if isinstance(state, State) else None
-        if pipe is None:
+        if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
             pipe = resolved[state.layout] = pipe_of(tx, state, "step")
         aux: dict[str, Any] = {}
 
@@ -411,7 +457,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False)
         grads, _ = pull(torch.ones_like(loss))
         del pull
-        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
         if "aux" in aux:
             aux = {"aux": tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux["aux"])}
         return new, {"loss": loss, **metrics, **aux}

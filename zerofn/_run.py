@@ -8,6 +8,7 @@ bucket, so its temporaries are one bucket large however big the model is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def run(
     signal: Leaves = grads
     new = dict(states)
     emitted: bool | Tensor = True
+    if ctx.donate:
+        # A schedule that fails must do so before the first write: a state is whole after an error.
+        for part in parts:
+            if part.role is Role.OPTIMIZER and part.scope is Scope.LEAF:
+                part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     i = 0
     while i < len(parts):
         head = parts[i]

@@ -67,6 +67,19 @@ class Layout:
         flat = [None if i < 0 else leaves.get(self.leaves[i].path) for i in self.places]
         return optree.tree_unflatten(self.spec, flat)
 
+    def join_once(self, leaves: Mapping[str, Any]) -> Tree:
+        """As `join`, with `None` at all places of a tied tensor but the first, so that places add up to the leaf."""
+        first: set[int] = set()
+        flat = []
+        for i in self.places:
+            flat.append(None if i < 0 or i in first else leaves.get(self.leaves[i].path))
+            first.add(i)
+        return optree.tree_unflatten(self.spec, flat)
+
+    def tied(self, leaf: Leaf) -> bool:
+        """Whether the leaf stands at several places."""
+        return len(self.places) > len(self.leaves) and self.places.count(self.leaves.index(leaf)) > 1
+
     def match(self, tree: Tree, what: str, right: str) -> list[tuple[int, str, Any]]:
         """The entries of `tree` at the positions of this layout: (index of leaf, path, entry)."""
         try:
@@ -100,16 +113,21 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
     return bad_leaves(f"wrong structure: {what}", rows, right)
 
 
+def tree_keys(tree: Tree) -> list[tuple[str, ...]]:
+    """The keys on the way to every leaf."""
+    return [
+        tuple(_entry(e) for e in accessor)
+        for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
+    ]
+
+
 def tree_paths(tree: Tree) -> list[str]:
     """The dotted path of every leaf.
 
     >>> tree_paths({"w": [1, 2], "b": 3})
     ['b', 'w.0', 'w.1']
     """
-    return [
-        ".".join(_entry(e) for e in accessor)
-        for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    ]
+    return [".".join(keys) for keys in tree_keys(tree)]
 
 
 def _entry(entry: Any) -> str:
@@ -199,6 +217,8 @@ def _not_a_parameter(leaf: Any) -> str | None:
             return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
         if not leaf.is_floating_point():
             return f"{leaf.dtype} has no gradient; keep it outside of the parameters"
+        if leaf.dtype.itemsize < 2:
+            return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
         if leaf.layout != torch.strided:
             return f"layout {leaf.layout}; only strided tensors are parameters"
         return None

@@ -7,7 +7,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._compat import is_wrapped
+from ._errors import bad_leaves
 from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, unflatten
 
 # A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.
@@ -223,6 +224,9 @@ class Transform:
         layout, leaves = make_layout(params)
         ctx = Context(layout)
         entries = split_grads(layout, grads)
+        wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape))]
+        if wrong:
+            raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, "gradients of the parameters' shapes"))
         prepared = self.prepare_fn(state, entries, leaves, ctx)
         out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         state = {**state, **own, **prepared.state}
@@ -271,14 +275,39 @@ def gives_parameters(t: Transform) -> bool:
 
 
 def split_grads(layout: Layout, grads: Tree) -> Leaves:
-    """Path to gradient. Gradients at tied places add up; `None` means no gradient for that leaf."""
+    """Path to gradient. Gradients at tied places add up; `None` means no gradient for that leaf.
+
+    Raises:
+        ValueError: one tensor at several tied places, which may be a sum already (`p.grad` of a tied
+            parameter) or two equal parts: nobody can tell, and one of the two would be doubled or halved.
+    """
     what, right = "these are not gradients of this state", "gradients in the structure of the parameters"
     found: Leaves = {}
-    for i, _, g in layout.match(grads, what, right):
+    owner: dict[tuple[int, int], str] = {}
+    bad: list[tuple[str, str]] = []
+    for i, place, g in layout.match(grads, what, right):
         path = layout.leaves[i].path
-        if g is not None:
-            found[path] = found[path] + g if path in found else g
+        if g is None:
+            continue
+        if (i, id(g)) in owner:
+            bad.append((place, f"is the very tensor that stands at {owner[i, id(g)]}, and both are one parameter"))
+        owner[i, id(g)] = place
+        found[path] = found[path] + g if path in found else g
+    if bad:
+        right = "the whole gradient at one place and None at the others; zf.vjp and zf.bind give gradients that add up"
+        raise ValueError(bad_leaves("one gradient at several places of a tied parameter", bad, right))
     return found
+
+
+def misshapen(g: Any, shape: Sequence[int]) -> str | None:
+    """Why `g` is no gradient of a parameter of this shape, if it is none."""
+    if not isinstance(g, Tensor):
+        return f"{type(g).__name__} is no tensor"
+    if g.layout != torch.strided:
+        return f"a gradient of layout {g.layout}; make it dense: nn.Embedding(..., sparse=False), or g.to_dense()"
+    if tuple(g.shape) != tuple(shape):
+        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(shape)}"
+    return None
 
 
 def concrete(x: Any) -> bool:

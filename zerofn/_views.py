@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._boundary import EntryMap, ExitMap, LeafView, LinearMap
+from ._boundary import EntryMap, ExitMap, LeafView, LinearMap, differentiable
 from ._compat import in_backward
 from ._containers import map_tensors
 from ._pipeline import Pipeline
@@ -65,7 +65,7 @@ class Sight:
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
         dtype = self.pipe.cast.param_dtype or self.pipe.cast.store_dtype
-        if not x.is_floating_point() or (dtype in (None, x.dtype) and not (self.scaled and x.requires_grad)):
+        if not x.is_floating_point() or (dtype in (None, x.dtype) and not (self.scaled and differentiable(x))):
             return x
         edge = EntryMap(dtype, x.dtype)
         return LinearMap.apply(x, None, edge.forth, lambda g, _: edge.back(g, self.scale()))
@@ -73,7 +73,7 @@ class Sight:
     def leave(self, y: Tensor) -> Tensor:
         """An output on its way out."""
         dtype = self.pipe.cast.output_dtype
-        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and y.requires_grad)):
+        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
             return y
         edge = ExitMap(dtype, y.dtype)
         return LinearMap.apply(y, None, edge.forth, lambda g, _: edge.back(g, self.scale()))
