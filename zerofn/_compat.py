@@ -50,3 +50,8 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
     torch.utils._pytree.register_pytree_node(
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
     )
+
+
+def at_end_of_backward(fn) -> None:
+    """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]

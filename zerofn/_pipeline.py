@@ -7,6 +7,7 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -152,7 +153,9 @@ class Pipeline:
 
         return replace(part, scope=Scope.WHOLE, update_fn=update)
 
-    def pull(self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
+    def pull(
+        self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None
+    ) -> Leaves:
         """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
 
         Args:
@@ -188,10 +191,10 @@ class Pipeline:
         shape = tuple(leaf.shape) if whole or self.sharding is None else self.sharding.shape(leaf)
         return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
 
-    def see(self, stages: tuple[Stage, ...], leaves: Leaves) -> Leaves:
+    def see(self, stages: tuple[Stage, ...], leaves: Leaves, which: Sequence[Leaf] | None = None) -> Leaves:
         """Parameters through the views of stages, given from the model to storage. Not differentiable."""
         for stage in reversed(stages):
-            leaves = view_all(stage, leaves, self.layout.leaves)
+            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which)
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -218,7 +221,11 @@ class Pipeline:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Global index of the first stored element of each leaf."""
-        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+        return (
+            {}
+            if self.sharding is None
+            else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+        )
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -242,7 +249,9 @@ class Pipeline:
             if leaf.trainable
         }
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
-        return {p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts}
+        return {
+            p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts
+        }
 
 
 def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
@@ -263,5 +272,7 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
     reduces = (Role.SCATTER, Role.REDUCE)
     cut = next((i for i, role in enumerate(roles) if role in reduces), len(stages))
     order = [p.role for p in parts]
-    late = cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
+    late = (
+        cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
+    )
     return Pipeline(tx, layout, parts, tuple(stages), cut, late)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._agree import agree_on_start
 from ._boundary import enter, leave
 from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
@@ -48,6 +49,7 @@ def init(tx: Transform, params: Tree) -> State:
 def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
     """A state over `tensors`, which `take` makes its own."""
     check_finite(tensors)
+    agree_on_start(pipe, tensors)
     stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
 
@@ -353,7 +355,7 @@ def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]
 
 def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
     """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
-    if not grads:
+    if not grads and not (pipe.late and pipe.groups):
         raise ValueError(
             explain(
                 "a step in which no parameter has a gradient",

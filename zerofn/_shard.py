@@ -202,7 +202,9 @@ def _used(flags: Tensor) -> list[bool]:
     return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
 
 
-def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int = BUCKET_BYTES) -> list[list[Leaf]]:
+def cut(
+    leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int = BUCKET_BYTES
+) -> list[list[Leaf]]:
     """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
     found: list[list[Leaf]] = []
     open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
@@ -220,7 +222,10 @@ def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int = BUC
 def view_all(stage: Stage, xs: dict[str, Tensor], leaves: Sequence[Leaf]) -> dict[str, Tensor]:
     """A stage's view of many leaves; gathers are coalesced. Not differentiable."""
     if not isinstance(stage, Sharding) or stage.group.size == 1:
-        return {leaf.path: stage.view(xs[leaf.path], leaf) if stage.changes(leaf) else xs[leaf.path] for leaf in leaves}
+        return {
+            leaf.path: stage.view(xs[leaf.path], leaf) if stage.changes(leaf) else xs[leaf.path]
+            for leaf in leaves
+        }
     out: dict[str, Tensor] = {}
     for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
         fulls = stage.gather([xs[leaf.path] for leaf in bucket], bucket)
@@ -323,7 +328,9 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
     reduce_scatter(mesh=None)
     """
-    return Transform("reduce_scatter", Role.SCATTER, linear=True, stage_fn=_Stage("reduce_scatter", mesh, Sharding))
+    return Transform(
+        "reduce_scatter", Role.SCATTER, linear=True, stage_fn=_Stage("reduce_scatter", mesh, Sharding)
+    )
 
 
 @transform

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ._boundary import EntryMap, ExitMap, LeafView, LinearMap, differentiable
 from ._compat import in_backward
 from ._containers import map_tensors
 from ._pipeline import Pipeline
+from ._units import Units
 
 
 class Sight:
@@ -29,11 +31,13 @@ class Sight:
     boundary use the same one even if a step changed it in between.
     """
 
-    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None]):
+    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None):
         self.pipe = pipe
         self.scale = scale
-        # One entry for each call under way: the module's id, and whether its caller is outside the model.
-        self.calls: list[tuple[int, bool]] = []
+        self.units = units
+        # One entry for each call under way: the module's id, whether its caller is outside the model,
+        # and what is to be undone when it ends.
+        self.calls: list[tuple[int, bool, ExitStack]] = []
         self.seen: dict[tuple, Tensor] = {}
         # Modules whose last call came from inside another of the model's. Recomputation repeats such
         # a call from backward, where nothing else tells it from a call by the user.
@@ -45,7 +49,9 @@ class Sight:
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
-        view = self.pipe.views[path]
+        if self.units is not None:
+            return self.units.look(path, keep=bool(self.calls))
+        view = self.pipe.views_at_use[path]
         if not self.calls:
             return self._through(view, stored)
         key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -61,6 +67,12 @@ class Sight:
         return LinearMap.apply(
             stored, None, lambda x, _: view.forth(x, None), lambda g, _: view.back(g, self.scale())
         )
+
+    def forget(self) -> None:
+        """The outermost call has ended: its views belong to its graph alone."""
+        self.seen.clear()
+        if self.units is not None:
+            self.units.end_of_call()
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
@@ -120,19 +132,17 @@ class _Hook:
 
 def needs_sight(pipe: Pipeline) -> bool:
     """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked."""
-    return pipe.scale is not None or pipe.cast.output_dtype is not None or any(v.stages for v in pipe.views.values())
+    return pipe.scale is not None or pipe.cast.output_dtype is not None or any(v.stages for v in pipe.views_at_use.values())
 
 
-def install(model: nn.Module, pipe: Pipeline, paths: dict[int, str], scale: Callable[[], Tensor | None]) -> Callable[[], None]:
-    """Make `model` see its parameters through the views of `pipe`; what is returned undoes it.
+def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
+    """Make `model` see its parameters through `sight`; what is returned undoes it.
 
     Args:
-        model: its parameters are the stored ones.
-        pipe: the pipeline.
+        model: its parameters are the resident ones.
+        sight: how they are seen.
         paths: `id(parameter)` to path.
-        scale: the loss scale in force.
     """
-    sight = Sight(pipe, scale)
     undo: list[Callable[[], Any]] = []
     for module in model.modules():
         plain = module._parameters
@@ -164,7 +174,10 @@ def _before(sight: Sight, is_root: bool, module: nn.Module, args: tuple, kwargs:
     outermost = not sight.calls and not recomputed
     if not in_backward():
         (sight.nested.add if sight.calls else sight.nested.discard)(id(module))
-    sight.calls.append((id(module), outermost))
+    undo = ExitStack()
+    sight.calls.append((id(module), outermost, undo))
+    if outermost and sight.units is not None:
+        undo.enter_context(sight.units.saved())
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
@@ -181,9 +194,10 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     if not sight.calls or sight.calls[-1][0] != id(module):
         # A hook of the user's raised before the call was noted.
         return None
-    _, outermost = sight.calls.pop()
+    _, outermost, undo = sight.calls.pop()
+    undo.close()
     if not sight.calls:
-        sight.seen.clear()
+        sight.forget()
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [dict.get(module._parameters, n) for n in module._flat_weights_names]
     return map_tensors(sight.leave, output, "the output of the model") if outermost else None
