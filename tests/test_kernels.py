@@ -135,18 +135,22 @@ def test_shards_have_the_bits_of_the_whole(rounding, implementation):
 
 
 @needs_compiler
-def test_threads_do_not_change_bits():
-    results, threads = [], torch.get_num_threads()
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_do_not_change_bits(threads, openmp, monkeypatch):
+    def run(count):
+        torch.set_num_threads(count)
+        lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
+        update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
+        return lists
+
+    before = torch.get_num_threads()
+    if not openmp:
+        monkeypatch.setattr(_native, "_parallel", lambda: None)
     try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
-            update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
-            results.append(lists)
+        assert_same_bits(run(1), run(threads))
     finally:
-        torch.set_num_threads(threads)
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -365,6 +369,22 @@ def test_special_values_keep_their_meaning(rounding, dtype, implementation):
     update(lists, step=4, rounding=rounding, implementation=implementation)
     assert p[:2].isnan().all() and m[0].isnan() and m[1] == inf and v[1] == inf
     assert torch.equal(p[2:4], start[2:4])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+@pytest.mark.parametrize("dtype, half", [(BF16, 2.0**119), (F16, 16.0)])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_noise_does_not_make_infinities(rounding, dtype, half, implementation):
+    """With these betas the update is -lr exactly: half a spacing beyond the largest number, or just less."""
+    largest = torch.finfo(dtype).max
+    for lr, expected in ((half, float("inf")), (half * (1 - 2**-7), largest)):
+        p, g, m, v, c = (torch.full((1000,), x, dtype=dtype) for x in (largest, -1.0, 0.0, 0.0, 0.0))
+        m, v = m.to(BF16), v.to(BF16)
+        options = dict(
+            lr=lr, beta1=0.0, beta2=0.75, eps=0.0, rounding=rounding, implementation=implementation
+        )
+        update([[p], [g], [m], [v], [c]], **options)
+        assert (p == expected).all()
 
 
 def test_gradients_with_any_nan_payload_give_nan():

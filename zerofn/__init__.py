@@ -18,6 +18,8 @@ from ._clip import clip_by_value as clip_by_value
 from ._compose import chain as chain
 from ._compose import masked as masked
 from ._compose import partition as partition
+from ._describe import describe as describe
+from ._describe import plan as plan
 from ._ema import ema as ema
 from ._factory import leafwise as leafwise
 from ._loss_scale import scale_loss as scale_loss

@@ -100,6 +100,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                 whole = sums.get(path, state["sum"][path])
                 # A 0-d leaf would otherwise take the dtype of the weight.
                 out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
+                # What a closed window leaves behind is forgotten, but it is the same whether donated or not.
+                sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
     return Transform("accumulate", Role.ACCUMULATE, linear=True, init_fn=init, prepare_fn=prepare, update_fn=update)

@@ -191,15 +191,20 @@ def default_backend(local_ranks: int) -> str:
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
 
-def initialize(backend: str | None = None) -> None:
-    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...), as torchrun sets it."""
+def initialize(backend: str | None = None, file: str | None = None) -> None:
+    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...), as torchrun sets it.
+
+    The ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
+    """
     env = os.environ
     backend = backend or default_backend(int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])))
     if "nccl" in backend:
         torch.cuda.set_device(int(env.get("LOCAL_RANK", env["RANK"])))
-    # A launcher's store outlives the group: a second group in it would find the addresses of the first.
-    store, rank, size = next(dist.rendezvous("env://"))  # pyright: ignore[reportPrivateImportUsage]
-    store = dist.PrefixStore(f"zerofn/{_registry.made}", store)  # pyright: ignore[reportPrivateImportUsage]
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    meet: Any = dist  # (what is used of it below is documented, but missing from its list of exports)
+    store = meet.FileStore(file, -1) if file else next(meet.rendezvous("env://"))[0]
+    # A store may outlive the group: a second group in it would find the addresses of the first.
+    store = meet.PrefixStore(f"zerofn/{_registry.made}", store)
     _registry.made += 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
@@ -669,7 +674,9 @@ def reduce_scatter(
 ) -> Tensor:
     """This rank's part of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
 
-    Adds in `reduce_dtype` (default: the dtype of `x`), returns in `dtype` (default: the dtype of `x`).
+    Adds in `reduce_dtype` (default: the dtype of `x`), returns in `dtype` (default: the dtype of `x`). From
+    three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts
+    of the same numbers agree to rounding, not bit for bit.
     Raises `ValueError` when axis 0 does not divide by the number of ranks.
 
     >>> reduce_scatter(torch.arange(3.0), world_group(), dtype=torch.float64)
@@ -829,15 +836,3 @@ def all_reduce_tree(
     if group.size == 1 or not tree:
         return dict(tree)
     return dict(zip(tree, _ReduceAll.apply(group, reduce_dtype, *tree.values()), strict=True))  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------- for _launch
-
-
-def host_store() -> tuple[Any, int]:
-    """A key-value store served from this process on a free port of this machine, and that port.
-
-    The kernel picks the port while binding, so no other process can take it in between.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    return store, store.port

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 _functorch = torch._C._functorch
 
@@ -29,9 +35,48 @@ def is_wrapped(x: object) -> bool:
     return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
+def graph_task() -> int:
+    """The number of the backward pass this thread is in; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass: a recomputation, or a hook."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
+
+
+def executing() -> int | None:
+    """The sequence number of the autograd node that this thread executes; `None` outside of backward.
+
+    Nodes are numbered in the order they are made, so the number tells during which call that was.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def next_sequence() -> int:
+    """The number that the next autograd node made by this thread will have."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def backward_roots() -> list[Any]:
+    """The nodes at which the backward under way began; none where this thread cannot tell, or it is in another one.
+
+    Autograd does not say, so they are read from the frame of the call. Threads of a GPU have no such frame.
+    """
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+            found.append(frame.f_locals.get("t_outputs", ()))
+        frame = frame.f_back
+    nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in (found[0] if len(found) == 1 else ())]
+    return [n for n in nodes if n is not None]
+
+
+# Lets torch.compile break its graph at a function instead of tracing into it; unlike torch.compiler.disable
+# it imports the compiler at the first call and not here.
+outside_compile = torch._disable_dynamo
 
 
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
@@ -55,3 +100,13 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
 def at_end_of_backward(fn) -> None:
     """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Tensors made inside have shape, dtype and device and no memory; what is given turns a tensor into such.
+
+    Meta tensors would do but for the device, which they forget.
+    """
+    with FakeTensorMode() as mode:
+        yield mode.from_tensor

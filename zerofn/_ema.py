@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ._compat import is_wrapped
 from ._factory import check_number, transform
 from ._tree import Layout, Leaves
 from ._types import Context, Role, Transform, TransformState
@@ -40,7 +42,9 @@ def ema(decay: float) -> Transform:
         averages = {}
         for path, x in params.items():
             average = ctx.own(state["average"][path])
-            averages[path] = average.lerp_(x.to(average.dtype), 1 - decay)
+            # In place lerp has no batching rule, and the fallback is a loop.
+            lerp = torch.lerp if is_wrapped(average) or is_wrapped(x) else Tensor.lerp_
+            averages[path] = lerp(average, x.to(average.dtype), 1 - decay)
         return params, {"average": averages}
 
     return Transform("ema", Role.AFTER, init_fn=init, update_fn=update)

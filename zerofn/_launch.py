@@ -1,7 +1,7 @@
 """`launch`: run a function on a few local ranks, from a script, a test or a notebook.
 
 Ranks are forked from a *server*: one quiet process per caller that has imported torch and done nothing
-with it. A launch of two ranks then takes 0.03 to 0.05 s, after 1.2 s for the first. What was weighed:
+with it. A launch of two ranks then takes 0.03 s, after 2 s for the first. What was weighed:
 
 * `spawn` takes 1.7 s for every launch;
 * `fork` of the caller breaks once the caller has run a backward (its thread pool does not survive a
@@ -40,7 +40,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -124,11 +124,9 @@ def launch(
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch forks its ranks, which this system cannot; use torchrun")
     backend = backend or _collectives.default_backend(nproc)
-    store, port = _collectives.host_store()
     job = {
         "payload": _pack(fn, args),
         "main": _main_file(),
-        "env": {**os.environ, **_rank_env(nproc, port, threads)},
         "cwd": os.getcwd(),
         "path": list(sys.path),
         "argv": list(sys.argv),
@@ -136,14 +134,14 @@ def launch(
         "threads": threads,
         "init": init,
     }
-    run = _Run(nproc, pickle.dumps(job))
-    try:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(_reserve_port())
+        job["env"] = {**os.environ, **_rank_env(nproc, port.getsockname()[1], threads)}
+        job["store"] = stack.enter_context(_store_path())
+        run = stack.enter_context(contextlib.closing(_Run(nproc, pickle.dumps(job))))
         run.start()
         run.wait(timeout)
         return run.results()
-    finally:
-        run.close()
-        del store  # served the ranks until here
 
 
 def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:
@@ -153,9 +151,6 @@ def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # As torchrun does: the store is served by the launcher, and every rank, 0 too, is its client.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
         _MARK: "1",
     }
     if threads is not None:
@@ -165,6 +160,21 @@ def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         env["GLOO_SOCKET_IFNAME"] = loopback[0]
     return env
+
+
+def _reserve_port() -> socket.socket:
+    """A port for rank 0 to serve a store on, should `fn` make a process group by itself.
+
+    It stays bound here, not listening, for as long as the ranks run: the system gives it to nobody else,
+    and SO_REUSEADDR lets rank 0 listen on it all the same.
+    """
+    dual = socket.has_dualstack_ipv6()
+    held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if dual:
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    held.bind(("", 0))
+    return held
 
 
 # ------------------------------------------------------------------------------------- what travels
@@ -221,6 +231,16 @@ def _scratch() -> int:
         return os.memfd_create("zerofn")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+@contextlib.contextmanager
+def _store_path() -> Iterator[str | None]:
+    """The name of a file through which ranks find each other; None where an unnamed one can be used."""
+    if os.path.isdir("/proc/self/fd"):
+        yield None
+    else:
+        with tempfile.NamedTemporaryFile(prefix="zerofn-") as file:
+            yield file.name
 
 
 def _read(fd: int, start: int = 0) -> bytes:
@@ -280,7 +300,7 @@ class _Run:
     def __init__(self, nproc: int, job: bytes) -> None:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
-        self.job = _scratch()
+        self.job, self.store = _scratch(), _scratch()
         with os.fdopen(os.dup(self.job), "wb") as file:
             file.write(job)
         for rank in range(nproc):
@@ -292,7 +312,7 @@ class _Run:
             if stream is not None:
                 stream.flush()
         for r in self.ranks:
-            _server.fork(r.rank, [self.job, *r.hand_over(), 1, 2])
+            _server.fork(r.rank, [self.job, self.store, *r.hand_over(), 1, 2])
             r.close_theirs()
             self.selector.register(r.chan, selectors.EVENT_READ, r)
             self.selector.register(r.gate, selectors.EVENT_READ, r)
@@ -407,6 +427,7 @@ class _Run:
         for r in self.ranks:
             r.close()
         os.close(self.job)
+        os.close(self.store)
 
 
 def _signal_name(number: int) -> str:
@@ -429,7 +450,11 @@ class _Server:
             if self.process is None or self.process.poll() is not None:
                 self.start()
             assert self.control is not None
-            socket.send_fds(self.control, [_NUMBER.pack(rank)], fds)
+            try:
+                socket.send_fds(self.control, [_NUMBER.pack(rank)], fds)
+            except ConnectionError:  # it has just died
+                self.start()
+                socket.send_fds(self.control, [_NUMBER.pack(rank)], fds)
 
     def start(self) -> None:
         self.stop()
@@ -524,12 +549,12 @@ def _serve(fd: int) -> NoReturn:
     while True:
         for key, _ in selector.select():
             if key.fileobj is control:
-                message, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 7)
+                message, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 8)
                 if not message:
                     for pid in chans:
                         kill(pid)
                     os._exit(0)
-                job, chan_fd, gate, result, note, out, err = fds
+                job, store, chan_fd, gate, result, note, out, err = fds
                 chan = socket.socket(fileno=chan_fd)
                 pid = os.fork()
                 if pid == 0:
@@ -542,8 +567,8 @@ def _serve(fd: int) -> NoReturn:
                     os.dup2(err, 2)
                     for other in (wake_r, wake_w, out, err):
                         os.close(other)
-                    _be_rank(_NUMBER.unpack(message)[0], job, gate, result, note)
-                for other in (job, gate, result, note, out, err):
+                    _be_rank(_NUMBER.unpack(message)[0], job, store, gate, result, note)
+                for other in (job, store, gate, result, note, out, err):
                     os.close(other)
                 _own_group(pid)
                 chans[pid], pids[chan] = chan, pid
@@ -567,7 +592,10 @@ def _serve(fd: int) -> NoReturn:
 
 
 def _preload() -> None:
-    """What every rank will need, imported once. Nothing here may start a thread or touch a GPU."""
+    """What every rank will need, imported once. Nothing here may start a thread or touch a GPU.
+
+    `torch._dynamo` is what the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
+    """
     import importlib
 
     for name in ("zerofn", "torch._dynamo", "optree", "numpy", "cloudpickle"):
@@ -588,7 +616,7 @@ def _own_group(pid: int) -> None:
 # ------------------------------------------------------------------------------- the rank's side
 
 
-def _be_rank(rank: int, job_fd: int, gate_fd: int, result: int, note: int) -> NoReturn:
+def _be_rank(rank: int, job_fd: int, store_fd: int, gate_fd: int, result: int, note: int) -> NoReturn:
     code = 1
     try:
         server = os.getppid()
@@ -598,7 +626,7 @@ def _be_rank(rank: int, job_fd: int, gate_fd: int, result: int, note: int) -> No
         faulthandler.enable(note)
         faulthandler.register(signal.SIGUSR1, note, all_threads=False)
         if os.getppid() == server:
-            _work(rank, pickle.loads(_read(job_fd)), result)
+            _work(rank, pickle.loads(_read(job_fd)), store_fd, result)
             code = 0
     except BaseException as error:
         stamp = time.monotonic()  # before anything closes: the others fail later than this
@@ -620,14 +648,15 @@ def _be_rank(rank: int, job_fd: int, gate_fd: int, result: int, note: int) -> No
         os._exit(code)
 
 
-def _work(rank: int, job: dict[str, Any], result: int) -> None:
+def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
     os.environ.clear()
     os.environ.update(job["env"], RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(job["cwd"])
     sys.path[:] = job["path"]
     sys.argv[:] = job["argv"]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not lost when the rank is killed
+        # Whole lines, at once: neither torn by another rank's nor lost when this one is killed.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     sys.stdin = open(os.devnull)  # noqa: SIM115
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # the server's generator was copied; `random` sees to itself
@@ -641,7 +670,9 @@ def _work(rank: int, job: dict[str, Any], result: int) -> None:
         vars(main).update(runpy.run_path(job["main"], run_name="__mp_main__"))
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     if job["init"]:
-        _collectives.initialize(job["backend"])
+        # Through a file and not over TCP: each of torch's TCP stores asks a name server for the name of
+        # 127.0.0.1 when it connects, for a log message, and waits 5 s when the answer does not come.
+        _collectives.initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
     fn, args = _load(io.BytesIO(job["payload"]))
     value = fn(*args)
     with os.fdopen(os.dup(result), "wb") as file:

@@ -252,40 +252,55 @@ static void run_piece(const job *j, int64_t e, int64_t from, int64_t to) {
     }
 }
 
-typedef struct { const job *j; int64_t from, to; } share; /* of the concatenation of all entries */
-
-static void *run_share(void *argument) {
-    const share *s = argument;
+/* Elements `first` to `last` of the concatenation of all entries. */
+static void run_share(const job *j, int64_t first, int64_t last) {
     int64_t begin = 0;
-    for (int64_t e = 0; e < s->j->entries && begin < s->to; e++) {
-        int64_t n = s->j->numel[e];
-        int64_t from = s->from > begin ? s->from - begin : 0, to = s->to - begin < n ? s->to - begin : n;
-        if (from < to) run_piece(s->j, e, from, to);
+    for (int64_t e = 0; e < j->entries && begin < last; e++) {
+        int64_t n = j->numel[e];
+        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
+        if (from < to) run_piece(j, e, from, to);
         begin += n;
     }
-    return 0;
 }
 
-enum { MAX_THREADS = 256, GRAIN = 1 << 15 }; /* starting a thread costs what 30 000 elements cost */
+/* Shares are handed out as threads come for them: a thread that starts late or is interrupted does fewer. */
+enum { MAX_THREADS = 256, GRAIN = 1 << 14, SHARES = 8 /* for each thread */ };
 
-void zerofn_adam(const job *j, int threads) {
-    int64_t total = 0;
-    for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
-    if (threads > total / GRAIN) threads = (int)(total / GRAIN);
+typedef struct { const job *j; int64_t total, each; int64_t next; } team;
+
+static void work(void *argument) {
+    team *t = argument;
+    for (;;) {
+        int64_t from = __atomic_fetch_add(&t->next, t->each, __ATOMIC_RELAXED);
+        if (from >= t->total) return;
+        run_share(t->j, from, t->total - from < t->each ? t->total : from + t->each);
+    }
+}
+
+static void *work_thread(void *argument) { work(argument); return 0; }
+
+/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads wait for work by spinning, and threads
+ * of our own would have to share the processors with them. Null: there is none, and we start our own. */
+typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+void zerofn_adam(const job *j, int threads, parallel run) {
+    team t = {j, 0, 0, 0};
+    for (int64_t e = 0; e < j->entries; e++) t.total += j->numel[e];
+    if (threads > t.total / GRAIN) threads = (int)(t.total / GRAIN);
     if (threads > MAX_THREADS) threads = MAX_THREADS;
-    if (threads < 1) threads = 1;
-    share shares[MAX_THREADS];
+    if (threads <= 1) {
+        run_share(j, 0, t.total);
+        return;
+    }
+    t.each = t.total / threads / SHARES;
+    t.each = ((t.each < GRAIN ? GRAIN : t.each) + LINE - 1) / LINE * LINE;
+    if (run) {
+        run(work, &t, (unsigned)threads, 0);
+        return;
+    }
     pthread_t ids[MAX_THREADS];
-    int started[MAX_THREADS];
-    int64_t each = (total / threads + 63) / 64 * 64;
-    for (int t = 0; t < threads; t++) {
-        int64_t from = each * t, to = t == threads - 1 ? total : each * (t + 1);
-        shares[t] = (share){j, from, to};
-    }
-    for (int t = 1; t < threads; t++) started[t] = !pthread_create(&ids[t], 0, run_share, &shares[t]);
-    run_share(&shares[0]);
-    for (int t = 1; t < threads; t++) {
-        if (started[t]) pthread_join(ids[t], 0);
-        else run_share(&shares[t]);
-    }
+    int started = 0;
+    while (started < threads - 1 && !pthread_create(&ids[started], 0, work_thread, &t)) started++;
+    work(&t);
+    while (started > 0) pthread_join(ids[--started], 0);
 }

@@ -82,7 +82,7 @@ def _find_compiler(cc: str | None, path: str | None) -> str | None:
 def warn(why: str) -> None:
     """Say that and why there is no kernel, once for each reason."""
     warnings.warn(
-        f"zerofn: {why}, so optimizer updates on the CPU run through eager torch: the same bits, about ten "
+        f"zerofn: {why}, so optimizer updates on the CPU run through eager torch: the same bits, 10 to 20 "
         "times slower. Install gcc or clang, or name one in $CC; ZEROFN_NATIVE=0 silences this.",
         RuntimeWarning,
         stacklevel=2,
@@ -160,8 +160,17 @@ def _load(cc: str, dtypes: tuple[torch.dtype, ...], mode: int):
     except (OSError, AttributeError) as error:
         warn(f"the C kernel could not be built or loaded ({error})")
         return None
-    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int], None
+    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], None
     return function
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP runtime that torch loaded, whichever that is."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def load(dtypes: tuple[torch.dtype, ...], mode: int):
@@ -202,4 +211,4 @@ def run(
         step,
         (ctypes.c_float * 7)(*scalars),
     )
-    function(ctypes.byref(job), torch.get_num_threads())
+    function(ctypes.byref(job), torch.get_num_threads(), _parallel())

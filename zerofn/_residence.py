@@ -58,7 +58,7 @@ class Residence:
         self.units = self._units()
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
-            self.undo.append(install(model, Sight(pipe, self.scale, self.units), paths))
+            self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""

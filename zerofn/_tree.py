@@ -48,6 +48,32 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """How stored leaves lie over ranks: whole on each, or cut flat into consecutive ranges of one length.
+
+    Attributes:
+        rank: this rank among those that share a leaf.
+        size: how many those are.
+        together: how many ranks hold this state between them, replicas among them.
+        apart: transforms whose state is each rank's own: sums of gradients that are not yet reduced.
+    """
+
+    rank: int = 0
+    size: int = 1
+    together: int = 1
+    apart: tuple[str, ...] = ()
+
+    def span(self, numel: int) -> tuple[int, int]:
+        """This rank's range of a leaf of `numel` elements; the last ranks' may be short, or empty.
+
+        >>> [Placement(rank, 4).span(10) for rank in range(4)]
+        [(0, 3), (3, 6), (6, 9), (9, 10)]
+        """
+        width = -(-numel // self.size)
+        return min(self.rank * width, numel), min((self.rank + 1) * width, numel)
+
+
+@dataclass(frozen=True)
 class Layout:
     """The structure of a parameter tree, without its values: hashable, comparable, picklable.
 
@@ -55,12 +81,14 @@ class Layout:
         leaves: each distinct tensor once, in the order of the tree.
         places: for every position of the tree, the index into `leaves`, or -1 for `None`.
         paths: for every position, its path; tied tensors have several.
+        placement: how what is stored lies over ranks.
     """
 
     leaves: tuple[Leaf, ...]
     places: tuple[int, ...]
     paths: tuple[str, ...]
     spec: Any = field(repr=False)
+    placement: Placement = Placement()
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""

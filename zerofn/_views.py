@@ -2,14 +2,17 @@
 
 `module.weight` is looked up in the module's dict of parameters. In place of that dict stands one that
 gives, inside a call of the attached model, the differentiable view of the stored parameter: cast,
-unscaled on the way back. Everything that walks the dict (`parameters()`, `state_dict()`, `to()`) still finds
-the stored ones. Swapping the values for the time of a call instead would miss recomputation by activation
+unscaled on the way back. Everything that walks the dict outside of a call (`parameters()`, `state_dict()`,
+`to()`) still finds the stored ones. Swapping the values for the time of a call instead would miss recomputation by activation
 checkpointing, which happens in backward, after the call; swapping the module's class would break pickle.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -17,78 +20,146 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._boundary import EntryMap, ExitMap, LeafView, LinearMap, differentiable
-from ._compat import in_backward
+from ._boundary import EntryMap, ExitMap, LeafView, differentiable
+from ._compat import executing, graph_task, next_sequence, outside_compile
 from ._containers import map_tensors
+from ._crossing import Crossing, Edge, Spans
+from ._errors import bad_leaves
+from ._escape import Attributes, Shown, check_closed
 from ._pipeline import Pipeline
 from ._units import Units
 
 
+class _Thread(threading.local):
+    """What each thread that calls the model has for itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        # By path and mode: the stored tensor, and its view in the call under way.
+        self.seen: dict[tuple, tuple[Tensor, Tensor]] = {}
+        # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
+        self.mark: int | None = None
+        self.task = -1
+        self.backwards = 0
+
+
+class _Call:
+    """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
+
+    __slots__ = ("module", "outermost", "shown", "start", "undo")
+
+    def __init__(self, module: nn.Module, outermost: bool, start: int):
+        self.module = module
+        self.outermost = outermost
+        self.start = start
+        self.shown: Shown | None = None
+        self.undo = ExitStack()
+
+
 class Sight:
-    """Whether parameters are being seen by the model now, and through which maps.
+    """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
 
-    One for each attached model. The loss scale is read when backward runs, so that both sides of the
-    boundary use the same one even if a step changed it in between.
-    """
-
-    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None):
+    def __init__(
+        self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module
+    ):
         self.pipe = pipe
         self.scale = scale
         self.units = units
-        # One entry for each call under way: the module's id, whether its caller is outside the model,
-        # and what is to be undone when it ends.
-        self.calls: list[tuple[int, bool, ExitStack]] = []
-        self.seen: dict[tuple, Tensor] = {}
-        # Modules whose last call came from inside another of the model's. Recomputation repeats such
-        # a call from backward, where nothing else tells it from a call by the user.
-        self.nested: set[int] = set()
+        self.model = weakref.ref(model)
+        self.local = _Thread()
+        self.spans = Spans()
+        self.attributes = Attributes(self, list(model.modules()))
+        # The hook that ends each module's calls, and the one that shows the user's hooks an output.
+        self.ends: dict[int, int] = {}
+        self.shows: dict[int, int] = {}
+        self.undo: list[Callable[[], Any]] = []
 
     def active(self) -> bool:
-        """Whether the model itself is asking: during its calls, and in recomputation during backward."""
-        return bool(self.calls) or in_backward()
+        """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
+        return bool(self.local.calls) or self.repeating()
+
+    def repeating(self) -> bool:
+        """Whether a part of a call is being repeated in a backward.
+
+        Told by the node that backward executes: it was made during a call of the model, or else the
+        user is the one who asks (a checkpoint around a call, a hook of the user's).
+        """
+        node = executing()
+        if node is None or node not in self.spans:
+            return False
+        # What is made now belongs to the call as well: a checkpoint inside a checkpoint.
+        now = next_sequence()
+        self.spans.add(now if self.local.mark is None else self.local.mark, now)
+        return True
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
         if self.units is not None:
-            return self.units.look(path, keep=bool(self.calls))
+            return self.units.look(path, keep=bool(self.local.calls))
         view = self.pipe.views_at_use[path]
-        if not self.calls:
+        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
+            return stored
+        if not self.local.calls:
             return self._through(view, stored)
         key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        found = self.seen.get(key)
-        if found is None:
-            found = self.seen[key] = self._through(view, stored)
-        return found
+        found = self.local.seen.get(key)
+        if found is None or found[0] is not stored:
+            found = self.local.seen[key] = (stored, self._through(view, stored))
+        return found[1]
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
-        if self.pipe.scale is None and not view.stages:
-            return stored
-        # The scale is read inside the maps rather than saved: checkpointing counts saved tensors.
-        return LinearMap.apply(
-            stored, None, lambda x, _: view.forth(x, None), lambda g, _: view.back(g, self.scale())
-        )
+        return self._crossing(view, True).cross(stored)
 
-    def forget(self) -> None:
-        """The outermost call has ended: its views belong to its graph alone."""
-        self.seen.clear()
-        if self.units is not None:
-            self.units.end_of_call()
+    def origin(self, path: str, x: Any) -> Any:
+        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        return next(
+            (stored for (p, *_), (stored, view) in self.local.seen.items() if p == path and view is x), None
+        )
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
         dtype = self.pipe.cast.param_dtype or self.pipe.cast.store_dtype
-        if not x.is_floating_point() or (dtype in (None, x.dtype) and not (self.scaled and differentiable(x))):
+        if not x.is_floating_point() or (dtype in (None, x.dtype) and not self.scaled):
             return x
-        edge = EntryMap(dtype, x.dtype)
-        return LinearMap.apply(x, None, edge.forth, lambda g, _: edge.back(g, self.scale()))
+        if dtype in (None, x.dtype) and not differentiable(x):
+            # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
+            return x.view_as(x) if torch.is_grad_enabled() else x
+        return self._crossing(EntryMap(dtype, x.dtype), True).cross(x)
 
     def leave(self, y: Tensor) -> Tensor:
         """An output on its way out."""
         dtype = self.pipe.cast.output_dtype
-        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
+        if not y.is_floating_point() or (
+            dtype in (None, y.dtype) and not (self.scaled and differentiable(y))
+        ):
             return y
-        edge = ExitMap(dtype, y.dtype)
-        return LinearMap.apply(y, None, edge.forth, lambda g, _: edge.back(g, self.scale()))
+        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y)
+
+    def show(self, y: Tensor) -> Tensor:
+        """An inner tensor as the user may have it: as an output, but for its dtype."""
+        return (
+            self._crossing(ExitMap(None, y.dtype), False).cross(y) if self.scaled and differentiable(y) else y
+        )
+
+    def admit(self, x: Tensor) -> Tensor:
+        """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
+        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if x.is_floating_point() else x
+
+    def _crossing(self, edge: Edge, inward: bool) -> Crossing:
+        return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)
+
+    def noticed(self, crossing: Crossing) -> None:
+        """A cotangent crosses. Now and then, the whole graph is searched for one that does not."""
+        if torch.compiler.is_compiling():
+            return
+        local, task = self.local, graph_task()
+        local.mark = next_sequence()
+        if task != local.task:
+            local.task = task
+            local.backwards += 1
+            # In backward 1, 2, 4, 8, ...: programs repeat themselves, and the search takes time.
+            if local.backwards & (local.backwards - 1) == 0:
+                check_closed(self, self.spans)
 
     @property
     def scaled(self) -> bool:
@@ -102,16 +173,54 @@ class SeenParameters(dict):
         super().__init__(parameters)
         self.paths = paths
         self.sight = sight
+        # Put here by the model during a call (torch.func.functional_call): of the inside already.
+        self.inner: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         stored = super().__getitem__(name)
-        if stored is None or name not in self.paths or not self.sight.active():
+        if stored is None or name not in self.paths or name in self.inner:
             return stored
-        return self.sight.look(self.paths[name], stored)
+        return _seen(self, name, stored)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.inner.discard(name)
+        if self.sight.local.calls and name in self.paths:
+            origin = self.sight.origin(self.paths[name], value)
+            if origin is None:
+                self.inner.add(name)
+            else:
+                value = origin
+        super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        # Lazily, since whoever asks for the first parameter's device does not want all views.
+        return ((n, self[n]) for n in list(self)) if self._walked_by_model() else super().items()
+
+    def values(self) -> Any:
+        return (self[n] for n in list(self)) if self._walked_by_model() else super().values()
+
+    def _walked_by_model(self) -> bool:
+        # The compiler looks at modules too, in the middle of their calls.
+        return bool(self.sight.local.calls) and not torch.compiler.is_compiling()
 
     def __reduce__(self):
         # A copy of an attached model is a plain module.
         return dict, (dict(self),)
+
+
+def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        return _seen_eagerly(parameters, name, stored)
+    sight = parameters.sight
+    return sight.look(parameters.paths[name], stored) if sight.active() else stored
+
+
+@outside_compile
+def _seen_eagerly(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
+    return _seen(parameters, name, stored)
 
 
 class _Hook:
@@ -121,6 +230,8 @@ class _Hook:
         self.fn = fn
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _call_eagerly(self.fn, *args)
         return None if self.fn is None else self.fn(*args)
 
     def __deepcopy__(self, memo: dict) -> _Hook:
@@ -130,9 +241,18 @@ class _Hook:
         return _Hook, (None,)
 
 
+@outside_compile
+def _call_eagerly(fn: Callable[..., Any] | None, *args: Any) -> Any:
+    return None if fn is None else fn(*args)
+
+
 def needs_sight(pipe: Pipeline) -> bool:
     """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked."""
-    return pipe.scale is not None or pipe.cast.output_dtype is not None or any(v.stages for v in pipe.views_at_use.values())
+    return (
+        pipe.scale is not None
+        or pipe.cast.output_dtype is not None
+        or any(v.stages for v in pipe.views_at_use.values())
+    )
 
 
 def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
@@ -143,20 +263,21 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         sight: how they are seen.
         paths: `id(parameter)` to path.
     """
-    undo: list[Callable[[], Any]] = []
     for module in model.modules():
         plain = module._parameters
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
         if names:
             module.__dict__["_parameters"] = SeenParameters(plain, names, sight)
-            undo.append(functools.partial(_restore, module, plain))
-        pre = _Hook(functools.partial(_before, sight, module is model))
+            sight.undo.append(functools.partial(_restore, module, plain))
+        pre = _Hook(functools.partial(_before, sight))
         post = _Hook(functools.partial(_after, sight))
-        undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
-        undo.append(module.register_forward_hook(post, always_call=True).remove)
+        sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+        handle = module.register_forward_hook(post, always_call=True)
+        sight.undo.append(handle.remove)
+        sight.ends[id(module)] = handle.id
 
     def uninstall() -> None:
-        for action in reversed(undo):
+        for action in reversed(sight.undo):
             action()
 
     return uninstall
@@ -164,23 +285,29 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
 
 def _restore(module: nn.Module, plain: dict) -> None:
     plain.clear()
-    plain.update(dict(module._parameters.items()))
+    plain.update(dict(module._parameters))
     module.__dict__["_parameters"] = plain
 
 
-def _before(sight: Sight, is_root: bool, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
-    recomputed = in_backward() and not is_root and id(module) in sight.nested
-    outermost = not sight.calls and not recomputed
-    if not in_backward():
-        (sight.nested.add if sight.calls else sight.nested.discard)(id(module))
-    undo = ExitStack()
-    sight.calls.append((id(module), outermost, undo))
+    local = sight.local
+    if local.calls and module is sight.model() and not _calls_itself(module):
+        # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
+        local.calls.clear()
+        local.seen.clear()
+    outermost = not local.calls and not sight.repeating()
+    call = _Call(module, outermost, next_sequence())
+    if not local.calls and sight.scaled:
+        sight.attributes.hide(sight.admit)
+    local.calls.append(call)
     if outermost and sight.units is not None:
-        undo.enter_context(sight.units.saved())
+        call.undo.enter_context(sight.units.saved())
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
+    if sight.scaled and len(module._forward_hooks) > 1:
+        _show_to_hooks(sight, module)
     if not outermost:
         return None
     return (
@@ -191,13 +318,70 @@ def _before(sight: Sight, is_root: bool, module: nn.Module, args: tuple, kwargs:
 
 def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     """Let the outputs of the outermost call out. Runs after an exception too."""
-    if not sight.calls or sight.calls[-1][0] != id(module):
+    local = sight.local
+    if not local.calls or local.calls[-1].module is not module:
         # A hook of the user's raised before the call was noted.
         return None
-    _, outermost, undo = sight.calls.pop()
-    undo.close()
-    if not sight.calls:
-        sight.forget()
+    call = local.calls.pop()
+    call.undo.close()
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [dict.get(module._parameters, n) for n in module._flat_weights_names]
-    return map_tensors(sight.leave, output, "the output of the model") if outermost else None
+    seen = dict(local.seen) if not local.calls else {}
+    try:
+        if call.shown is not None:
+            # What the user's hooks were shown is outside already.
+            return output if call.outermost else call.shown.result(output, sight.enter)
+        return map_tensors(sight.leave, output, "the output of the model") if call.outermost else None
+    finally:
+        if not local.calls:
+            local.seen.clear()
+            if sight.scaled:
+                sight.attributes.show(sight.show, call.start)
+            sight.spans.add(call.start, next_sequence())
+            _check_unwritten(seen)
+            if sight.units is not None:
+                sight.units.end_of_call()
+
+
+def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
+    """The user's forward hooks run between two of ours, and see an output that has left the model."""
+    hooks: Any = module._forward_hooks
+    if id(module) not in sight.shows:
+        handle = module.register_forward_hook(_Hook(functools.partial(_show, sight)))
+        sight.shows[id(module)] = handle.id
+        sight.undo.append(handle.remove)
+    hooks.move_to_end(sight.shows[id(module)], last=False)
+    hooks.move_to_end(sight.ends[id(module)])
+
+
+def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    calls = sight.local.calls
+    if not calls or calls[-1].module is not module:
+        return None
+    calls[-1].shown = Shown(output, sight.leave if calls[-1].outermost else sight.show)
+    return calls[-1].shown.outer
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a call of the module is under way further up, besides the one that begins now."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count > 1
+
+
+def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
+    """What a model in another dtype writes into a parameter goes into a copy and would be lost."""
+    bad = [
+        (path, f"seen in {view.dtype}, stored in {stored.dtype}")
+        for (path, _, inference), (stored, view) in seen.items()
+        if view.dtype != stored.dtype and not inference and view._version
+    ]
+    if bad:
+        right = "write outside of the call, or keep what the model writes in a buffer"
+        raise RuntimeError(
+            bad_leaves(
+                "the model wrote into parameters in its forward, where they are cast copies", bad, right
+            )
+        )

@@ -1,12 +1,12 @@
 """Time of one AdamW update per rounding, beside torch's fused AdamW and the speed of memory.
 
-    python examples/benchmarks/update_kernel.py                     # 100 M parameters, 1 and 2 threads, 30 s
+    python examples/benchmarks/update_kernel.py        # 100 M parameters, 1 and 2 threads, 30 s
     python examples/benchmarks/update_kernel.py --numel 100000 --rounds 2
 
 All contestants run in turn, round after round, since the load of machine and memory drifts by more than what
 is to be seen; the ratio is the median over rounds of (this one / fused float32 in the same round). "GB/s"
-counts what is read and what is written. The ceiling is ``mul_`` on one float32 tensor: in place as the updates
-are, where ``copy_`` also pays for reading what it overwrites.
+counts what is read and what is written. The ceiling is ``mul_`` on one float32 tensor: in place as the
+updates are, where ``copy_`` also pays for reading what it overwrites.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--eager", action="store_true", help="also time the eager fallback (ten times slower)"
+        "--eager", action="store_true", help="also time the eager fallback (10 to 20 times slower)"
     )
     args = parser.parse_args()
 
@@ -131,7 +131,7 @@ def main() -> None:
         for name, values in times.items():
             ratios = [a / b for a, b in zip(values, times[BASELINE], strict=True)]
             spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]"
-            target = TARGETS.get(name, {}).get(threads, "")
+            target = f"{TARGETS[name][threads]:.2f}" if threads in TARGETS.get(name, {}) else ""
             ms, share = statistics.median(values) * 1e3, rates[name] / rates[CEILING]
             print(f"| {name} | {ms:.1f} | {spread} | {target} | {rates[name]:.1f} | {share:.0%} |")
     print("\n" + machine())

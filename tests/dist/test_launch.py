@@ -138,15 +138,17 @@ def test_several_at_once():
     assert {i: r[1]["sum"].item() for i, r in found.items()} == {0: 0.0, 1: 3.0, 2: 6.0}
 
 
-def uneven():
-    # Different numbers of collectives left unmatched on purpose: leaving needs no agreement between ranks.
+def uneven(directory):
+    note_pid(directory)
     if rank() == 0:
-        time.sleep(0.3)
+        others = pids(directory, 3)
+        time.sleep(0.2)  # long after the others have returned
+        return all(alive(pid) for pid in others)
     return rank()
 
 
-def test_ranks_may_finish_at_different_times():
-    assert launch(uneven, 3, timeout=LIMIT) == [0, 1, 2]
+def test_ranks_leave_together_with_no_collective(tmp_path):
+    assert launch(uneven, 3, tmp_path, timeout=LIMIT) == [True, 1, 2]
 
 
 def speak():
@@ -181,7 +183,7 @@ def test_a_rank_that_raises(which, tmp_path):
     assert error.rank == which and error.exitcode == 1
     assert "KeyError: 'a key that is missing'" in error.traceback and "raise_on" in error.traceback
     assert "zerofn/_launch.py" not in error.traceback, "the user's frames only"
-    assert gone(pids(tmp_path, 3), within=0.5)
+    assert gone(pids(tmp_path, 3), within=0)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.rank, str(copy)) == (which, str(error))
 
@@ -199,6 +201,21 @@ def test_the_cause_is_named_not_its_consequences():
         with pytest.raises(RankError, match="the cause") as caught:
             launch(consequence, 3, which, timeout=LIMIT)
         assert caught.value.rank == which
+
+
+def slow_death(which):
+    dist.barrier()
+    if rank() == which:
+        dist.destroy_process_group()  # the others fail now
+        time.sleep(0.2)
+        os._exit(9)
+    dist.barrier()
+
+
+def test_a_death_is_the_cause_even_if_seen_last():
+    for which in (0, 1):
+        with pytest.raises(RankError, match=rf"rank {which} ended with exit code 9(?s:.*)failed after it"):
+            launch(slow_death, 3, which, timeout=LIMIT)
 
 
 def die(which, how, directory):
@@ -230,7 +247,7 @@ def test_a_rank_that_dies(how, code, words, tmp_path):
     with pytest.raises(RankError, match=words) as caught:
         launch(die, 2, 1, how, tmp_path, timeout=LIMIT)
     assert (caught.value.rank, caught.value.exitcode) == (1, code)
-    assert gone(pids(tmp_path, 2), within=0.5)
+    assert gone(pids(tmp_path, 2), within=0)
     if how == "segfault":
         assert "die" in str(caught.value)  # where it was
 
@@ -252,7 +269,7 @@ def test_a_hang(tmp_path):
     assert isinstance(caught.value, TimeoutError) and caught.value.ranks == [0, 2]
     assert "barrier" in str(caught.value) and "hang" in str(caught.value)  # where they are
     children = [int(f.read_text()) for f in tmp_path.glob("child*")]
-    assert gone(pids(tmp_path, 3) + children, within=0.5)
+    assert gone(pids(tmp_path, 3) + children, within=0)
 
 
 def unpicklable():

@@ -1,0 +1,203 @@
+"""`describe` and `plan`: the table adds up, says the truth of every tensor, and is the same beforehand."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torchopt
+from torch import nn
+
+import zerofn as zf
+
+BF16 = torch.bfloat16
+
+
+@zf.leafwise(init=lambda p: torch.zeros_like(p, dtype=torch.float64))
+def drag(grad, param, state, *, strength=0.1):
+    return grad - strength * state, state + grad
+
+
+def label(path):
+    return "b" if path.endswith("bias") else "a"
+
+
+PIPELINES = {
+    "sgd": lambda: zf.sgd(0.1),
+    "momentum": lambda: zf.sgd(0.1, momentum=0.9),
+    "adamw": lambda: zf.adamw(1e-3),
+    "low": lambda: zf.chain(
+        zf.precision(store_dtype=BF16, grad_dtype=torch.float32),
+        zf.accumulate(4),
+        zf.clip_by_global_norm(1.0),
+        zf.low_precision_adam(1e-3, rounding="kahan"),
+    ),
+    "all": lambda: zf.chain(
+        zf.precision(param_dtype=torch.float16),
+        zf.scale_loss("dynamic"),
+        zf.accumulate(2, weighted=True),
+        zf.partition(
+            {"a": zf.chain(zf.clip_by_value(1.0), zf.adamw(1e-3)), "b": zf.sgd(0.1, momentum=0.5)}, label
+        ),
+        zf.ema(0.99),
+    ),
+    "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(1.0), lambda p: "bias" in p), zf.adam(1e-3)),
+    "offload": lambda: zf.chain(zf.offload(zf.adamw(1e-3))),
+    "guest": lambda: zf.chain(torchopt.adam(lr=0.1)),
+    "own": lambda: zf.chain(drag(), zf.sgd(0.1)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.none = nn.Parameter(torch.ones(0, 3))
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_plan_is_describe(name):
+    tx = PIPELINES[name]()
+    model = Model()
+    table = zf.plan(tx, model)
+    named = OrderedDict(model.named_parameters(remove_duplicate=False))
+    assert zf.plan(tx, named) == zf.describe(zf.init(tx, named))
+    assert zf.plan(tx, dict(named)) == zf.describe(zf.init(tx, dict(named)))
+    nest = {"a": [torch.ones(3), (torch.ones(2, 2),)], "b": torch.ones(5, dtype=torch.float64)}
+    if name != "low":  # low_precision_adam refuses float64
+        assert zf.plan(tx, nest) == zf.describe(zf.init(tx, nest))
+    opt = zf.attach(model, tx)
+    assert table == zf.describe(opt.state)
+    assert str(table) == str(zf.describe(opt.state))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_nothing_changes_in_training(name):
+    """Law 7: what a state costs does not depend on its values."""
+    tx = PIPELINES[name]()
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 2, generator=generator), "bias": torch.randn(2, generator=generator)}
+    state = zf.init(tx, params)
+    planned = zf.plan(tx, params)
+    step = zf.make_step(lambda p, x: ((x.to(p["w"].dtype) @ p["w"] + p["bias"]) ** 2).mean(), tx)
+    for _ in range(3):
+        weight = {"weight": 2.0} if name == "all" else {}
+        state, _ = step(state, torch.randn(4, 3, generator=generator), **weight)
+    assert zf.describe(state) == planned
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_byte_is_counted(name):
+    """Against a count that knows nothing of transforms: all tensors that torch's own tree library finds."""
+    tx = PIPELINES[name]()
+    state = zf.init(tx, OrderedDict(Model().named_parameters(remove_duplicate=False)))
+    tensors = [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+    table = zf.describe(state)
+    assert table.bytes == sum(x.numel() * x.element_size() for x in tensors)
+    assert len(table.rows) == len(tensors)
+    assert sum(table.by_transform.values()) == table.bytes
+    assert {"params", "state"} < set(table.by_transform) <= {"params", "state", *state.transforms}
+    assert table.parameters == 11 * 4 + 3 * 20 + 1
+
+
+def test_rows():
+    tx = zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-3, state_dtype=torch.float32))
+    rows = zf.describe(zf.init(tx, {"b": torch.zeros(3), "a": [torch.zeros(2, 5)]})).rows
+    name = "low_precision_adam"
+    assert rows == (
+        ("params", "", "a.0", (2, 5), (2, 5), BF16, "cpu", 20),
+        ("params", "", "b", (3,), (3,), BF16, "cpu", 6),
+        (name, "step", "", (), (), torch.int64, "cpu", 8),
+        (name, "count", "a.0", (), (), torch.int64, "cpu", 8),
+        (name, "count", "b", (), (), torch.int64, "cpu", 8),
+        (name, "exp_avg", "a.0", (2, 5), (2, 5), torch.float32, "cpu", 40),
+        (name, "exp_avg", "b", (3,), (3,), torch.float32, "cpu", 12),
+        (name, "exp_avg_sq", "a.0", (2, 5), (2, 5), torch.float32, "cpu", 40),
+        (name, "exp_avg_sq", "b", (3,), (3,), torch.float32, "cpu", 12),
+        ("state", "step", "", (), (), torch.int64, "cpu", 8),
+        ("state", "micro_step", "", (), (), torch.int64, "cpu", 8),
+    )
+    assert rows[0].path == "a.0"
+    assert rows[0].local_shape == (2, 5)
+
+
+@pytest.mark.parametrize("rounding, extra", [("nearest", 0), ("kahan", 2)])
+def test_bytes_per_parameter(rounding, extra):
+    """bf16 parameter, bf16 moments; and fp32 AdamW, whose 12 bytes the literature knows, with masters."""
+    params = {"w": torch.empty(1000, 1000, device="meta")}
+    low = zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-3, rounding=rounding))
+    assert zf.plan(low, params).bytes_per_parameter == pytest.approx(6 + extra, abs=1e-4)
+    assert zf.plan(zf.adamw(1e-3), params).bytes_per_parameter == pytest.approx(12, abs=1e-4)
+
+
+def test_plan_of_meta_tensors_allocates_nothing():
+    """40 TiB of state: more than this machine has."""
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20, bias=False, dtype=torch.float64)
+    tx = zf.chain(zf.accumulate(2), zf.adamw(1e-3), zf.ema(0.9))
+    table = zf.plan(tx, model)
+    assert table.bytes == 5 * (8 << 40) + 2 * 8 + 8 + 8 + 8 + 1
+    assert "40.0 TiB" in str(table)
+    small = {"w": torch.empty(3, 2, device="meta"), "bias": torch.empty(2, device="meta")}
+    for make in PIPELINES.values():
+        assert zf.plan(make(), small) == zf.describe(zf.init(make(), small))
+    assert {
+        row.device for row in zf.plan(zf.adamw(1e-3), small).rows if row.path and row.slot != "count"
+    } == {"meta"}
+
+
+def test_plan_leaves_its_arguments_alone():
+    model = Model()
+    before = {n: (id(p), p.detach().clone()) for n, p in model.named_parameters()}
+    zf.plan(PIPELINES["all"](), model)
+    for n, p in model.named_parameters():
+        assert id(p) == before[n][0]
+        assert torch.equal(p, before[n][1])
+    assert type(torch.zeros(1)) is torch.Tensor
+    zf.attach(model, zf.sgd(0.1))
+
+
+def test_print():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)), nn.Linear(64, 1))
+    text = str(zf.describe(zf.attach(model, zf.adamw(1e-3)).state))
+    assert text == repr(zf.describe(zf.init(zf.adamw(1e-3), OrderedDict(model.named_parameters()))))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "path global shape local shape dtype device bytes"
+    assert lines[1] == "params: 195.3 KiB"
+    assert lines[2] == "{0..11}.weight x12 64 x 64 64 x 64 float32 cpu 192.0 KiB"
+    assert lines[3] == "{0..11}.bias x12 64 64 float32 cpu 3.0 KiB"
+    assert lines[4] == "12.weight 1 x 64 1 x 64 float32 cpu 256 B"
+    assert "step - - int64 cpu 8 B" in lines
+    assert "count x26 - - int64 cpu 208 B" in lines
+    assert "exp_avg_sq {0..11}.weight x12 64 x 64 64 x 64 float32 cpu 192.0 KiB" in lines
+    assert lines[-1] == "total: 586.0 KiB, 49,985 parameters, 12.00 bytes per parameter"
+
+
+def test_a_wide_tree_stays_readable():
+    words = [f"{a}{b}{c}" for a in "abcdefgh" for b in "abcdefgh" for c in "abcdefgh"]
+    params = {word: torch.zeros(i + 1) for i, word in enumerate(words)}
+    params["x" * 200 + ".weight"] = torch.zeros(1)
+    table = zf.describe(zf.init(zf.adamw(1e-3), params))
+    text = str(table)
+    assert len(table.rows) == 4 * 513 + 1 + 2
+    assert len(text.splitlines()) < 50
+    assert max(map(len, text.splitlines())) < 120
+    assert "... 502 more" in text
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"describe\(Optimizer\)[\s\S]*zf.describe\(opt.state\)"):
+        zf.describe(zf.attach(nn.Linear(1, 1), zf.sgd(0.1)))  # type: ignore[arg-type]
+    params = {"w": torch.ones(1)}
+    for given in ({"world_size": 0}, {"world_size": 2.0}, {"world_size": True}, {"rank": 1}, {"rank": -1}):
+        with pytest.raises(ValueError, match=rf"plan\({next(iter(given))}="):
+            zf.plan(zf.sgd(0.1), params, **given)
+    with pytest.raises(ValueError, match="no optimizer"):
+        zf.plan(zf.chain(zf.clip_by_value(1.0)), params)
+    with pytest.raises(TypeError, match=r"n: torch\.int64"):
+        zf.plan(zf.sgd(0.1), {"n": torch.ones(1, dtype=torch.int64)})
+    assert type(torch.zeros(1)) is torch.Tensor

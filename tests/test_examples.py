@@ -1,0 +1,189 @@
+"""The examples do what they say: both routes, comparison, interruption, resumption, the benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = "--d-model 16 --layers 1 --heads 2 --seq 16 --batch 4 --sample 8 --lr 0.01 --seed 3".split()
+
+
+@pytest.fixture
+def train_lm(monkeypatch):
+    """The example as a module, found as Python finds it when it runs the script."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_lm
+
+    return train_lm
+
+
+def run(script: str, *args: object, **more) -> subprocess.Popen:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **more
+    )
+
+
+def saved(out: Path) -> dict[str, torch.Tensor]:
+    return torch.load(out / "state.pt", weights_only=True)
+
+
+def assert_same_state(a: Path, b: Path) -> None:
+    one, other = saved(a), saved(b)
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def interrupt_after(monkeypatch, module, steps: int) -> None:
+    """Send a real SIGINT to this process while the step after `steps` runs."""
+    plain = module.micro_batches
+
+    def counted(text, step, o):
+        if step == steps:
+            signal.raise_signal(signal.SIGINT)
+        return plain(text, step, o)
+
+    monkeypatch.setattr(module, "micro_batches", counted)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_both_routes_give_the_same_bits(train_lm, tmp_path, compute):
+    options = [*TINY, "--steps", "12", "--compute", compute, "--accumulate", "2"]
+    pure = train_lm.main([*options, "--route", "pure", "--out", str(tmp_path / "pure")])
+    eager = train_lm.main([*options, "--route", "eager", "--out", str(tmp_path / "eager")])
+    losses = pure["history"]["loss"]
+    assert losses == eager["history"]["loss"] and len(set(losses)) == 12
+    assert pure["history"]["validation"] == eager["history"]["validation"]
+    assert pure["sample"] == eager["sample"]
+    assert losses[-1] < losses[0]
+    assert_same_state(tmp_path / "pure", tmp_path / "eager")
+
+
+def test_what_a_run_leaves_behind(train_lm, tmp_path):
+    train_lm.main([*TINY, "--steps", "20", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert len(record["history"]["loss"]) == 20 and record["settings"]["d_model"] == 16
+    assert record["final_loss"] == pytest.approx(sum(record["history"]["loss"]) / 20)
+    assert [step for step, _ in record["history"]["validation"]] == list(range(2, 21, 2))
+    # Parameters and two moments of two bytes each, and an int64 counter for each of 17 leaves and 4 more.
+    leaves = sum(1 for k in saved(tmp_path) if k.startswith("/params/"))
+    assert record["bytes_per_parameter"] == pytest.approx(
+        6 + 8 * leaves / record["settings"]["parameters"], rel=0.01
+    )
+    assert len(record["sample"].encode()) >= 12
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(("first", "second"), [("eager", "eager"), ("pure", "eager")])
+def test_interrupted_and_resumed_is_straight_through(train_lm, tmp_path, monkeypatch, first, second):
+    """Ctrl-C inside a step, then --resume: the same losses and the same state to the last bit."""
+    options = [*TINY, "--steps", "15"]
+    straight = train_lm.main([*options, "--out", str(tmp_path / "straight"), "--route", second])
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, train_lm, 6)
+        stopped = train_lm.main([*options, "--out", str(tmp_path / "cut"), "--route", first])
+    assert len(stopped["history"]["loss"]) == 7
+    assert {"run.json", "state.pt", "loss.png"} <= {p.name for p in (tmp_path / "cut").iterdir()}
+    resumed = train_lm.main(["--resume", "--out", str(tmp_path / "cut"), "--route", second])
+    assert resumed["history"]["loss"] == straight["history"]["loss"]
+    assert resumed["sample"] == straight["sample"]
+    assert_same_state(tmp_path / "straight", tmp_path / "cut")
+
+
+def test_a_checkpoint_older_than_the_record_is_resumed_from(train_lm, tmp_path, monkeypatch):
+    """A process killed between the two files leaves a record of steps that the checkpoint does not have."""
+    options = [*TINY, "--steps", "10", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, train_lm, 3)
+        train_lm.main(options)
+    older = (tmp_path / "state.pt").read_bytes()
+    finished = train_lm.main(["--resume", "--out", str(tmp_path)])
+    (tmp_path / "state.pt").write_bytes(older)
+    assert (
+        train_lm.main(["--resume", "--out", str(tmp_path)])["history"]["loss"] == finished["history"]["loss"]
+    )
+
+
+def test_compare_runs_the_same_data_through_adamw(train_lm, tmp_path, capsys):
+    record = train_lm.main([*TINY, "--steps", "30", "--out", str(tmp_path), "--compare"])
+    shown = capsys.readouterr().out
+    adamw = record["adamw"]
+    # The first loss is that of one initial model, rounded to bf16 in one of the two.
+    assert adamw["bytes_per_parameter"] == pytest.approx(12, rel=0.01)
+    assert record["bytes_per_parameter"] < 0.55 * adamw["bytes_per_parameter"]
+    # Thirty steps take the loss down by about one; rounding may move it by a small part of that.
+    assert abs(record["mean_loss"] - adamw["mean_loss"]) < 0.05
+    for label in ("final loss", "mean loss", "validation loss", "state bytes per parameter", "step time"):
+        assert re.search(rf"{label}.* \d+\.\d+ +\d+\.\d+", shown), label
+
+
+def test_ctrl_c_from_a_terminal(tmp_path):
+    """The command itself: SIGINT ends it with status 0 and everything saved."""
+    process = run("train_lm.py", *TINY, "--steps", "4000", "--out", tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 200/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume" in out
+    done = json.loads((tmp_path / "run.json").read_text())
+    assert 200 <= len(done["history"]["loss"]) < 4000
+    assert int(saved(tmp_path)["/counters/step"]) == len(done["history"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--d-model", "10", "--heads", "4"], "--d-model 10 must be a multiple of --heads 4"),
+        (
+            ["--batch", "5", "--accumulate", "2"],
+            "--batch 5 must be a multiple of 1 ranks times --accumulate 2",
+        ),
+        (["--data", "/no/such/file"], "--data /no/such/file: no such file"),
+        (["--steps", "0"], "argument --steps: invalid positive int value: '0'"),
+        (["--resume"], "--resume: there is no run in"),
+    ],
+)
+def test_refusals(train_lm, tmp_path, capsys, args, message):
+    with pytest.raises(SystemExit):
+        train_lm.main([*args, "--out", str(tmp_path / "none")])
+    assert message in capsys.readouterr().err
+
+
+def test_resume_refuses_other_settings(train_lm, tmp_path, capsys):
+    train_lm.main([*TINY, "--steps", "2", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        train_lm.main(["--resume", "--out", str(tmp_path), "--lr", "0.5"])
+    assert "--lr 0.5 (was 0.01)" in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short(train_lm, tmp_path):
+    (tmp_path / "short.txt").write_bytes(b"abc" * 20)
+    with pytest.raises(ValueError, match="171 bytes or more"):
+        train_lm.main([*TINY, "--data", str(tmp_path / "short.txt"), "--out", str(tmp_path)])
+
+
+def test_data_order_is_a_function_of_seed_and_step(train_lm):
+    text = train_lm.Text.split(bytes(range(256)) * 4, 8)
+    x, y = text.batch(0, 5, 3, 8)
+    again, _ = text.batch(0, 5, 3, 8)
+    assert torch.equal(x, again) and torch.equal(x[:, 1:], y[:, :-1])
+    assert not torch.equal(x, text.batch(0, 6, 3, 8)[0])
+    assert not torch.equal(x, text.batch(1, 5, 3, 8)[0])
+    # The held-out tail is never trained on.
+    assert len(text.train) + len(text.held_out) == 1024
+    assert sum(len(x) for x, _ in text.validation(4, 8)) == (len(text.held_out) - 9) // 8 + 1
