@@ -23,6 +23,8 @@ from ._describe import plan as plan
 from ._ema import ema as ema
 from ._factory import leafwise as leafwise
 from ._loss_scale import scale_loss as scale_loss
+from ._launch import RankError as RankError
+from ._launch import launch as launch
 from ._low_precision import low_precision_adam as low_precision_adam
 from ._offload import offload as offload
 from ._precision import precision as precision
@@ -33,5 +35,8 @@ from ._pure import make_step as make_step
 from ._pure import update as update
 from ._pure import vjp as vjp
 from ._sgd import sgd as sgd
+from ._shard import all_reduce as all_reduce
+from ._shard import reduce_scatter as reduce_scatter
+from ._shard import shard as shard
 from ._state import State as State
 from ._types import Transform as Transform

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat import in_backward, set_grad_dtype
+from ._compat import in_backward
 from ._errors import bad_leaves, explain
 from ._factory import learning_rate
 from ._pipeline import Pipeline, pipeline
-from ._pure import apply, start
+from ._pure import apply
+from ._residence import Residence
 from ._state import State
 from ._tree import make_layout
 from ._types import Role, Transform
-from ._views import install, needs_sight
 
 
 def attach(model: nn.Module, tx: Transform) -> Optimizer:
@@ -97,26 +97,15 @@ class Optimizer(torch.optim.Optimizer):
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
         pipe = pipeline(tx, layout, "zf.attach")
         _check_memory(params)
-        # Dtype first, so that stored tensors share memory with the parameters.
-        state = start(pipe, params, lambda x: x.detach() if _dense(x) else x.detach().contiguous())
-        for path, x in state.leaves.items():
-            params[path].data = x
-        for leaf in layout.leaves:
-            if leaf.trainable:
-                set_grad_dtype(params[leaf.path], pipe.cast.gradient(leaf))
+        self._home = Residence(model, pipe, params)
         self.tx = tx
         self._model = model
         self._pipe = pipe
         self._params = params
-        self._state = state
         self.metrics: dict[str, Tensor] = {}
         self._boundary: bool | None = None
         self._attached = True
         self._homes = _homes(model)
-        self._uninstall: Callable[[], None] = lambda: None
-        if needs_sight(pipe):
-            paths = {id(p): path for path, p in params.items()}
-            self._uninstall = install(model, pipe, paths, lambda: pipe.scale_of(self._state.transforms))
         for p in params.values():
             p._zerofn_owner = _Owner(self)  # type: ignore[attr-defined]
         self._holds = any(p.role is Role.ACCUMULATE and p.init_fn is not None and _every(p) > 1 for p in pipe.parts)
@@ -135,8 +124,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> State:  # type: ignore[override]
-        """The pipeline's state. Its stored parameters are the model's own."""
-        return self._state
+        """The pipeline's state. On one process its stored parameters are the model's own."""
+        return self._home.state
+
+    @property
+    def _state(self) -> State:
+        return self._home.state
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: Any = None) -> Any:  # type: ignore[override]
         """One micro-step: hand the gradients of the parameters to the pipeline.
@@ -160,15 +153,19 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_unchanged()
-        grads = {p: x.grad for p, x in self._params.items() if x.grad is not None and x.requires_grad}
-        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=self._rates())
+        rates = self._rates()
+        grads = self._home.collect()
+        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates)
         old = self._state
-        self._state, self.metrics = apply(self._pipe, grads, old, ctx)
+        new, self.metrics = apply(self._pipe, grads, old, ctx)
         with torch.no_grad():
-            for path, x in self._state.leaves.items():
+            for path, x in new.leaves.items():
                 if x is not old.leaves[path]:
                     old.leaves[path].copy_(x)
-                    self._state.leaves[path] = old.leaves[path]
+                    new.leaves[path] = old.leaves[path]
+        self._home.state = new
+        if bool(self.metrics["updated"]):
+            self._home.refresh()
         if self._holds:
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
@@ -178,7 +175,8 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` of every parameter; sums that are held stay."""
+        """Clear the gradients of this micro-step; sums that are held stay."""
+        self._home.clear()
         for p in self._params.values():
             if p.grad is None:
                 continue
@@ -239,12 +237,13 @@ class Optimizer(torch.optim.Optimizer):
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`."""
         self._check_usable("gathered")
-        yield self._model
+        with self._home.gathered() as model:
+            yield model
 
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards."""
         if self._attached:
-            self._uninstall()
+            self._home.leave()
             for p in self._params.values():
                 del p._zerofn_owner  # type: ignore[attr-defined]
             self._attached = False
@@ -284,6 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         for k, a in mine.items():
             if isinstance(a, Tensor):
                 a.copy_(theirs[k])
+        self._home.refresh()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = saved["lr"]
         self._shown = [g["lr"] for g in self.param_groups]
@@ -337,12 +337,11 @@ class Optimizer(torch.optim.Optimizer):
     def _check_unchanged(self) -> None:
         """A model that is no longer the one attached would be trained wrongly in silence."""
         bad = []
-        stored = self._state.leaves
         for leaf in self._pipe.layout.leaves:
-            p, x = self._params[leaf.path], stored[leaf.path]
-            if p.dtype != x.dtype or p.device != x.device:
-                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {x.dtype} on {x.device}"))
-            elif p.data_ptr() != x.data_ptr() or p.shape != x.shape:
+            p, (address, shape, dtype, device) = self._params[leaf.path], self._home.homes[leaf.path]
+            if p.dtype != dtype or p.device != device:
+                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"))
+            elif p.data_ptr() != address or p.shape != shape:
                 bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
             elif p.requires_grad != leaf.trainable:
                 bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
@@ -395,11 +394,6 @@ def _check_memory(params: dict[str, Tensor]) -> None:
                 bad.append((path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight"))
     if bad:
         raise ValueError(bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory"))
-
-
-def _dense(x: Tensor) -> bool:
-    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
-    return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def _every(part: Transform) -> int:

@@ -96,7 +96,8 @@ class LeafView:
                 narrow = stage.pull(narrow, self.leaf)
         if scale is not None:
             # Divided in fp32 and rounded once: after a cast to fp16 small gradients would be gone.
-            narrow = (wide(narrow) / scale).to(self.grad_dtype)
+            narrow = wide(narrow) / scale
+        narrow = narrow.to(self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:

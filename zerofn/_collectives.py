@@ -312,6 +312,22 @@ def mesh_group(mesh: DeviceMesh, axis: str | None = None, purpose: Hashable = ""
     return group
 
 
+def channel(group: Group) -> Group:
+    """Another channel between the ranks of a group, shared with nobody. Every rank of the world must call it.
+
+    For collectives whose order must not mix with that of the group itself.
+
+    >>> channel(world_group()).size
+    1
+    """
+    if group.size == 1:
+        return group
+    key = (group.ranks, group.device.type, len(_registry.current()))
+    opened = _registry.get(key, "channel", lambda: _open_row(group.ranks, group.device.type, "channel"))
+    assert opened is not None
+    return opened
+
+
 def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
     ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""

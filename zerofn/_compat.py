@@ -97,6 +97,11 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
     )
 
 
+def at_end_of_backward(fn) -> None:
+    """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
     """Tensors made inside have shape, dtype and device and no memory; what is given turns a tensor into such.

@@ -167,9 +167,14 @@ def check_closed(owner: Any, spans: Spans) -> None:
     for node in nodes:
         if id(node) in crossings or node.name() == "torch::autograd::AccumulateGrad":
             continue
+        if owner.units is not None and getattr(node, "units", None) is owner.units:
+            # Gathering unscales as well.
+            continue
         inside = node._sequence_nr() in spans and not is_outside(node, owner, 0)
         for other, _ in node.next_functions:
             if other is None or crossing_of(other, owner) is not None:
+                continue
+            if owner.units is not None and getattr(other, "units", None) is owner.units:
                 continue
             leaf = getattr(other, "variable", None)
             if leaf is not None:

@@ -1,21 +1,29 @@
-"""A chain made ready for one tree of parameters: which views autograd runs, and which update halves follow."""
+"""A chain made ready for one tree of parameters: which views apply where, and which update halves follow.
+
+The views of a chain stand between three forms of a parameter. *Stored* is what the state keeps.
+*Resident* is what an eager model holds between steps: full parameters under `reduce_scatter`, which
+gathers once a step, the stored ones otherwise. *Seen* is what the model computes with.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._boundary import LeafView
+from ._boundary import LeafView, wide
+from ._collectives import Group, all_reduce_
 from ._compose import as_transform, complete
 from ._norms import squared_norm
 from ._order import check_complete
 from ._precision import Cast, cast_of
+from ._shard import Averaging, Like, Sharding, like_after, pull_all, view_all
 from ._tree import Layout, Leaf, Leaves
-from ._types import Context, Prepared, Role, Scope, Stage, Transform, TransformState
+from ._types import Context, OneProcess, Prepared, Reduction, Role, Scope, Stage, Transform, TransformState
 
 
 def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
@@ -29,6 +37,29 @@ GRAD_NORM = Transform(".grad_norm", Role.GRADIENT, Scope.TREE, prepare_fn=_repor
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Scalars over ranks: sums over those that hold different shards, maxima over all."""
+
+    shards: Group | None
+    groups: tuple[Group, ...]
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x if self.shards is None else self._all(x, self.shards, "sum")
+
+    def max(self, x: Tensor) -> Tensor:
+        # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
+        x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
+        for group in self.groups:
+            x = self._all(x, group, "max")
+        return x
+
+    def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
+        out = x.to(group.device, copy=True)
+        all_reduce_(out, group, op)
+        return out.to(x.device)
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """The parts of a chain in order, resolved for a layout.
 
@@ -36,11 +67,17 @@ class Pipeline:
         tx: the chain as it was given.
         layout: of the parameters.
         parts: its members; a guest that ends it made the optimizer.
+        stages: the view halves that do something, from the model to storage.
+        cut: the first of `stages` that reduces gradients of resident parameters.
+        late: whether that happens after an accumulation, as an update half of its own.
     """
 
     tx: Transform
     layout: Layout
     parts: tuple[Transform, ...]
+    stages: tuple[Stage, ...]
+    cut: int
+    late: bool
 
     @cached_property
     def cast(self) -> Cast:
@@ -53,40 +90,149 @@ class Pipeline:
         return next((p.name for p in self.parts if p.role is Role.SCALE), None)
 
     @cached_property
-    def views(self) -> dict[str, LeafView]:
-        """By path: how each leaf is seen, stages from storage towards the model."""
-        stages = [s for p in reversed(self.parts) if (s := p.stage_fn(self.layout)) is not None]
-        return {leaf.path: self._view(leaf, stages) for leaf in self.layout.leaves}
+    def sharding(self) -> Sharding | None:
+        """How leaves are cut over ranks, if they are."""
+        return next((s for s in self.stages if isinstance(s, Sharding)), None)
 
-    def _view(self, leaf: Leaf, stages: list[Stage]) -> LeafView:
-        return LeafView(leaf, tuple(s for s in stages if s.changes(leaf)), self.cast.gradient(leaf))
+    @cached_property
+    def sharded_use(self) -> bool:
+        """Whether even resident parameters are shards, gathered when they are used."""
+        return any(isinstance(s, Sharding) for s in self.stages[: self.cut])
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of ranks the pipeline talks in."""
+        return tuple(s.group for s in self.stages if isinstance(s, Sharding | Averaging))
+
+    @cached_property
+    def views(self) -> dict[str, LeafView]:
+        """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
+        return self._views(self.stages[: self.cut] if self.late else self.stages, self.cast.gradient)
+
+    @cached_property
+    def views_at_use(self) -> dict[str, LeafView]:
+        """By path: how an attached model sees its resident parameters."""
+        return self._views(self.stages[: self.cut], self.resident_grad_dtype)
+
+    def _views(self, stages: tuple[Stage, ...], dtype: Any) -> dict[str, LeafView]:
+        towards_model = stages[::-1]
+        return {
+            leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
+            for leaf in self.layout.leaves
+        }
+
+    def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of `p.grad` in an attached model."""
+        if not any(isinstance(s, Cast) for s in self.stages[self.cut :]):
+            return self.cast.gradient(leaf)
+        seen = self.cast.reduce_dtype or self.cast.param_dtype or self.cast.stored(leaf)
+        return torch.float32 if seen == torch.float16 else seen
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
         """The update halves that have something to do, in order."""
-        idle = {Role.SHARD, Role.CAST}
-        parts = [p for p in self.parts if p.role not in idle]
-        if not any(p.factory is not None and p.factory.__name__ == "clip_by_global_norm" for p in parts):
-            at = next(i for i, p in enumerate(parts) if p.role is Role.OPTIMIZER)
-            parts.insert(at, GRAD_NORM)
-        return tuple(parts)
+        parts = [self._late_update(p) for p in self.parts]
+        kept = [p for p in parts if p is not None]
+        if not any(p.factory is not None and p.factory.__name__ == "clip_by_global_norm" for p in kept):
+            at = next(i for i, p in enumerate(kept) if p.role is Role.OPTIMIZER)
+            kept.insert(at, GRAD_NORM)
+        return tuple(kept)
+
+    def _late_update(self, part: Transform) -> Transform | None:
+        if part.role in (Role.SHARD, Role.CAST):
+            return None
+        if part.role not in (Role.SCATTER, Role.REDUCE):
+            return part
+        kind = Sharding if part.role is Role.SCATTER else Averaging
+        stage = next((s for s in self.stages if isinstance(s, kind)), None)
+        if not self.late or stage is None:
+            return None
+
+        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+            return self.pull((stage,), grads, params), state
+
+        return replace(part, scope=Scope.WHOLE, update_fn=update)
+
+    def pull(
+        self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None
+    ) -> Leaves:
+        """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
+
+        Args:
+            stages: from the model to storage, consecutive members of `self.stages`.
+            grads: by path; a leaf may be absent on this rank.
+            stored: stored parameters, for their devices.
+            scale: what to divide by at the end.
+        """
+        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        whole = not any(isinstance(s, Sharding) for s in self.stages[: self._index(stages)])
+        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
+        for stage in stages:
+            if scale is None or not stage.only_dtype:
+                grads = pull_all(stage, grads, leaves, like)
+            like = {leaf.path: like_after(stage, leaf, like[leaf.path]) for leaf in leaves}
+        named = {leaf.path: leaf for leaf in leaves}
+        if scale is not None:
+            grads = {p: wide(g) / scale for p, g in grads.items()}
+        return {p: g.to(self.cast.gradient(named[p])) for p, g in grads.items()}
+
+    def _index(self, stages: tuple[Stage, ...]) -> int:
+        return self.stages.index(stages[0]) if stages else len(self.stages)
+
+    def _like(self, leaf: Leaf, stages: tuple[Stage, ...], stored: Tensor, whole: bool) -> Like:
+        """A gradient as it arrives at the first of `stages`."""
+        ahead = any(isinstance(s, Cast) for s in stages)
+        if ahead:
+            dtype = self.cast.param_dtype or self.cast.stored(leaf)
+        elif self._index(stages) == 0 and not self.late:
+            dtype = self.cast.stored(leaf)
+        else:
+            dtype = self.cast.gradient(leaf)
+        shape = tuple(leaf.shape) if whole or self.sharding is None else self.sharding.shape(leaf)
+        return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
+
+    def see(self, stages: tuple[Stage, ...], leaves: Leaves, which: Sequence[Leaf] | None = None) -> Leaves:
+        """Parameters through the views of stages, given from the model to storage. Not differentiable."""
+        for stage in reversed(stages):
+            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which)
+        return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         """What is kept of a full parameter."""
-        for part in self.parts:
-            if (stage := part.stage_fn(self.layout)) is not None:
-                x = stage.store(x, leaf)
-        return x
+        x = self.cast.store(x, leaf)
+        return x if self.sharding is None else self.sharding.store(x, leaf)
 
-    def whole(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """A stored parameter gathered, in its storage dtype."""
-        for stage in self.views[leaf.path].stages:
-            x = x if stage.only_dtype else stage.view(x, leaf)
-        return x
+    def whole(self, leaves: Leaves) -> Leaves:
+        """Stored parameters gathered, in their storage dtype."""
+        return leaves if self.sharding is None else view_all(self.sharding, leaves, self.layout.leaves)
+
+    def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a leaf in the state of this rank."""
+        return tuple(leaf.shape) if self.sharding is None else self.sharding.shape(leaf)
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of the gradient that `zf.update` is given."""
+        return tuple(leaf.shape) if self.late else self.stored_shape(leaf)
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        return Context(self.layout, **given)
+        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, **given)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Global index of the first stored element of each leaf."""
+        return (
+            {}
+            if self.sharding is None
+            else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+        )
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """Scalars over ranks."""
+        if not self.groups:
+            return OneProcess()
+        return Ranks(None if self.sharding is None else self.sharding.group, self.groups)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force."""
@@ -94,17 +240,18 @@ class Pipeline:
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
-        trainable = {leaf.path for leaf in self.layout.leaves if leaf.trainable}
-        leaves = {p: x for p, x in stored.items() if p in trainable}
-        dtypes = {leaf.path: self.cast.gradient(leaf) for leaf in self.layout.leaves}
-        states = {}
-        for part in self.parts:
-            # What is accumulated has the dtype of gradients, which need not be that of parameters.
-            like = leaves
-            if part.role is Role.ACCUMULATE:
-                like = {p: torch.empty_like(x, dtype=dtypes[p]) if x.dtype != dtypes[p] else x for p, x in leaves.items()}
-            states[part.name] = part.init_fn(like, self.layout)
-        return states
+        leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.leaves if leaf.trainable}
+        sums = {
+            leaf.path: leaves[leaf.path].new_empty(self.grad_shape(leaf), dtype=self.cast.gradient(leaf))
+            if (self.late or self.cast.gradient(leaf) != leaves[leaf.path].dtype)
+            else leaves[leaf.path]
+            for leaf in self.layout.leaves
+            if leaf.trainable
+        }
+        # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
+        return {
+            p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts
+        }
 
 
 def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
@@ -112,6 +259,20 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
     tx = as_transform(tx)
     parts = complete(tx.parts if tx.role is Role.CHAIN else (tx,))
     check_complete(parts, where)
-    return Pipeline(tx, layout, parts)
-
-
+    cast = cast_of(parts, layout)
+    stages: list[Stage] = []
+    roles: list[Role] = []
+    for part in parts:
+        stage = part.stage_fn(layout)
+        if isinstance(stage, Sharding | Averaging):
+            stage = None if stage.group.size == 1 else replace(stage, reduce_dtype=cast.reduce_dtype)
+        if stage is not None:
+            stages.append(stage)
+            roles.append(part.role)
+    reduces = (Role.SCATTER, Role.REDUCE)
+    cut = next((i for i, role in enumerate(roles) if role in reduces), len(stages))
+    order = [p.role for p in parts]
+    late = (
+        cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
+    )
+    return Pipeline(tx, layout, parts, tuple(stages), cut, late)

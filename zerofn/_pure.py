@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._agree import agree_on_start
 from ._boundary import enter, leave
-from ._compat import differentiating, functorch_active, is_wrapped, set_grad_dtype
+from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
 from ._pipeline import Pipeline, pipeline
 from ._run import counter, finish, run
@@ -48,6 +49,7 @@ def init(tx: Transform, params: Tree) -> State:
 def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
     """A state over `tensors`, which `take` makes its own."""
     check_finite(tensors)
+    agree_on_start(pipe, tensors)
     stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
 
@@ -87,7 +89,7 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
             names = [n for n, s in state.transforms.items() if "average" in s]
             raise ValueError(f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}.")
         leaves = {**leaves, **averages}
-    return state.layout.join({leaf.path: pipe.whole(leaves[leaf.path], leaf) for leaf in state.layout.leaves})
+    return state.layout.join(pipe.whole(leaves))
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
@@ -196,12 +198,10 @@ def linearize(
     scale = pipe.scale_of(state.transforms)
     flat, spec = flatten(inputs)
     chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()] if keep else []
-    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
     outer: dict[str, Any] = {}
 
-    def flat_fn(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-        stored = {**state.leaves, **dict(zip(paths, values, strict=True))}
-        seen = {p: view(stored[p], scale) for p, view in pipe.views.items()}
+    def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
+        """`fn` between the edges, on lists of tensors, which are all that crosses to torch.func."""
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, scale, None)
@@ -211,51 +211,69 @@ def linearize(
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
         return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
 
-    values, given = [state.leaves[p] for p in paths], [flat[i] for i in chosen]
+    given = [flat[i] for i in chosen]
+    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if pipe.late else state.leaves
     ran = _with_func if functorch_active() else _with_autograd
-    primals, pull_flat = ran(flat_fn, values, given, pipe, paths, keep)
+    primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves])
 
     def pull(cotangents: Any) -> tuple[Leaves, list[Tree]]:
-        vectors = _cotangents(cotangents, out, outer["tensors"])
-        grads, rest = pull_flat(vectors)
+        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]))
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g
-        found = {p: g for p, g in zip(paths, grads, strict=True) if g is not None}
-        return found, list(unflatten(spec, back))
+        return grads, list(unflatten(spec, back))
 
     return out, pull
 
 
-def _with_autograd(flat_fn: Callable, values: list, given: list, pipe: Pipeline, paths: list[str], keep: bool):
-    stored = [v.detach().requires_grad_() for v in values]
-    named = {leaf.path: leaf for leaf in pipe.layout.leaves}
-    for p, x in zip(paths, stored, strict=True):
-        set_grad_dtype(x, pipe.cast.gradient(named[p]))
-    inputs = [x.detach().requires_grad_() for x in given]
-    with torch.enable_grad():
-        primals = flat_fn(stored, inputs)
+def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """Differentiate with respect to what the model sees, and pull that back by hand.
 
-    def pull(vectors: list[Tensor]) -> tuple[list, list]:
+    So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
+    """
+    stages = pipe.stages[: pipe.cut] if pipe.late else pipe.stages
+    with torch.no_grad():
+        seen = {p: x.detach() for p, x in pipe.see(stages, resident).items()}
+    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+    for p in paths:
+        seen[p].requires_grad_()
+    inputs = [x.detach().requires_grad_() for x in given]
+    wanted = [*(seen[p] for p in paths), *inputs]
+    with torch.enable_grad():
+        primals = inner(seen, inputs)
+
+    def pull(vectors: list[Tensor]) -> tuple[Leaves, list]:
         pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
-        wanted = [*stored, *inputs]
-        if not pairs:
-            return [None] * len(stored), [None] * len(inputs)
-        found = torch.autograd.grad(
-            [y for y, _ in pairs], wanted, [v for _, v in pairs], retain_graph=keep, allow_unused=True
-        )
-        return list(found[: len(stored)]), list(found[len(stored) :])
+        found: Any = [None] * len(wanted)
+        if pairs:
+            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
+            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
+        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None}
+        with torch.no_grad():
+            return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
 
     return primals, pull
 
 
-def _with_func(flat_fn: Callable, values: list, given: list, pipe: Pipeline, paths: list[str], keep: bool):
-    primals, pull_func = torch.func.vjp(flat_fn, values, given)
-    return primals, pull_func
+def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """Inside a torch.func transform the views are differentiated with everything else."""
+    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+
+    def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        stored = {**resident, **dict(zip(paths, values, strict=True))}
+        return inner({p: view(stored[p], scale) for p, view in pipe.views.items()}, inputs)
+
+    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)
+
+    def pull(vectors: list[Tensor]) -> tuple[Leaves, list]:
+        grads, rest = pull_func(vectors)
+        return dict(zip(paths, grads, strict=True)), rest
+
+    return primals, pull
 
 
 def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
@@ -317,19 +335,19 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
         g = grads.get(leaf.path)
         if g is None:
             continue
-        if reason := _misfit(g, leaf, stored[leaf.path], pipe.cast.gradient(leaf)):
+        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.cast.gradient(leaf), stored[leaf.path].dtype}):
             bad.append((leaf.path, reason))
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
         raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
 
 
-def _misfit(g: Any, leaf: Leaf, stored: Tensor, dtype: torch.dtype) -> str | None:
-    if reason := misshapen(g, stored):
+def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
+    if reason := misshapen(g, shape):
         return reason
-    # The compute dtype of torch.func.grad over a plain function, and fp32, lose nothing.
-    if g.dtype not in (dtype, stored.dtype, torch.float32):
-        return f"gradient in {g.dtype}; {dtype} was asked for"
+    # fp32 loses nothing and is what sums are made in.
+    if g.dtype not in {*dtypes, torch.float32}:
+        return f"gradient in {g.dtype} instead of {' or '.join(sorted(map(str, dtypes)))}"
     if not leaf.trainable:
         return "a gradient for a frozen parameter"
     return None
@@ -337,7 +355,7 @@ def _misfit(g: Any, leaf: Leaf, stored: Tensor, dtype: torch.dtype) -> str | Non
 
 def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
     """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
-    if not grads:
+    if not grads and not (pipe.late and pipe.groups):
         raise ValueError(
             explain(
                 "a step in which no parameter has a gradient",
@@ -353,7 +371,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
             )
         )
-    sparse = [(p, misshapen(g, state.leaves[p]) or "") for p, g in grads.items() if g.layout != torch.strided]
+    sparse = [(p, misshapen(g, state.leaves[p].shape) or "") for p, g in grads.items() if g.layout != torch.strided]
     if sparse:
         raise ValueError(bad_leaves("gradients do not fit the parameters", sparse, "dense gradients"))
     if differentiating() or any(x.requires_grad for x in state.leaves.values()):

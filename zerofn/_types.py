@@ -7,7 +7,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -224,7 +224,7 @@ class Transform:
         layout, leaves = make_layout(params)
         ctx = Context(layout)
         entries = split_grads(layout, grads)
-        wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p]))]
+        wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape))]
         if wrong:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, "gradients of the parameters' shapes"))
         prepared = self.prepare_fn(state, entries, leaves, ctx)
@@ -299,14 +299,14 @@ def split_grads(layout: Layout, grads: Tree) -> Leaves:
     return found
 
 
-def misshapen(g: Any, param: Tensor) -> str | None:
-    """Why `g` is no gradient of `param`, if it is none."""
+def misshapen(g: Any, shape: Sequence[int]) -> str | None:
+    """Why `g` is no gradient of a parameter of this shape, if it is none."""
     if not isinstance(g, Tensor):
         return f"{type(g).__name__} is no tensor"
     if g.layout != torch.strided:
         return f"a gradient of layout {g.layout}; make it dense: nn.Embedding(..., sparse=False), or g.to_dense()"
-    if g.shape != param.shape:
-        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(param.shape)}"
+    if tuple(g.shape) != tuple(shape):
+        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(shape)}"
     return None
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ._crossing import Crossing, Edge, Spans
 from ._errors import bad_leaves
 from ._escape import Attributes, Shown, check_closed
 from ._pipeline import Pipeline
+from ._units import Units
 
 
 class _Thread(threading.local):
@@ -44,21 +46,25 @@ class _Thread(threading.local):
 class _Call:
     """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
 
-    __slots__ = ("module", "outermost", "shown", "start")
+    __slots__ = ("module", "outermost", "shown", "start", "undo")
 
     def __init__(self, module: nn.Module, outermost: bool, start: int):
         self.module = module
         self.outermost = outermost
         self.start = start
         self.shown: Shown | None = None
+        self.undo = ExitStack()
 
 
 class Sight:
     """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
 
-    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], model: nn.Module):
+    def __init__(
+        self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module
+    ):
         self.pipe = pipe
         self.scale = scale
+        self.units = units
         self.model = weakref.ref(model)
         self.local = _Thread()
         self.spans = Spans()
@@ -88,7 +94,9 @@ class Sight:
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
-        view = self.pipe.views[path]
+        if self.units is not None:
+            return self.units.look(path, keep=bool(self.local.calls))
+        view = self.pipe.views_at_use[path]
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
         if not self.local.calls:
@@ -243,22 +251,18 @@ def needs_sight(pipe: Pipeline) -> bool:
     return (
         pipe.scale is not None
         or pipe.cast.output_dtype is not None
-        or any(v.stages for v in pipe.views.values())
+        or any(v.stages for v in pipe.views_at_use.values())
     )
 
 
-def install(
-    model: nn.Module, pipe: Pipeline, paths: dict[int, str], scale: Callable[[], Tensor | None]
-) -> Callable[[], None]:
-    """Make `model` see its parameters through the views of `pipe`; what is returned undoes it.
+def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
+    """Make `model` see its parameters through `sight`; what is returned undoes it.
 
     Args:
-        model: its parameters are the stored ones.
-        pipe: the pipeline.
+        model: its parameters are the resident ones.
+        sight: how they are seen.
         paths: `id(parameter)` to path.
-        scale: the loss scale in force.
     """
-    sight = Sight(pipe, scale, model)
     for module in model.modules():
         plain = module._parameters
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
@@ -297,6 +301,8 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
     if not local.calls and sight.scaled:
         sight.attributes.hide(sight.admit)
     local.calls.append(call)
+    if outermost and sight.units is not None:
+        call.undo.enter_context(sight.units.saved())
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
@@ -317,6 +323,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         # A hook of the user's raised before the call was noted.
         return None
     call = local.calls.pop()
+    call.undo.close()
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [dict.get(module._parameters, n) for n in module._flat_weights_names]
     seen = dict(local.seen) if not local.calls else {}
@@ -332,6 +339,8 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
                 sight.attributes.show(sight.show, call.start)
             sight.spans.add(call.start, next_sequence())
             _check_unwritten(seen)
+            if sight.units is not None:
+                sight.units.end_of_call()
 
 
 def _show_to_hooks(sight: Sight, module: nn.Module) -> None:

@@ -1,0 +1,63 @@
+"""Before the first collective of a pipeline: do all ranks mean the same one, and the same parameters?"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import torch
+from torch import Tensor
+
+from ._collectives import Group, agree, gather_objects
+from ._errors import bad_leaves
+from ._pipeline import Pipeline
+from ._tree import Leaves
+
+
+def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
+    """Raise on every rank, naming what differs where, if ranks have other pipelines, trees or values.
+
+    Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
+    """
+    for group in pipe.groups:
+        # The address of a function differs between processes that run the same code.
+        tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
+        agree("the pipeline", f"{', '.join(p.name for p in pipe.parts)} #{_digest(tx)}", group)
+        tree = "\n".join(
+            f"{leaf.path} {tuple(leaf.shape)} {leaf.dtype} {leaf.trainable}" for leaf in pipe.layout.leaves
+        )
+        agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
+        _agree_on_values(tensors, group)
+
+
+def _agree_on_values(tensors: Leaves, group: Group) -> None:
+    every = gather_objects([fingerprint(x) for x in tensors.values()], group)
+    bad = []
+    for i, path in enumerate(tensors):
+        other = [r for r, found in zip(group.ranks, every, strict=True) if found[i] != every[0][i]]
+        if other:
+            bad.append(
+                (path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}")
+            )
+    if bad:
+        right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
+        raise ValueError(bad_leaves("ranks start from different parameters", bad, right))
+
+
+def fingerprint(x: Tensor) -> int:
+    """A number of a tensor's bits that a changed or a moved element changes. Zero for a meta tensor."""
+    if x.is_meta or not x.numel():
+        return 0
+    flat = x.detach().contiguous().reshape(-1)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # In pieces, since the products are up to four times as large as the tensor. Sums wrap.
+    for i, piece in enumerate(flat.view(kind).split(1 << 18)):
+        bits = piece.to(torch.int64)
+        place = torch.arange(1, len(bits) + 1, device=bits.device)
+        total += (i + 1) * ((bits * place).sum() * 31 + bits.sum())
+    return int(total)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,221 @@
+"""Where an attached model's parameters live: the stored form, the resident form, and the way between them.
+
+On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the
+model keeps full parameters, whose gradients are streamed during backward, and which are gathered
+again after an update. Under `shard` its parameters are flat shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._agree import agree_on_start
+from ._collectives import Group, channel
+from ._compat import set_grad_dtype
+from ._pipeline import Pipeline
+from ._precision import Cast
+from ._pure import check_finite
+from ._run import counter
+from ._shard import Averaging, Like, Sharding, cut
+from ._state import State
+from ._stream import Stream, agree_on
+from ._tree import Leaf, Leaves
+from ._units import Units
+from ._views import Sight, install, needs_sight
+
+
+class Residence:
+    """The parameters of one attached model.
+
+    Args:
+        model: the model.
+        pipe: its pipeline.
+        params: its parameters by path, each once.
+    """
+
+    def __init__(self, model: nn.Module, pipe: Pipeline, params: dict[str, Tensor]):
+        self.model, self.pipe, self.params = model, pipe, params
+        check_finite(params)
+        agree_on_start(pipe, params)
+        self.groups: tuple[Group, ...] = ()
+        self.control: Group | None = None
+        if pipe.groups:
+            self.groups = tuple(channel(g) for g in pipe.groups)
+            self.control = channel(pipe.groups[0])
+        stored = {leaf.path: self._settle_in(leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+        self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+        self.homes = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
+        self.reduced: Leaves = {}
+        self.undo: list[Callable[[], Any]] = []
+        self.stream = self._stream()
+        self.units = self._units()
+        if needs_sight(pipe):
+            paths = {id(p): path for path, p in params.items()}
+            self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
+
+    def scale(self) -> Tensor | None:
+        """The loss scale in force."""
+        return self.pipe.scale_of(self.state.transforms)
+
+    def _settle_in(self, leaf: Leaf, p: Tensor) -> Tensor:
+        """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
+        pipe = self.pipe
+        full = p.detach()
+        wide = pipe.cast.store(full, leaf)
+        resident = pipe.sharding.store(wide, leaf).clone() if pipe.sharded_use and pipe.sharding else wide
+        if any(isinstance(s, Cast) for s in pipe.stages[pipe.cut :]):
+            resident = resident.to(pipe.cast.param_dtype or resident.dtype)
+        if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
+            resident = resident.contiguous()
+        p.data = resident
+        if leaf.trainable:
+            set_grad_dtype(p, pipe.resident_grad_dtype(leaf))
+        if resident.dtype != wide.dtype:
+            return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
+        if pipe.sharding is None or pipe.sharded_use:
+            return resident.detach()
+        return pipe.sharding.store(resident.detach(), leaf)
+
+    def _stream(self) -> Stream | None:
+        """Hooks that hand gradients over as they arrive, where the first update half is a reduction."""
+        pipe = self.pipe
+        stage = next((s for s in pipe.stages[pipe.cut :] if isinstance(s, Sharding | Averaging)), None)
+        if pipe.late or stage is None or self.control is None:
+            return None
+        group = self.groups[pipe.groups.index(stage.group)]
+        # Backward reaches the parameters that forward used last, first.
+        leaves = [leaf for leaf in reversed(pipe.layout.leaves) if leaf.trainable]
+        like = {
+            leaf.path: Like(p.numel(), tuple(p.shape), pipe.resident_grad_dtype(leaf), p.device)
+            for leaf in leaves
+            for p in [self.params[leaf.path]]
+        }
+        stream = Stream(replace(stage, group=group), channel(pipe.groups[0]), leaves, like, self._take)
+        for leaf in leaves:
+            p = self.params[leaf.path]
+            self.undo.append(
+                p.register_post_accumulate_grad_hook(functools.partial(self._hand_over, leaf.path)).remove
+            )
+        return stream
+
+    def _hand_over(self, path: str, p: Tensor) -> None:
+        assert self.stream is not None and p.grad is not None
+        grad, p.grad = p.grad.detach(), None
+        self.stream.arrived(path, grad)
+
+    def _take(self, leaf: Leaf, g: Tensor) -> None:
+        """A reduced gradient: those of several backwards add up."""
+        old = self.reduced.get(leaf.path)
+        g = g.to(self.pipe.cast.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
+        self.reduced[leaf.path] = g if old is None else old.add_(g)
+
+    def _units(self) -> Units | None:
+        pipe = self.pipe
+        if not pipe.sharded_use or self.control is None or pipe.sharding is None:
+            return None
+        group = self.groups[pipe.groups.index(pipe.sharding.group)]
+        return Units(
+            self.model, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept
+        )
+
+    def _accept(self, leaf: Leaf, g: Tensor) -> None:
+        if self.stream is not None:
+            self.stream.arrived(leaf.path, g)
+            return
+        p = self.params[leaf.path]
+        p.grad = g if p.grad is None else p.grad.add_(g)
+
+    def collect(self) -> Leaves:
+        """The gradients of this micro-step, in the form the update halves take."""
+        marks = {"the number of steps": int(self.state.micro_step)}
+        if self.units is not None:
+            self.units.rounds.rest()
+            self.units.drop()
+        if self.stream is not None:
+            self.stream.settle(marks)
+            grads, self.reduced = self.reduced, {}
+            later = self.pipe.stages[self.pipe.cut :]
+            more = tuple(
+                s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding)
+            )
+            return self.pipe.pull(more, grads, self.state.leaves) if more else grads
+        grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
+        if self.control is not None and not agree_on(len(grads), marks, self.control):
+            return {}
+        return grads
+
+    def clear(self) -> None:
+        """Forget the gradients of this micro-step."""
+        self.reduced.clear()
+        if self.stream is not None:
+            self.stream.discard()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Resident parameters from the stored ones, one bucket at a time."""
+        if self.units is not None:
+            self.units.drop()
+        stages = self.pipe.stages[self.pipe.cut :]
+        if not stages:
+            return
+        leaves = self.state.leaves
+        for bucket in cut(self.pipe.layout.leaves, {p: x.dtype for p, x in leaves.items()}):
+            seen = self.pipe.see(stages, {leaf.path: leaves[leaf.path] for leaf in bucket}, bucket)
+            for path, x in seen.items():
+                if x.data_ptr() != self.params[path].data_ptr():
+                    self.params[path].copy_(x)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Full parameters in the model. What is written to them inside is stored afterwards."""
+        if self.units is None:
+            versions = {path: p._version for path, p in self.params.items()}
+            yield self.model
+            changed = [
+                leaf
+                for leaf in self.pipe.layout.leaves
+                if self.params[leaf.path]._version != versions[leaf.path]
+            ]
+            self._write_back(changed)
+            return
+        shards = {path: p.data for path, p in self.params.items()}
+        for path, full in self.pipe.whole(self.state.leaves).items():
+            self.params[path].data = full
+        self.units.suspended = True
+        try:
+            yield self.model
+            self._write_back(self.pipe.layout.leaves)
+        finally:
+            self.units.suspended = False
+            self.units.drop()
+            for path, p in self.params.items():
+                p.data = shards[path]
+
+    @torch.no_grad()
+    def _write_back(self, leaves: Any) -> None:
+        for leaf in leaves:
+            mine = self.pipe.store(self.params[leaf.path].detach(), leaf)
+            home = self.state.leaves[leaf.path]
+            if mine.data_ptr() != home.data_ptr() or mine.dtype != home.dtype:
+                home.copy_(mine)
+
+    def leave(self) -> None:
+        """Full parameters and no hooks: a plain model."""
+        for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
+            if self.units is not None or full.dtype != self.params[path].dtype:
+                self.params[path].data = full.detach().clone()
+        for action in reversed(self.undo):
+            action()
+        self.undo.clear()
+
+
+def dense(x: Tensor) -> bool:
+    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()

@@ -1,0 +1,283 @@
+"""Parameters gathered when they are used, freed when the next are, and gathered again in backward.
+
+A *unit* is what is gathered together: a block of the model, an element of its outermost `ModuleList` or
+`Sequential`; parameters outside of any are units by module. At most two are gathered at a time.
+
+What an operation saves for backward of a gathered parameter is not the tensor but a note of where it came from
+(`saved_tensors_hooks`); backward gathers the unit again. So nothing gathered outlives its use, nothing is
+computed twice, and no storage is ever resized under a tensor that somebody holds: a use after that frees
+memory under running code.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ._boundary import wide
+from ._collectives import Group
+from ._compat import at_end_of_backward, in_backward
+from ._pipeline import Pipeline
+from ._precision import Cast
+from ._rounds import Rounds
+from ._shard import Averaging, Sharding, cut
+from ._tree import Leaf, Leaves
+
+# Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
+PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
+ALIVE = 2
+
+
+class Note(NamedTuple):
+    """What is saved in place of a gathered parameter, or of a view of it."""
+
+    unit: int
+    index: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Units:
+    """The gathered parameters of one attached model.
+
+    Args:
+        model: its parameters, `params`, are this rank's shards.
+        pipe: a pipeline with a `shard`.
+        params: by path.
+        groups: one for the data and one for the exchange before each collective.
+        scale: the loss scale in force.
+        accept: takes the gradient of a shard that other ranks' backward brought about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipe: Pipeline,
+        params: Leaves,
+        groups: tuple[Group, Group],
+        scale: Callable[[], Tensor | None],
+        accept: Callable[[Leaf, Tensor], None],
+    ):
+        data, control = groups
+        stages = pipe.stages[: pipe.cut]
+        found = next(s for s in stages if isinstance(s, Sharding))
+        self.stage = Sharding(data, found.reduce_dtype)
+        assert not any(isinstance(s, Averaging) for s in stages)
+        self.casts = [s for s in stages if isinstance(s, Cast)]
+        self.pipe, self.params, self.scale, self.accept = pipe, params, scale, accept
+        self.rounds = Rounds(control, self._join)
+        self.units = split(model, pipe.layout.leaves, params)
+        self.place = {leaf.path: (i, j) for i, unit in enumerate(self.units) for j, leaf in enumerate(unit)}
+        self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
+        self.seen: dict[tuple, tuple[Tensor, ...]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self.waiting: set[int] = set()
+        self.most_alive = 0
+        # The parameters are full ones for a while, so that they are seen as they are.
+        self.suspended = False
+
+    def look(self, path: str, keep: bool) -> Tensor:
+        """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
+        if self.suspended:
+            return self.params[path].detach().to(self.pipe.cast.param_dtype or self.params[path].dtype)
+        i, j = self.place[path]
+        key = (i, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = self.seen.get(key) if keep else None
+        if found is None:
+            found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
+            if keep:
+                self.seen[key] = found
+        elif i in self.live:
+            self.live.move_to_end(i)
+        return found[j]
+
+    def saved(self) -> AbstractContextManager:
+        """Inside, gathered parameters are saved for backward as notes."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, t: Tensor) -> Tensor | Note:
+        entry = self.known.get(t.untyped_storage()._cdata)
+        # An address may be used again once the storage that had it is gone.
+        if entry is None or entry[0].expired():
+            return t
+        _, i, j = entry
+        return Note(i, j, tuple(t.size()), tuple(t.stride()), t.storage_offset())
+
+    def _unpack(self, saved: Tensor | Note) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            full = self.parameters(saved.unit)[saved.index]
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def parameters(self, i: int) -> list[Tensor]:
+        """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
+        if i not in self.live:
+            self.drop(ALIVE - 1)
+            mine = [self.params[leaf.path].detach() for leaf in self.units[i]]
+            self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, mine))
+            self._note(i)
+        self.live.move_to_end(i)
+        return self.live[i]
+
+    def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """Gather something else of the parameters' layout."""
+        return self._perform(TANGENTS, i, lambda: self._gather(i, self._filled(i, shards)))
+
+    def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """True gradients of this rank's shards: averaged over ranks, unscaled."""
+        return self._perform(GRADIENTS, i, lambda: self._scatter(i, fulls))
+
+    def drop(self, keep: int = 0) -> None:
+        """Let gathered units go until `keep` are left."""
+        while len(self.live) > keep:
+            gone, _ = self.live.popitem(last=False)
+            for key in [k for k in self.seen if k[0] == gone]:
+                del self.seen[key]
+
+    def end_of_call(self) -> None:
+        """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""
+        self.seen.clear()
+        if not in_backward() and not self.suspended:
+            self.rounds.rest()
+
+    def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
+        if in_backward():
+            self._rest_after_backward()
+        return self.rounds.perform(kind, i, work)
+
+    def _rest_after_backward(self) -> None:
+        """Stay available at the end of this backward: other ranks' may be longer."""
+
+        def rest() -> None:
+            self.waiting.discard(task)
+            self.rounds.rest()
+
+        task = torch._C._current_graph_task_id()
+        if task not in self.waiting:
+            self.waiting.add(task)
+            at_end_of_backward(rest)
+
+    def _join(self, kind: int, i: int) -> None:
+        """Take part in a collective for other ranks."""
+        nothing: tuple = (None,) * len(self.units[i])
+        with torch.no_grad():
+            if kind == PARAMETERS:
+                self._gather(i, [self.params[leaf.path].detach() for leaf in self.units[i]])
+            elif kind == TANGENTS:
+                self._gather(i, self._filled(i, nothing))
+            else:
+                for leaf, g in zip(self.units[i], self._scatter(i, nothing), strict=True):
+                    if g is not None and leaf.trainable:
+                        self.accept(leaf, g)
+
+    def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
+        pairs = zip(self.units[i], shards, strict=True)
+        return [torch.zeros_like(self.params[leaf.path]) if x is None else x for leaf, x in pairs]
+
+    def _seen_dtype(self, leaf: Leaf) -> torch.dtype:
+        return self.pipe.cast.param_dtype or self.pipe.cast.stored(leaf)
+
+    def _buckets(self, i: int) -> list[list[Leaf]]:
+        return cut(self.units[i], {leaf.path: self._seen_dtype(leaf) for leaf in self.units[i]}, 1 << 62)
+
+    def _gather(self, i: int, shards: list[Tensor]) -> list[Tensor]:
+        named = dict(zip((leaf.path for leaf in self.units[i]), shards, strict=True))
+        out: Leaves = {}
+        for bucket in self._buckets(i):
+            cast = [named[leaf.path].to(self._seen_dtype(leaf)) for leaf in bucket]
+            for leaf, full in zip(bucket, self.stage.gather(cast, bucket), strict=True):
+                out[leaf.path] = full.reshape(leaf.shape)
+        return [out[leaf.path] for leaf in self.units[i]]
+
+    def _scatter(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
+        out: dict[str, Tensor] = {}
+        scale = self.scale()
+        for bucket in self._buckets(i):
+            dtype = self.stage.reduce_dtype or self._seen_dtype(bucket[0])
+            flat = [named[leaf.path].reshape(-1) if leaf.path in named else None for leaf in bucket]
+            rows = self.stage.pack(flat, bucket, dtype, self.params[bucket[0].path].device)
+            for leaf, g in zip(bucket, self.stage.unpack(self.stage.send(rows)[1], bucket), strict=True):
+                if g is not None:
+                    true = g if scale is None else wide(g) / scale
+                    out[leaf.path] = true.to(self.pipe.resident_grad_dtype(leaf), copy=true is g)
+        return [out.get(leaf.path) for leaf in self.units[i]]
+
+    def _note(self, i: int) -> None:
+        for j, full in enumerate(self.live[i]):
+            storage = full.untyped_storage()
+            if storage.nbytes():
+                self.known[storage._cdata] = (StorageWeakRef(storage), i, j)
+        self.known = {k: entry for k, entry in self.known.items() if not entry[0].expired()}
+        self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
+
+
+class GatherUnit(Function):
+    """Shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
+
+    @staticmethod
+    def forward(units: Units, i: int, kind: int, *shards: Tensor | None) -> tuple[Tensor, ...]:
+        fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
+        return tuple(full.view_as(full) for full in fulls)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.units, ctx.i = inputs[0], inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
+
+
+class ScatterUnit(Function):
+    """Cotangents of full parameters to true gradients of shards; its derivative is `GatherUnit`."""
+
+    @staticmethod
+    def forward(units: Units, i: int, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(units.gradients(i, gs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.units, ctx.i = inputs[0], inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
+
+
+def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> list[list[Leaf]]:
+    """Leaves by unit, in the model's order."""
+    named = {id(p): path for path, p in params.items()}
+    by_path = {leaf.path: leaf for leaf in leaves}
+    done: set[str] = set()
+    units: list[list[Leaf]] = []
+
+    def take(parameters: Any) -> None:
+        paths = [named[id(p)] for p in parameters]
+        unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
+        done.update(leaf.path for leaf in unit)
+        if unit:
+            units.append(unit)
+
+    def visit(module: nn.Module, container: bool) -> None:
+        if container:
+            take(module.parameters())
+            return
+        take(p for p in module._parameters.values() if p is not None)
+        inside = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for child in module.children():
+            visit(child, inside)
+
+    visit(model, False)
+    return units
