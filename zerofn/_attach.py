@@ -19,10 +19,10 @@ from ._pure import apply
 from ._residence import Residence
 from ._state import State
 from ._tree import make_layout
-from ._types import Role, Transform
+from ._types import Context, Role, Transform
 
 
-def attach(model: nn.Module, tx: Transform) -> Optimizer:
+def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
     """Bridge a pipeline to a model that is trained by `loss.backward()`.
 
     The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on
@@ -32,6 +32,9 @@ def attach(model: nn.Module, tx: Transform) -> Optimizer:
     Args:
         model: its parameters become the stored ones, in `precision`'s `store_dtype`.
         tx: a transform, or a chain, with an optimizer in it.
+        in_backward: update each leaf as soon as its gradient has arrived, and let the gradient go: no
+            gradient tree ever exists. `step()` then only closes the step. For pipelines that treat leaves
+            alone, and one backward for each step.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on; a `torch.optim.Optimizer` to whoever asks.
@@ -39,14 +42,18 @@ def attach(model: nn.Module, tx: Transform) -> Optimizer:
     What `p.grad` holds:
 
     ==================  =======================================================================
-    after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch
+    after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch. With
+                        `shard` this rank's flat part of the mean over ranks. With `reduce_scatter` or
+                        `all_reduce` before any `accumulate`, and with `in_backward`, `None`: the gradient
+                        has left to be reduced, or was used
     after `step()`      the same; with `accumulate(k > 1)` it was moved into the sum, so `None`
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: it is attached already, has no parameters, or NaN in one.
+        ValueError: it is attached already, has no parameters, or NaN in one; `in_backward` with a transform
+            that needs the whole gradient.
 
     >>> import torch, zerofn as zf
     >>> model = torch.nn.Linear(2, 1)
@@ -66,7 +73,7 @@ def attach(model: nn.Module, tx: Transform) -> Optimizer:
                 "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)",
             )
         )
-    return Optimizer(model, tx)
+    return Optimizer(model, tx, in_backward)
 
 
 class _Owner:
@@ -91,13 +98,13 @@ class Optimizer(torch.optim.Optimizer):
         param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
         _check_free(named)
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
         pipe = pipeline(tx, layout, "zf.attach")
         _check_memory(params)
-        self._home = Residence(model, pipe, params)
+        self._home = Residence(model, pipe, params, self._context if in_backward else None)
         self.tx = tx
         self._model = model
         self._pipe = pipe
@@ -153,6 +160,13 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_unchanged()
+        if self._home.in_backward is not None:
+            self._refuse_override(weight)
+            self._home.collect()
+            self._home.state, self.metrics = self._home.in_backward.finish()
+            self._home.refresh()
+            self._show_rates()
+            return loss
         rates = self._rates()
         grads = self._home.collect()
         ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates)
@@ -173,6 +187,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._params[path].grad = None
         self._show_rates()
         return loss
+
+    def _context(self) -> Context:
+        return self._pipe.context(donate=True, lr=self._rates())
+
+    def _refuse_override(self, weight: Any) -> None:
+        if weight is not None:
+            raise ValueError("step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this micro-step; sums that are held stay."""

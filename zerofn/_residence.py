@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ._agree import agree_on_start
 from ._collectives import Group, channel
 from ._compat import set_grad_dtype
+from ._in_backward import InBackward
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._pure import check_finite
@@ -27,6 +28,7 @@ from ._shard import Averaging, Like, Sharding, cut
 from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
+from ._types import Context
 from ._units import Units
 from ._views import Sight, install, needs_sight
 
@@ -38,9 +40,16 @@ class Residence:
         model: the model.
         pipe: its pipeline.
         params: its parameters by path, each once.
+        context: of a step, where the update is to run within backward.
     """
 
-    def __init__(self, model: nn.Module, pipe: Pipeline, params: dict[str, Tensor]):
+    def __init__(
+        self,
+        model: nn.Module,
+        pipe: Pipeline,
+        params: dict[str, Tensor],
+        context: Callable[[], Context] | None = None,
+    ):
         self.model, self.pipe, self.params = model, pipe, params
         check_finite(params)
         agree_on_start(pipe, params)
@@ -54,7 +63,14 @@ class Residence:
         self.homes = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
         self.reduced: Leaves = {}
         self.undo: list[Callable[[], Any]] = []
+        self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         self.stream = self._stream()
+        if self.stream is None and self.in_backward is not None:
+            for leaf in pipe.layout.leaves:
+                if leaf.trainable:
+                    p = params[leaf.path]
+                    hook = functools.partial(self._hand_over, leaf.path)
+                    self.undo.append(p.register_post_accumulate_grad_hook(hook).remove)
         self.units = self._units()
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
@@ -106,14 +122,22 @@ class Residence:
         return stream
 
     def _hand_over(self, path: str, p: Tensor) -> None:
-        assert self.stream is not None and p.grad is not None
+        if p.grad is None:
+            # A leaf of a gathered unit that no rank used.
+            return
         grad, p.grad = p.grad.detach(), None
-        self.stream.arrived(path, grad)
+        if self.stream is not None:
+            self.stream.arrived(path, grad)
+        elif self.in_backward is not None:
+            self.in_backward.arrived(path, grad)
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
-        old = self.reduced.get(leaf.path)
         g = g.to(self.pipe.cast.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
+        if self.in_backward is not None:
+            self.in_backward.arrived(leaf.path, g)
+            return
+        old = self.reduced.get(leaf.path)
         self.reduced[leaf.path] = g if old is None else old.add_(g)
 
     def _units(self) -> Units | None:
@@ -128,6 +152,9 @@ class Residence:
     def _accept(self, leaf: Leaf, g: Tensor) -> None:
         if self.stream is not None:
             self.stream.arrived(leaf.path, g)
+            return
+        if self.in_backward is not None:
+            self.in_backward.arrived(leaf.path, g)
             return
         p = self.params[leaf.path]
         p.grad = g if p.grad is None else p.grad.add_(g)

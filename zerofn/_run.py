@@ -49,7 +49,7 @@ def run(
             # A leaf without a gradient in this step has kept its value, and that is watched too.
             signal = {**params, **signal}
         prepared, stop = _prepare(parts[i:j], signal, new, params, ctx)
-        out = _segment(parts[i : i + len(prepared)], prepared, signal, new, params, ctx)
+        out = segment(parts[i : i + len(prepared)], prepared, signal, new, params, ctx)
         for part, p in zip(parts[i:j], prepared, strict=False):
             merged = {**new[part.name], **out[1].get(part.name, {}), **p.state}
             # What lies to the right of a hold that only a tensor knows of is computed and then chosen.
@@ -76,7 +76,7 @@ def _prepare(
     return found, False
 
 
-def _segment(
+def segment(
     parts: Sequence[Transform],
     prepared: Sequence[Prepared],
     grads: Leaves,

@@ -1,0 +1,125 @@
+"""The update while gradients arrive: each leaf is updated the moment its gradient is there, and the gradient is let go.
+
+Only where every update half treats leaves alone. It is asked for, never a consequence of the pipeline: an
+exception half-way through backward then leaves some leaves updated and others not, and `p.grad` is never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._errors import explain
+from ._pipeline import GRAD_NORM, Pipeline
+from ._run import segment
+from ._state import State
+from ._types import Context, Prepared, Role, Scope, Transform, TransformState
+
+
+def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
+    """The update halves, if they can run leaf by leaf within backward.
+
+    Raises:
+        ValueError: one cannot; it is named, with the reason.
+    """
+    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM and not _idle(p))
+    if len([p for p in pipe.parts if p.role in (Role.SCATTER, Role.REDUCE)]) > 1 and pipe.cut < len(pipe.stages):
+        raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
+    for part in parts:
+        if reason := _reason(part):
+            raise ValueError(
+                explain(
+                    f"attach(model, chain(..., {part.name}, ...), in_backward=True)",
+                    f"{part.name} {reason}, but in backward each leaf is updated and its gradient freed at once",
+                    f"attach without in_backward, or a pipeline without {part.name}; clip_by_value treats leaves alone",
+                )
+            )
+    return parts
+
+
+def _idle(part: Transform) -> bool:
+    return part.role is Role.ACCUMULATE and part.config.get("every") == 1 and not part.config.get("weighted")
+
+
+def _reason(part: Transform) -> str | None:
+    if part.role is Role.ACCUMULATE:
+        return "keeps gradients for a later step"
+    if part.role is Role.SCALE:
+        return "must look at every gradient for overflow before anything is updated"
+    if part.scope is Scope.TREE:
+        return "needs a number of the whole gradient"
+    return "treats the tree as a whole" if part.scope is Scope.WHOLE else None
+
+
+class InBackward:
+    """The step of one attached model, spread over its backward.
+
+    Args:
+        pipe: a pipeline of leafwise updates.
+        state: gives the state in force.
+        context: gives the context of a step; called once for each.
+    """
+
+    def __init__(self, pipe: Pipeline, state: Callable[[], State], context: Callable[[], Context]):
+        self.parts = leafwise_updates(pipe)
+        self.state, self.context = state, context
+        self.prepared: list[Prepared] = []
+        self.ctx: Context | None = None
+        self.changed: dict[str, TransformState] = {}
+        self.done: set[str] = set()
+
+    @torch.no_grad()
+    def arrived(self, path: str, grad: Tensor) -> None:
+        """Update one leaf.
+
+        Raises:
+            RuntimeError: it has been updated since the last `step`.
+        """
+        if path in self.done:
+            raise RuntimeError(
+                explain(
+                    f"a second gradient of {path} before opt.step(), with in_backward=True",
+                    "its first gradient has been used and is gone, so they cannot be added up",
+                    "one backward for each step (add the losses), or attach without in_backward",
+                )
+            )
+        state = self.state()
+        if self.ctx is None:
+            self.ctx = self.context()
+            leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.leaves if leaf.trainable}
+            self.prepared = [p.prepare_fn(state.transforms[p.name], None, leaves, self.ctx) for p in self.parts]
+            self.changed = {p.name: {} for p in self.parts}
+        stored = state.leaves[path]
+        out, own = segment(self.parts, self.prepared, {path: grad}, state.transforms, {path: stored}, self.ctx)
+        for name, entries in own.items():
+            for slot, value in entries.items():
+                self.changed[name].setdefault(slot, {}).update({path: value[path]})
+        if out is not None and out[path] is not stored:
+            stored.copy_(out[path])
+        self.done.add(path)
+
+    def finish(self) -> tuple[State, dict[str, Tensor]]:
+        """Close the step: counters, and the state entries that the leaves left behind."""
+        state = self.state()
+        if self.ctx is None:
+            raise ValueError(
+                explain(
+                    "a step in which no parameter has a gradient",
+                    "no backward ran since the last step",
+                    "loss.backward() before opt.step()",
+                )
+            )
+        transforms = dict(state.transforms)
+        for part, prepared in zip(self.parts, self.prepared, strict=True):
+            entries = dict(transforms[part.name])
+            for slot, leaves in self.changed[part.name].items():
+                entries[slot] = {**entries[slot], **leaves}
+            transforms[part.name] = {**entries, **prepared.state}
+        step = state.step + 1
+        new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
+        metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
+        self.ctx, self.prepared, self.changed = None, [], {}
+        self.done.clear()
+        return new, metrics
