@@ -20,6 +20,7 @@ from ._compose import masked as masked
 from ._compose import partition as partition
 from ._describe import describe as describe
 from ._describe import plan as plan
+from ._deepspeed import from_deepspeed as from_deepspeed
 from ._ema import ema as ema
 from ._factory import leafwise as leafwise
 from ._loss_scale import scale_loss as scale_loss

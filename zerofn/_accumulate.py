@@ -64,7 +64,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         now = count + 1
         due = (now >= every) if ctx.boundary is None else ctx.boundary
         new: dict[str, Tensor] = {}
-        weight, total = None, now
+        weight, total = None, now if ctx.averaged else 1
         if weighted:
             weight = _weight(ctx)
             total = state["weight"] + weight

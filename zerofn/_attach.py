@@ -111,6 +111,11 @@ class Optimizer(torch.optim.Optimizer):
         self._params = params
         self.metrics: dict[str, Tensor] = {}
         self._boundary: bool | None = None
+        # Whether the gradients of this window are to be averaged; None until opt.backward says so.
+        self._averaged: bool | None = None
+        # What the last step has used up, to be told from gradients that arrived after it.
+        self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self.lr_scheduler: Any = None
         self._attached = True
         self._homes = _homes(model)
         for p in params.values():
@@ -138,7 +143,25 @@ class Optimizer(torch.optim.Optimizer):
     def _state(self) -> State:
         return self._home.state
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: Any = None) -> Any:  # type: ignore[override]
+    @property
+    def global_steps(self) -> int:
+        """Updates that were applied: `state.step`."""
+        return int(self._state.step)
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step`, those that were held or skipped too: `state.micro_step`."""
+        return int(self._state.micro_step)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Micro-steps in which a gradient overflowed; 0 without `scale_loss`."""
+        name = self._pipe.scale
+        return 0 if name is None else int(self._state.transforms[name]["skipped_steps"])
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """One micro-step: hand the gradients of the parameters to the pipeline.
 
         Parameters change when the pipeline lets the step through: `metrics["updated"]`.
@@ -146,6 +169,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             closure: evaluates the loss and runs backward, as in torch.optim.
             weight: of this micro-batch, for `accumulate(weighted=True)`.
+            lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. Set `opt.lr_scheduler` to a torch scheduler and
+                it is stepped after each update that was applied, and not otherwise.
 
         Returns:
             What the closure returned.
@@ -155,6 +180,8 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: no parameter has a gradient.
         """
         self._check_usable("step")
+        if lr_kwargs is not None and self.lr_scheduler is None:
+            raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,7 +196,9 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         rates = self._rates()
         grads = self._home.collect()
-        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates)
+        averaged = self._averaged is not False
+        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates, averaged=averaged)
+        closes = self.is_boundary
         old = self._state
         new, self.metrics = apply(self._pipe, grads, old, ctx)
         with torch.no_grad():
@@ -185,7 +214,12 @@ class Optimizer(torch.optim.Optimizer):
             # DeepSpeed's do, never clears gradients.
             for path in grads:
                 self._params[path].grad = None
+        self._spent = [(x, weakref.ref(x.grad), x.grad._version) for x in self._params.values() if x.grad is not None]
+        if closes and not bool(self.metrics["skipped"]):
+            self._averaged = None
         self._show_rates()
+        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
 
     def _context(self) -> Context:
@@ -209,11 +243,14 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """DeepSpeed's spelling of `loss.backward()`.
 
+        Like DeepSpeed's, it needs no `zero_grad`: gradients that the last `step` has used are dropped first.
+
         Args:
             loss: a tensor of one element.
             retain_graph: keep the graph for another backward.
             scale_wrt_gas: as in DeepSpeed, whether zerofn is to divide by the number of accumulated
-                micro-batches. With `False` you have divided already, and `accumulate`'s division is undone.
+                micro-batches. With `False` you have divided already, and `accumulate` adds up and does not.
+                One and the same for a whole window.
 
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
@@ -232,7 +269,22 @@ class Optimizer(torch.optim.Optimizer):
         for part in self._pipe.parts:
             if part.role is Role.ACCUMULATE:
                 every *= _every(part)
-        loss.backward(torch.full_like(loss, 1.0 if scale_wrt_gas else float(every)), retain_graph=retain_graph)
+                if not scale_wrt_gas and "weight" in self._state.transforms[part.name]:
+                    raise ValueError("backward(scale_wrt_gas=False) with accumulate(weighted=True): the weights divide. Leave it out.")
+        if self._averaged is not None and self._averaged is not scale_wrt_gas:
+            raise ValueError(
+                explain(
+                    f"opt.backward(loss, scale_wrt_gas={scale_wrt_gas}) in a window that began with {self._averaged}",
+                    "the sum of the window is either divided or not",
+                    "the same scale_wrt_gas until step() has closed the window",
+                )
+            )
+        self._averaged = scale_wrt_gas
+        for p, spent, version in self._spent:
+            if p.grad is not None and p.grad is spent() and p.grad._version == version:
+                p.grad = None
+        self._spent = []
+        loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
         return loss / every if scale_wrt_gas else loss
 
     @property
@@ -272,15 +324,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP."""
-        s = self._state
-        return {
-            "format": 1,
-            "params": dict(s.leaves),
-            "transforms": {k: _nested(v) for k, v in s.transforms.items()},
-            "step": s.step,
-            "micro_step": s.micro_step,
-            "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in self.param_groups],
-        }
+        return _as_dict(self._state, self.param_groups)
+
+    def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
+        """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
+
+        Args:
+            state: for instance of `zf.load(directory, like=opt.state)`.
+            param_groups: learning rates, as `state_dict()["param_groups"]` has them; by default they stay.
+
+        Raises:
+            ValueError: as `load_state_dict`.
+        """
+        self.load_state_dict(_as_dict(state, self.param_groups if param_groups is None else param_groups))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -326,6 +382,14 @@ class Optimizer(torch.optim.Optimizer):
         """Learning rates by prefix, where the groups and not a schedule own them."""
         rates = {}
         for group, shown, (prefix, (t, _)) in zip(self.param_groups, self._shown, self._groups.items(), strict=True):
+            if useless := [k for k in group if k in t.config and k != "lr"]:
+                raise ValueError(
+                    explain(
+                        f"param_groups with {useless[0]} = {group[useless[0]]!r}",
+                        f"of a group only lr can be set; {useless[0]} is a part of the pipeline, {t!r}",
+                        f"zf.{t.name}({useless[0]}=...) before zf.attach",
+                    )
+                )
             if "lr" in t.config and not callable(t.config["lr"]):
                 rates[prefix] = group["lr"]
             elif group["lr"] != shown:
@@ -418,7 +482,8 @@ def _check_memory(params: dict[str, Tensor]) -> None:
 
 
 def _every(part: Transform) -> int:
-    return part.config.get("every", 1)
+    """Micro-batches in a window; an offloaded accumulation has them one level down."""
+    return part.config.get("every", 1) if not part.parts else max(_every(p) for p in part.parts)
 
 
 def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
@@ -441,6 +506,17 @@ def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
     for part in pipe.parts:
         visit(part, "", trainable)
     return found
+
+
+def _as_dict(s: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "params": dict(s.leaves),
+        "transforms": {k: _nested(v) for k, v in s.transforms.items()},
+        "step": s.step,
+        "micro_step": s.micro_step,
+        "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
+    }
 
 
 def _nested(entry: Any) -> Any:

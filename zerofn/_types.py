@@ -107,6 +107,7 @@ class Context:
         donate: whether state and parameters may be written in place. Gradients never are.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
+        averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the prefix under which the optimizer stands.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
         reduction: sums of scalars over ranks.
@@ -118,6 +119,7 @@ class Context:
     donate: bool = False
     weight: Any = None
     boundary: bool | None = None
+    averaged: bool = True
     lr: Mapping[str, float] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
     reduction: Reduction = field(default_factory=OneProcess)

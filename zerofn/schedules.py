@@ -74,11 +74,13 @@ class Step:
     gamma: float
 
     def __call__(self, step: Any) -> Any:
-        return self.value * self.gamma ** (step // self.every)
+        past = step // self.every
+        return self.value * self.gamma ** (past.double() if isinstance(past, Tensor) else past)
 
 
 def _ramp(step: Any, steps: int) -> Any:
-    return (step / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
+    # In float64: a tensor of whole numbers divides to float32, and an ensemble would train at other rates.
+    return (step.double() / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
 
 
 def constant(value: float) -> Constant:
