@@ -191,10 +191,23 @@ class Pipeline:
         shape = tuple(leaf.shape) if whole or self.sharding is None else self.sharding.shape(leaf)
         return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
 
-    def see(self, stages: tuple[Stage, ...], leaves: Leaves, which: Sequence[Leaf] | None = None) -> Leaves:
-        """Parameters through the views of stages, given from the model to storage. Not differentiable."""
-        for stage in reversed(stages):
-            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which)
+    def see(
+        self,
+        stages: tuple[Stage, ...],
+        leaves: Leaves,
+        which: Sequence[Leaf] | None = None,
+        into: Leaves | None = None,
+    ) -> Leaves:
+        """Parameters through the views of stages, given from the model to storage. Not differentiable.
+
+        Args:
+            stages: consecutive members of `self.stages`.
+            leaves: stored parameters.
+            which: those that are seen; all by default.
+            into: where to gather them if the last view is a gather, which is then one collective.
+        """
+        for i, stage in reversed(list(enumerate(stages))):
+            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which, None if i else into)
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:

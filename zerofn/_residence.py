@@ -193,8 +193,9 @@ class Residence:
         if not stages:
             return
         leaves = self.state.leaves
-        for bucket in cut(self.pipe.layout.leaves, {p: x.dtype for p, x in leaves.items()}):
-            seen = self.pipe.see(stages, {leaf.path: leaves[leaf.path] for leaf in bucket}, bucket)
+        for bucket in cut(self.pipe.layout.leaves, {p: x.dtype for p, x in self.params.items()}):
+            here = {leaf.path: leaves[leaf.path] for leaf in bucket}
+            seen = self.pipe.see(stages, here, bucket, {leaf.path: self.params[leaf.path] for leaf in bucket})
             for path, x in seen.items():
                 if x.data_ptr() != self.params[path].data_ptr():
                     self.params[path].copy_(x)

@@ -23,8 +23,9 @@ from ._factory import transform
 from ._tree import Layout, Leaf
 from ._types import Role, Stage, Transform
 
-# Bytes of one collective's buffer: large enough for full bandwidth, small enough to overlap.
-BUCKET_BYTES = 1 << 24
+# Bytes of one collective's buffer: a sixteenth of all, so that buffers under way are small beside the model, but
+# no smaller than what a message costs anyway and no larger than full bandwidth needs.
+LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 20, 1 << 24, 16
 
 
 def span(numel: int, rank: int, size: int) -> tuple[int, int]:
@@ -75,21 +76,32 @@ class Sharding:
     def changes(self, leaf: Leaf) -> bool:
         return self.group.size > 1
 
-    def gather(self, shards: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor]:
-        """Full flat leaves (numel, ...) from this rank's shards of one dtype, in one collective."""
+    def gather(
+        self, shards: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Full flat leaves (numel, ...) from this rank's shards of one dtype, in one collective.
+
+        Args:
+            shards: of this rank.
+            leaves: what they are shards of.
+            into: flat tensors to write to; new ones by default.
+        """
         size = self.group.size
         tail = shards[0].shape[1:]
         widths = [_width(leaf, size) for leaf in leaves]
-        sent = shards[0].new_empty((sum(widths), *tail))
-        at = 0
-        for x, width in zip(shards, widths, strict=True):
-            sent[at : at + len(x)] = x
-            at += width
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
-        rows = sent.new_empty((size, sum(widths), *tail))
-        all_gather_into(rows.reshape(-1, *tail), sent, self.group)
-        blocks = rows.split(widths, dim=1)
-        return [b.reshape(-1, *tail)[: leaf.numel] for b, leaf in zip(blocks, leaves, strict=True)]
+        rows = shards[0].new_empty((size, sum(widths), *tail))
+        mine = rows[self.group.rank]
+        for x, part in zip(shards, mine.split(widths), strict=True):
+            part[: len(x)] = x
+        all_gather_into(rows.reshape(-1, *tail), mine, self.group)
+        fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
+        for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
+            whole = len(full) // width if width else 0
+            full[: whole * width].view(whole, width, *tail).copy_(block[:whole])
+            if whole * width < len(full):
+                full[whole * width :] = block[whole, : len(full) - whole * width]
+        return list(fulls)
 
     def pack(
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
@@ -108,13 +120,13 @@ class Sharding:
             if x is None:
                 block.zero_()
                 continue
-            block[:whole] = x[: whole * width].reshape(whole, width, *tail)
+            _over(x[: whole * width].reshape(whole, width, *tail), size, block[:whole])
             if whole < size:
                 block[whole:] = 0
                 rest = leaf.numel - whole * width
-                block[whole, :rest] = x[whole * width :]
+                _over(x[whole * width :], size, block[whole, :rest])
         _flag(blocks[-1], fulls)
-        return rows.div_(size)
+        return rows
 
     def send(self, rows: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Sum the rows over ranks; (work handle, this rank's row)."""
@@ -175,9 +187,9 @@ class Flat:
         flat = torch.empty(sum(lengths) + len(leaves), dtype=dtype, device=device)
         *blocks, flags = flat.split([*lengths, len(leaves)])
         for x, block in zip(fulls, blocks, strict=True):
-            _ = block.zero_() if x is None else block.copy_(x)
+            _ = block.zero_() if x is None else _over(x, self.group.size, block)
         _flag(flags.unsqueeze(0), fulls)
-        return flat.div_(self.group.size)
+        return flat
 
     def send(self, flat: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         return all_reduce_(flat, self.group, async_op=async_op), flat
@@ -192,6 +204,14 @@ def _width(leaf: Leaf, size: int) -> int:
     return -(-leaf.numel // size)
 
 
+def _over(x: Tensor, size: int, out: Tensor) -> None:
+    """`x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
+    if torch.promote_types(x.dtype, out.dtype) == x.dtype:
+        torch.div(x, size, out=out)
+    else:
+        out.copy_(x).div_(size)
+
+
 def _flag(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
     for i, x in enumerate(fulls):
         flags[:, i] = 0.0 if x is None else 1.0
@@ -203,9 +223,12 @@ def _used(flags: Tensor) -> list[bool]:
 
 
 def cut(
-    leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int = BUCKET_BYTES
+    leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None
 ) -> list[list[Leaf]]:
     """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
+    if limit is None:
+        total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
+        limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
     found: list[list[Leaf]] = []
     open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
     for leaf in leaves:
@@ -219,16 +242,20 @@ def cut(
     return found
 
 
-def view_all(stage: Stage, xs: dict[str, Tensor], leaves: Sequence[Leaf]) -> dict[str, Tensor]:
-    """A stage's view of many leaves; gathers are coalesced. Not differentiable."""
+def view_all(
+    stage: Stage, xs: dict[str, Tensor], leaves: Sequence[Leaf], into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """A stage's view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
     if not isinstance(stage, Sharding) or stage.group.size == 1:
         return {
             leaf.path: stage.view(xs[leaf.path], leaf) if stage.changes(leaf) else xs[leaf.path]
             for leaf in leaves
         }
     out: dict[str, Tensor] = {}
-    for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
-        fulls = stage.gather([xs[leaf.path] for leaf in bucket], bucket)
+    # A caller who says where to write to has cut them already.
+    for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
+        flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
+        fulls = stage.gather([xs[leaf.path] for leaf in bucket], bucket, flat)
         out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
     return out
 

@@ -88,8 +88,8 @@ class Stream:
         with torch.no_grad():
             for leaf, g in zip(bucket, self.wire.unpack(out, bucket), strict=True):
                 if g is not None:
-                    # A copy: what is handed on must not keep the whole bucket alive.
-                    self.done(leaf, g.clone() if isinstance(self.stage, Sharding) else g)
+                    # Parts of one buffer, which all leaves of the bucket keep alive together.
+                    self.done(leaf, g)
 
     def settle(self, marks: dict[str, int]) -> None:
         """Send what is left, on every rank as many rounds, and wait for all of it.

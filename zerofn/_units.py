@@ -1,7 +1,7 @@
 """Parameters gathered when they are used, freed when the next are, and gathered again in backward.
 
 A *unit* is what is gathered together: a block of the model, an element of its outermost `ModuleList` or
-`Sequential`; parameters outside of any are units by module. At most two are gathered at a time.
+`Sequential`; parameters outside of any are units by module, small neighbours together. At most two are gathered at a time.
 
 What an operation saves for backward of a gathered parameter is not the tensor but a note of where it came from
 (`saved_tensors_hooks`); backward gathers the unit again. So nothing gathered outlives its use, nothing is
@@ -33,6 +33,8 @@ from ._tree import Leaf, Leaves
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 ALIVE = 2
+# Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
+SMALL = 1 << 18
 
 
 class Note(NamedTuple):
@@ -262,19 +264,26 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> list[li
     by_path = {leaf.path: leaf for leaf in leaves}
     done: set[str] = set()
     units: list[list[Leaf]] = []
+    loose: list[Leaf] = []  # the last unit, if it is no block
 
-    def take(parameters: Any) -> None:
+    def take(parameters: Any, block: bool) -> None:
+        nonlocal loose
         paths = [named[id(p)] for p in parameters]
         unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
         done.update(leaf.path for leaf in unit)
-        if unit:
-            units.append(unit)
+        if not unit:
+            return
+        if not block and loose and sum(leaf.numel for leaf in (*loose, *unit)) <= SMALL:
+            loose.extend(unit)
+            return
+        units.append(unit)
+        loose = [] if block else unit
 
     def visit(module: nn.Module, container: bool) -> None:
         if container:
-            take(module.parameters())
+            take(module.parameters(), True)
             return
-        take(p for p in module._parameters.values() if p is not None)
+        take((p for p in module._parameters.values() if p is not None), False)
         inside = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for child in module.children():
             visit(child, inside)
