@@ -191,9 +191,17 @@ class Optimizer(torch.optim.Optimizer):
             self._refuse_override(weight)
             self._home.collect()
             self._home.state, self.metrics = self._home.in_backward.finish()
+        else:
+            self._update(weight)
+        if bool(self.metrics["updated"]):
             self._home.refresh()
-            self._show_rates()
-            return loss
+        self._show_rates()
+        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        return loss
+
+    def _update(self, weight: Any) -> None:
+        """Run the update halves on the gradients that have arrived."""
         rates = self._rates()
         grads = self._home.collect()
         averaged = self._averaged is not False
@@ -207,8 +215,6 @@ class Optimizer(torch.optim.Optimizer):
                     old.leaves[path].copy_(x)
                     new.leaves[path] = old.leaves[path]
         self._home.state = new
-        if bool(self.metrics["updated"]):
-            self._home.refresh()
         if self._holds:
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
@@ -217,10 +223,6 @@ class Optimizer(torch.optim.Optimizer):
         self._spent = [(x, weakref.ref(x.grad), x.grad._version) for x in self._params.values() if x.grad is not None]
         if closes and not bool(self.metrics["skipped"]):
             self._averaged = None
-        self._show_rates()
-        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        return loss
 
     def _context(self) -> Context:
         return self._pipe.context(donate=True, lr=self._rates())
