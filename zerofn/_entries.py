@@ -54,8 +54,7 @@ def entries(state: State) -> list[Entry]:
         # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
         first = {slot: i for i, slot in enumerate(own)}
         slots += [
-            (owner, slot, found[slot])
-            for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
+            (owner, slot, found[slot]) for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
         ]
     slots += [("", "step", {"": state.step}), ("", "micro_step", {"": state.micro_step})]
     return [e for owner, slot, values in slots for e in _slot(state, owner, slot, values)]
@@ -94,6 +93,4 @@ def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
         for owner, own in state.transforms.items()
     }
     leaves = {path: new[f"params/{path}"] for path in state.leaves}
-    return replace(
-        state, leaves=leaves, transforms=transforms, step=new["step"], micro_step=new["micro_step"]
-    )
+    return replace(state, leaves=leaves, transforms=transforms, step=new["step"], micro_step=new["micro_step"])
