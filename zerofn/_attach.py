@@ -159,6 +159,12 @@ class Optimizer(torch.optim.Optimizer):
         name = self._pipe.scale
         return 0 if name is None else int(self._state.transforms[name]["skipped_steps"])
 
+    @property
+    def overflow_leaf(self) -> str | None:
+        """Path of the first leaf whose gradient overflowed in the last `step`, on any rank; `None` if none did."""
+        index = int(self.metrics.get("overflow_leaf", -1))
+        return None if index < 0 else self._pipe.layout.leaves[index].path
+
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -358,6 +364,12 @@ class Optimizer(torch.optim.Optimizer):
                 bad.append((k, f"{_what(b)} instead of {_what(a)}"))
         if bad:
             right = "the state_dict of this pipeline on this model"
+            if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
+                right += (
+                    "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
+                    "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+                    "         opt = zf.attach(model, tx)"
+                )
             raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
         for k, a in mine.items():
             if isinstance(a, Tensor):
