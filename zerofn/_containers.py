@@ -35,6 +35,36 @@ def map_tensors(fn: Fn, value: Any, where: str) -> Any:
     return _map(fn, value, where, {})
 
 
+def map_outputs(fn: Fn, value: Any, where: str) -> Any:
+    """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
+
+    Raises:
+        TypeError: as `map_tensors`.
+    """
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, value, where)
+    count: dict[int, int] = {}
+    for t in found:
+        count[id(_base(t))] = count.get(id(_base(t)), 0) + 1
+    whole: dict[int, Tensor] = {}
+
+    def mapped(t: Tensor) -> Tensor:
+        base = _base(t)
+        # Alone, a view goes by itself: what it is a view of may be much larger.
+        if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
+            return fn(t)
+        new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
+        if new is base or new.stride() != base.stride() or new.storage_offset() != base.storage_offset():
+            return fn(t)
+        return new if t is base else new.as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return map_tensors(mapped, value, where)
+
+
+def _base(t: Tensor) -> Tensor:
+    return t if t._base is None else t._base
+
+
 def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         if id(value) not in done:

@@ -215,7 +215,7 @@ def reachable(roots: list[Any]) -> list[Any]:
 def _refuse_escape(node: Any) -> None:
     raise RuntimeError(
         explain(
-            f"the loss uses a tensor from inside the attached model (made by {node.name()}) that did not come out of it",
+            f"the loss uses a tensor from inside the attached model (by {node.name()}) that did not come out of it",
             "its cotangent does not pass the boundary where the loss scale acts, so gradients would be wrong",
             "return it from forward, or keep it in an attribute of a module: both pass the boundary",
         )
