@@ -134,9 +134,11 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     """
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
+    # All the way from storage: `pipe.views` begins at the resident form where the reduction is late.
+    views = pipe._views(pipe.stages, pipe.cast.gradient)
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
-        seen = pipe.views[leaf.path](x, scale)
+        seen = views[leaf.path](x, scale)
         # Autograd may return one tensor for two places, which would look like one gradient given twice.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
