@@ -51,16 +51,18 @@ def assert_same_state(module, a: Path, b: Path) -> None:
         assert torch.equal(x, other[name]), name
 
 
-def interrupt_after(monkeypatch, module, steps: int) -> None:
-    """Send a real SIGINT to this process while the step after `steps` runs."""
-    plain = module.micro_batches
+def watch_steps(monkeypatch, module, interrupt_at: int | None = None) -> list[int]:
+    """The steps that are run from now on; a real SIGINT arrives in the middle of one of them."""
+    plain, seen = module.micro_batches, []
 
-    def counted(text, step, o):
-        if step == steps:
+    def watched(text, step, o):
+        seen.append(step)
+        if step == interrupt_at:
             signal.raise_signal(signal.SIGINT)
         return plain(text, step, o)
 
-    monkeypatch.setattr(module, "micro_batches", counted)
+    monkeypatch.setattr(module, "micro_batches", watched)
+    return seen
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -96,11 +98,13 @@ def test_interrupted_and_resumed_is_straight_through(train_lm, tmp_path, monkeyp
     options = [*TINY, "--steps", "15"]
     straight = train_lm.main([*options, "--out", str(tmp_path / "straight"), "--route", second])
     with monkeypatch.context() as patch:
-        interrupt_after(patch, train_lm, 6)
+        watch_steps(patch, train_lm, interrupt_at=6)
         stopped = train_lm.main([*options, "--out", str(tmp_path / "cut"), "--route", first])
     assert len(stopped["history"]["loss"]) == 7
     assert {"run.json", "checkpoint", "loss.png"} <= {p.name for p in (tmp_path / "cut").iterdir()}
+    steps = watch_steps(monkeypatch, train_lm)
     resumed = train_lm.main(["--resume", "--out", str(tmp_path / "cut"), "--route", second])
+    assert steps == list(range(7, 15))
     assert resumed["history"]["loss"] == straight["history"]["loss"]
     assert resumed["sample"] == straight["sample"]
     assert_same_state(train_lm, tmp_path / "straight", tmp_path / "cut")
@@ -110,7 +114,7 @@ def test_a_checkpoint_older_than_the_record_is_resumed_from(train_lm, tmp_path, 
     """A process killed between the two files leaves a record of steps that the checkpoint does not have."""
     options = [*TINY, "--steps", "10", "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
-        interrupt_after(patch, train_lm, 3)
+        watch_steps(patch, train_lm, interrupt_at=3)
         train_lm.main(options)
     older = shutil.copytree(tmp_path / "checkpoint", tmp_path / "older")
     finished = train_lm.main(["--resume", "--out", str(tmp_path)])
@@ -187,6 +191,7 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
     assert torch.equal(x, again) and torch.equal(x[:, 1:], y[:, :-1])
     assert not torch.equal(x, text.batch(0, 6, 3, 8)[0])
     assert not torch.equal(x, text.batch(1, 5, 3, 8)[0])
+    assert len({tuple(text.batch(0, step, 3, 8)[0].flatten().tolist()) for step in range(50)}) == 50
     # The held-out tail is never trained on.
     assert len(text.train) + len(text.held_out) == 1024
     assert sum(len(x) for x, _ in text.validation(4, 8)) == (len(text.held_out) - 9) // 8 + 1
