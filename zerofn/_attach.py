@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._collectives import as_local
 from ._compat import in_backward
+from ._entries import over_ranks
 from ._errors import bad_leaves, explain
 from ._factory import learning_rate
 from ._pipeline import Pipeline, pipeline
@@ -331,8 +333,25 @@ class Optimizer(torch.optim.Optimizer):
         return self._model
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP."""
-        return _as_dict(self._state, self.param_groups)
+        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP.
+
+        Of a sharded state the shards are distributed tensors, as `torch.distributed.checkpoint` wants them.
+        """
+        return self._as_dict(self._state, self.param_groups)
+
+    def _as_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._pipe.groups:
+            first = self._pipe.groups[0]
+            shards = first if self._pipe.sharding is None else self._pipe.sharding.group
+            state = over_ranks(state, shards, first.ranks[first.rank])
+        return {
+            "format": 1,
+            "params": dict(state.leaves),
+            "transforms": {k: _nested(v) for k, v in state.transforms.items()},
+            "step": state.step,
+            "micro_step": state.micro_step,
+            "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
+        }
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -344,7 +363,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`.
         """
-        self.load_state_dict(_as_dict(state, self.param_groups if param_groups is None else param_groups))
+        self.load_state_dict(self._as_dict(state, self.param_groups if param_groups is None else param_groups))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -373,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
         for k, a in mine.items():
             if isinstance(a, Tensor):
-                a.copy_(theirs[k])
+                as_local(a).copy_(as_local(theirs[k]))
         self._home.refresh()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = saved["lr"]
@@ -520,17 +539,6 @@ def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
     for part in pipe.parts:
         visit(part, "", trainable)
     return found
-
-
-def _as_dict(s: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "params": dict(s.leaves),
-        "transforms": {k: _nested(v) for k, v in s.transforms.items()},
-        "step": s.step,
-        "micro_step": s.micro_step,
-        "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
-    }
 
 
 def _nested(entry: Any) -> Any:

@@ -162,7 +162,18 @@ def _state_of(given: Any, where: str) -> State:
 
 
 def _group(placement: Placement) -> Group:
-    return world_group("checkpoint") if placement.together > 1 else Group()
+    if placement.together == 1:
+        return Group()
+    group = world_group("checkpoint")
+    if group.size != placement.together:
+        raise ValueError(
+            explain(
+                f"a state that {placement.together} ranks hold together, in a job of {group.size} ranks",
+                "every rank of the job takes part in saving and loading, and some have no part in this state",
+                "zf.full_params(tx, state) and a state of one process, or a pipeline over all ranks",
+            )
+        )
+    return group
 
 
 def _check_replicas(state: State, group: Group) -> None:
@@ -282,7 +293,8 @@ def _empty_windows(
 def _unwritten(directory: Any, error: OSError) -> OSError:
     why = f"{error.strerror or error}; a checkpoint that was there is as it was"
     right = "free space, or another directory; room is needed for the old and the new checkpoint"
-    message = explain(f"zf.save({str(directory)!r}) could not write", why, right)
+    where = "".join(f" {note}" for note in getattr(error, "__notes__", []))
+    message = explain(f"zf.save({str(directory)!r}) could not write{where}", why, right)
     return type(error)(error.errno, message) if error.errno else type(error)(message)
 
 
