@@ -82,7 +82,12 @@ class _Owner:
     """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
 
     def __init__(self, opt: Optimizer | None = None):
-        self.opt = (lambda: None) if opt is None else weakref.ref(opt)
+        self.opt: Callable[[], Optimizer | None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
+        if opt is not None:
+            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
+            self.opt = (lambda: opt) if opt._pipe.groups else weakref.ref(opt)
+            self.leave = opt._home.leave
 
     def __reduce__(self):
         return _Owner, ()
@@ -496,7 +501,11 @@ def _check_free(named: dict[str, nn.Parameter]) -> None:
 
 def _taken(p: nn.Parameter) -> bool:
     owner = getattr(p, "_zerofn_owner", None)
-    return owner is not None and owner.opt() is not None
+    if owner is None or owner.opt() is not None:
+        return owner is not None
+    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
+    owner.leave()
+    return False
 
 
 def _check_memory(params: dict[str, Tensor]) -> None:

@@ -120,9 +120,9 @@ def _sequence(value: Any, items: list) -> Any:
 
 def _refuse_hidden(value: Any, where: str) -> None:
     """A tensor that needs a gradient must not hide in an object whose insides are unknown."""
-    for name, held in getattr(value, "__dict__", {}).items():
-        inner = held if isinstance(held, list | tuple) else [held]
-        if any(isinstance(t, Tensor) and t.requires_grad for t in inner):
+    slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
+    for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
+        if _needs_gradient(held, 3):
             kind = type(value).__name__
             raise TypeError(
                 explain(
@@ -131,3 +131,11 @@ def _refuse_hidden(value: Any, where: str) -> None:
                     f"a tuple, list, dict or dataclass; for instance @dataclasses.dataclass on {kind}",
                 )
             )
+
+
+def _needs_gradient(held: Any, depth: int) -> bool:
+    if isinstance(held, Tensor):
+        return held.requires_grad
+    if depth and isinstance(held, Mapping):
+        return any(_needs_gradient(v, depth - 1) for v in held.values())
+    return depth > 0 and isinstance(held, list | tuple) and any(_needs_gradient(v, depth - 1) for v in held)
