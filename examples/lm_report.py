@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress, a loss curve, a JSON record, a checkpoint."""
+"""What a run shows and leaves behind: progress, a loss curve, a JSON record."""
 
 from __future__ import annotations
 
@@ -97,19 +97,6 @@ def named_tensors(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 def bytes_per_parameter(state: Any, parameters: int) -> float:
     """Bytes of all tensors of a state (of this rank) over the number of parameters of the model."""
     return sum(x.numel() * x.element_size() for x in named_tensors(state).values()) / parameters
-
-
-def save_state(path: Path, state: zf.State) -> None:
-    """Write a checkpoint that is either the old one or the new one, never half of each."""
-    write_atomically(path, lambda f: torch.save(named_tensors(state), f))
-
-
-@torch.no_grad()
-def load_state(path: Path, state: zf.State) -> None:
-    """Read a checkpoint into the tensors of a state of the same run."""
-    saved = torch.load(path, weights_only=True)
-    for name, x in named_tensors(state).items():
-        x.copy_(saved[name])
 
 
 def write_atomically(path: Path, write: Callable[[Any], Any]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +29,8 @@ from lm_report import (
     bytes_per_parameter,
     comparison,
     draw_curve,
-    load_state,
     read_record,
     record_of,
-    save_state,
     write_record,
 )
 from torch import Tensor
@@ -100,6 +99,12 @@ class PureRoute:
     def logits(self, x: Tensor) -> Tensor:
         return zf.bind(self.forward, self.tx, self.state)(self.state.params, x)
 
+    def save(self, checkpoint: Path) -> None:
+        zf.save(checkpoint, self.state)
+
+    def load(self, checkpoint: Path) -> None:
+        self.state = zf.load(checkpoint, like=self.state)
+
 
 class EagerRoute:
     """The step as PyTorch users write it, with a pipeline for an optimizer."""
@@ -117,6 +122,12 @@ class EagerRoute:
 
     def logits(self, x: Tensor) -> Tensor:
         return self.model(x)
+
+    def save(self, checkpoint: Path) -> None:
+        zf.save(checkpoint, self.opt)
+
+    def load(self, checkpoint: Path) -> None:
+        zf.load(checkpoint, like=self.opt)
 
     @property
     def state(self) -> zf.State:
@@ -193,16 +204,16 @@ def run_pipeline(model: GPT, text: Text, o: Namespace) -> tuple[History, dict[st
     """Train through the pipeline: what was measured, its summary, and whether all steps were done."""
     route = {"pure": PureRoute, "eager": EagerRoute}[o.route](model, pipeline(o))
     history = History()
-    checkpoint = o.out / ("state.pt" if WORLD == 1 else f"state.{RANK}of{WORLD}.pt")
+    checkpoint = o.out / "checkpoint"
     if o.resume:
-        load_state(checkpoint, route.state)
+        route.load(checkpoint)
         history = read_record(o.out / "run.json")[1].until(int(route.state.step))
 
     def save() -> None:
         # The record first: one that knows of later steps than the checkpoint can be cut, not the reverse.
         if RANK == 0:
             write_record(o.out / "run.json", record_of(o, history))
-        save_state(checkpoint, route.state)
+        route.save(checkpoint)
 
     finished = train("zerofn", route, text, o, history, save)
     summary = {**history.summary(), "bytes_per_parameter": bytes_per_parameter(route.state, o.parameters)}
@@ -237,7 +248,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         write_record(o.out / "run.json", record)
         drawn = draw_curve(o.out / "loss.png", curves)
         say(f"\n{summary['sample']}\n" if finished else f"stopped after {len(history.loss)} steps; go on with --resume")
-        say(f"in {o.out}: state.pt, run.json" + ", loss.png" * drawn)
+        say(f"in {o.out}: checkpoint, run.json" + ", loss.png" * drawn)
     return record
 
 

@@ -460,6 +460,20 @@ def test_accumulate_sums_bf16_gradients_in_fp32_when_asked():
     assert_trees_equal(state.params["w"], torch.full((4,), -1 / 256, dtype=BF16))
 
 
+@pytest.mark.parametrize("store", [None, BF16])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_gradients_and_their_sums_have_the_dtype_asked_for(dtype, store):
+    tx = zf.chain(zf.precision(param_dtype=BF16, store_dtype=store, grad_dtype=dtype), zf.accumulate(2), zf.sgd(1.0))
+    state = zf.init(tx, {"w": torch.ones(3)})
+    out, pullback = zf.vjp(lambda p: p["w"] * 3, tx, state)
+    model = torch.nn.Linear(3, 1, bias=False)
+    zf.attach(model, tx)
+    model(torch.full((1, 3), 3.0)).sum().backward()
+    for g in (pullback(torch.ones_like(out))[0]["w"], model.weight.grad.flatten()):
+        assert_trees_equal(g, torch.full((3,), 3.0, dtype=dtype))
+    assert state.transforms["accumulate"]["sum"]["w"].dtype == dtype
+
+
 def test_leaf_without_gradient_in_a_window_has_none():
     tx = zf.chain(zf.accumulate(2), zf.adamw(0.1))
     state = zf.init(tx, {"a": torch.ones(2), "b": torch.ones(2)})

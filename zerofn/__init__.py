@@ -13,6 +13,9 @@ from ._adam import adam as adam
 from ._adam import adamw as adamw
 from ._attach import Optimizer as Optimizer
 from ._attach import attach as attach
+from ._checkpoint import export_safetensors as export_safetensors
+from ._checkpoint import load as load
+from ._checkpoint import save as save
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_by_value as clip_by_value
 from ._compose import chain as chain

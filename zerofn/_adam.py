@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._errors import bad_leaves
 from ._factory import check_lr, check_number, transform
 from ._optimizer import Group, like, optimizer, plain, typed
-from ._types import ScalarOrSchedule, Transform
+from ._tree import Layout, Leaves
+from ._types import ScalarOrSchedule, Transform, TransformState
 
 
 @transform
@@ -118,4 +121,13 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
         size = rate / (1 - beta1**t)
         p.sub_(size * m / (v.sqrt() / (1 - beta2**t).sqrt() + eps))
 
-    return optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, update_group)
+    built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, update_group)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        narrow = [(p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16]
+        if narrow:
+            what = f"{name}: squared gradients fall below fp16's smallest number, 6e-8, so second moments would be zero"
+            raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
+        return built.init_fn(leaves, layout)
+
+    return replace(built, init_fn=init)

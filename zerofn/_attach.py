@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._collectives import as_local
 from ._compat import in_backward
+from ._entries import over_ranks
 from ._errors import bad_leaves, explain
 from ._factory import learning_rate
 from ._pipeline import Pipeline, pipeline
@@ -80,7 +82,12 @@ class _Owner:
     """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
 
     def __init__(self, opt: Optimizer | None = None):
-        self.opt = (lambda: None) if opt is None else weakref.ref(opt)
+        self.opt: Callable[[], Optimizer | None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
+        if opt is not None:
+            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
+            self.opt = (lambda: opt) if opt._pipe.groups else weakref.ref(opt)
+            self.leave = opt._home.leave
 
     def __reduce__(self):
         return _Owner, ()
@@ -159,6 +166,12 @@ class Optimizer(torch.optim.Optimizer):
         name = self._pipe.scale
         return 0 if name is None else int(self._state.transforms[name]["skipped_steps"])
 
+    @property
+    def overflow_leaf(self) -> str | None:
+        """Path of the first leaf whose gradient overflowed in the last `step`, on any rank; `None` if none did."""
+        index = int(self.metrics.get("overflow_leaf", -1))
+        return None if index < 0 else self._pipe.layout.leaves[index].path
+
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -191,9 +204,17 @@ class Optimizer(torch.optim.Optimizer):
             self._refuse_override(weight)
             self._home.collect()
             self._home.state, self.metrics = self._home.in_backward.finish()
+        else:
+            self._update(weight)
+        if bool(self.metrics["updated"]):
             self._home.refresh()
-            self._show_rates()
-            return loss
+        self._show_rates()
+        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        return loss
+
+    def _update(self, weight: Any) -> None:
+        """Run the update halves on the gradients that have arrived."""
         rates = self._rates()
         grads = self._home.collect()
         averaged = self._averaged is not False
@@ -207,8 +228,6 @@ class Optimizer(torch.optim.Optimizer):
                     old.leaves[path].copy_(x)
                     new.leaves[path] = old.leaves[path]
         self._home.state = new
-        if bool(self.metrics["updated"]):
-            self._home.refresh()
         if self._holds:
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
@@ -217,10 +236,6 @@ class Optimizer(torch.optim.Optimizer):
         self._spent = [(x, weakref.ref(x.grad), x.grad._version) for x in self._params.values() if x.grad is not None]
         if closes and not bool(self.metrics["skipped"]):
             self._averaged = None
-        self._show_rates()
-        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        return loss
 
     def _context(self) -> Context:
         return self._pipe.context(donate=True, lr=self._rates())
@@ -323,8 +338,25 @@ class Optimizer(torch.optim.Optimizer):
         return self._model
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP."""
-        return _as_dict(self._state, self.param_groups)
+        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP.
+
+        Of a sharded state the shards are distributed tensors, as `torch.distributed.checkpoint` wants them.
+        """
+        return self._as_dict(self._state, self.param_groups)
+
+    def _as_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._pipe.groups:
+            first = self._pipe.groups[0]
+            shards = first if self._pipe.sharding is None else self._pipe.sharding.group
+            state = over_ranks(state, shards, first.ranks[first.rank])
+        return {
+            "format": 1,
+            "params": dict(state.leaves),
+            "transforms": {k: _nested(v) for k, v in state.transforms.items()},
+            "step": state.step,
+            "micro_step": state.micro_step,
+            "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
+        }
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -336,7 +368,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`.
         """
-        self.load_state_dict(_as_dict(state, self.param_groups if param_groups is None else param_groups))
+        self.load_state_dict(self._as_dict(state, self.param_groups if param_groups is None else param_groups))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -356,10 +388,16 @@ class Optimizer(torch.optim.Optimizer):
                 bad.append((k, f"{_what(b)} instead of {_what(a)}"))
         if bad:
             right = "the state_dict of this pipeline on this model"
+            if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
+                right += (
+                    "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
+                    "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+                    "         opt = zf.attach(model, tx)"
+                )
             raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
         for k, a in mine.items():
             if isinstance(a, Tensor):
-                a.copy_(theirs[k])
+                as_local(a).copy_(as_local(theirs[k]))
         self._home.refresh()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = saved["lr"]
@@ -463,7 +501,11 @@ def _check_free(named: dict[str, nn.Parameter]) -> None:
 
 def _taken(p: nn.Parameter) -> bool:
     owner = getattr(p, "_zerofn_owner", None)
-    return owner is not None and owner.opt() is not None
+    if owner is None or owner.opt() is not None:
+        return owner is not None
+    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
+    owner.leave()
+    return False
 
 
 def _check_memory(params: dict[str, Tensor]) -> None:
@@ -506,17 +548,6 @@ def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
     for part in pipe.parts:
         visit(part, "", trainable)
     return found
-
-
-def _as_dict(s: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "params": dict(s.leaves),
-        "transforms": {k: _nested(v) for k, v in s.transforms.items()},
-        "step": s.step,
-        "micro_step": s.micro_step,
-        "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
-    }
 
 
 def _nested(entry: Any) -> Any:

@@ -861,3 +861,40 @@ def all_reduce_tree(
     if group.size == 1 or not tree:
         return dict(tree)
     return dict(zip(tree, _ReduceAll.apply(group, reduce_dtype, *tree.values()), strict=True))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoint_library() -> Any:
+    """`torch.distributed.checkpoint`, imported when asked for: that takes 0.7 s."""
+    import torch.distributed.checkpoint as library
+
+    return library
+
+
+def as_distributed(shards: Mapping[Hashable, tuple[Tensor, int]], group: Group) -> dict[Hashable, Tensor]:
+    """Shards, each with the length of its whole, as torch's own distributed tensors over the same memory.
+
+    Those are what torch's checkpoints cut anew for another number of ranks.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    # A state may have parts on the host. A mesh of another device type would move them.
+    kinds = {x.device.type for x, _ in shards.values()}
+    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
+    return {
+        key: DTensor.from_local(
+            x, meshes[x.device.type], [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
+        )
+        for key, (x, numel) in shards.items()
+    }
+
+
+def as_local(x: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; a plain tensor as it is."""
+    if type(x) is Tensor:
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return x.to_local() if isinstance(x, DTensor) else x

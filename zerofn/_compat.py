@@ -45,17 +45,13 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-def executing() -> int | None:
-    """The sequence number of the autograd node that this thread executes; `None` outside of backward.
-
-    Nodes are numbered in the order they are made, so the number tells during which call that was.
-    """
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+def executing() -> Any:
+    """The autograd node that this thread executes; `None` outside of backward."""
+    return torch._C._current_autograd_node()
 
 
 def next_sequence() -> int:
-    """The number that the next autograd node made by this thread will have."""
+    """The number that the next autograd node made by this thread will have: nodes are numbered as they are made."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -70,7 +66,9 @@ def backward_roots() -> list[Any]:
         if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
             found.append(frame.f_locals.get("t_outputs", ()))
         frame = frame.f_back
-    nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in (found[0] if len(found) == 1 else ())]
+    nodes = [
+        x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in (found[0] if len(found) == 1 else ())
+    ]
     return [n for n in nodes if n is not None]
 
 

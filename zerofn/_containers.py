@@ -35,6 +35,36 @@ def map_tensors(fn: Fn, value: Any, where: str) -> Any:
     return _map(fn, value, where, {})
 
 
+def map_outputs(fn: Fn, value: Any, where: str) -> Any:
+    """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
+
+    Raises:
+        TypeError: as `map_tensors`.
+    """
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, value, where)
+    count: dict[int, int] = {}
+    for t in found:
+        count[id(_base(t))] = count.get(id(_base(t)), 0) + 1
+    whole: dict[int, Tensor] = {}
+
+    def mapped(t: Tensor) -> Tensor:
+        base = _base(t)
+        # Alone, a view goes by itself: what it is a view of may be much larger.
+        if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
+            return fn(t)
+        new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
+        if new is base or new.stride() != base.stride() or new.storage_offset() != base.storage_offset():
+            return fn(t)
+        return new if t is base else new.as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return map_tensors(mapped, value, where)
+
+
+def _base(t: Tensor) -> Tensor:
+    return t if t._base is None else t._base
+
+
 def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         if id(value) not in done:
@@ -90,9 +120,9 @@ def _sequence(value: Any, items: list) -> Any:
 
 def _refuse_hidden(value: Any, where: str) -> None:
     """A tensor that needs a gradient must not hide in an object whose insides are unknown."""
-    for name, held in getattr(value, "__dict__", {}).items():
-        inner = held if isinstance(held, list | tuple) else [held]
-        if any(isinstance(t, Tensor) and t.requires_grad for t in inner):
+    slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
+    for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
+        if _needs_gradient(held, 3):
             kind = type(value).__name__
             raise TypeError(
                 explain(
@@ -101,3 +131,11 @@ def _refuse_hidden(value: Any, where: str) -> None:
                     f"a tuple, list, dict or dataclass; for instance @dataclasses.dataclass on {kind}",
                 )
             )
+
+
+def _needs_gradient(held: Any, depth: int) -> bool:
+    if isinstance(held, Tensor):
+        return held.requires_grad
+    if depth and isinstance(held, Mapping):
+        return any(_needs_gradient(v, depth - 1) for v in held.values())
+    return depth > 0 and isinstance(held, list | tuple) and any(_needs_gradient(v, depth - 1) for v in held)

@@ -55,14 +55,11 @@ class Crossing:
 
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
         """The value; and, once a first derivative exists, the derivative of `back`."""
-        if (
-            self.used is not None
-            and self.scale() is not self.used
-            and float(self.scale()) != float(self.used)
-        ):  # type: ignore[arg-type]
+        now = self.scale()
+        if self.used is not None and now is not None and now is not self.used and float(now) != float(self.used):
             raise RuntimeError(
                 explain(
-                    f"a second derivative after the loss scale went from {float(self.used):g} to {float(self.scale()):g}",  # type: ignore[arg-type]
+                    f"a second derivative after the loss scale went from {float(self.used):g} to {float(now):g}",
                     "the first derivative was taken with the old scale, and they no longer cancel",
                     "both derivatives before opt.step()",
                 )
@@ -91,14 +88,18 @@ class Spans:
     """
 
     def __init__(self) -> None:
-        self.found: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self.found: deque[tuple[int, int, Any]] = deque(maxlen=REMEMBERED)
 
-    def add(self, start: int, end: int) -> None:
-        """Nodes from `start` up to, not including, `end`."""
+    def add(self, start: int, end: int, caller: Any = None) -> None:
+        """Nodes from `start` up to, not including, `end`, and a name for what made them."""
         if self.found and self.found[-1][0] == start:
             self.found.pop()
         if end > start:
-            self.found.append((start, end))
+            self.found.append((start, end, caller))
 
     def __contains__(self, number: int) -> bool:
-        return any(start <= number < end for start, end in reversed(self.found))
+        return any(start <= number < end for start, end, _ in reversed(self.found))
+
+    def maker(self, number: int) -> Any:
+        """The name of what made a node."""
+        return next((caller for start, end, caller in reversed(self.found) if start <= number < end), None)

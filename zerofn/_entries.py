@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ._collectives import Group, as_distributed
 from ._state import State
 from ._tree import flatten, tree_keys, unflatten
 
@@ -54,8 +57,7 @@ def entries(state: State) -> list[Entry]:
         # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
         first = {slot: i for i, slot in enumerate(own)}
         slots += [
-            (owner, slot, found[slot])
-            for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
+            (owner, slot, found[slot]) for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
         ]
     slots += [("", "step", {"": state.step}), ("", "micro_step", {"": state.micro_step})]
     return [e for owner, slot, values in slots for e in _slot(state, owner, slot, values)]
@@ -88,12 +90,34 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
     """The same state with `fn(entry)` in the place of every entry."""
-    new = {e.key: fn(e) for e in entries(state)}
+    found = entries(state)
+    new: dict[tuple[str | None, str], Any] = {}
+    for i, e in enumerate(found):
+        # A transform may have the name "params".
+        owner = None if i < len(state.leaves) else e.owner
+        new[owner, "/".join(part for part in (e.slot, e.path) if part)] = fn(e)
     transforms = {
-        owner: unflatten(flatten(own)[1], [new["/".join((owner, *keys))] for keys in tree_keys(own)])
+        owner: unflatten(flatten(own)[1], [new[owner, "/".join(keys)] for keys in tree_keys(own)])
         for owner, own in state.transforms.items()
     }
-    leaves = {path: new[f"params/{path}"] for path in state.leaves}
-    return replace(
-        state, leaves=leaves, transforms=transforms, step=new["step"], micro_step=new["micro_step"]
-    )
+    leaves = {path: new[None, path] for path in state.leaves}
+    step, micro_step = new["", "step"], new["", "micro_step"]
+    return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
+
+
+def over_ranks(state: State, shards: Group, rank: int) -> State:
+    """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
+
+    So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right.
+
+    Args:
+        state: over several ranks.
+        shards: the ranks that share a leaf.
+        rank: this one among all that hold the state.
+    """
+    cut = {i: e for i, e in enumerate(entries(state)) if e.offset is not None}
+    whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards)
+    position = count()
+    out = rebuild(state, lambda e: whole.get(next(position), e.value))
+    apart = {owner: {f"rank{rank}": out.transforms[owner]} for owner in state.layout.placement.apart}
+    return replace(out, transforms={**out.transforms, **apart})

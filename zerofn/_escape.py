@@ -9,7 +9,6 @@ of modules, and what hooks of the user's are shown, goes out through the boundar
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat import backward_roots
+from ._compat import backward_roots, is_wrapped
 from ._containers import map_tensors
 from ._crossing import Spans, crossing_of
 from ._errors import explain
@@ -123,17 +122,17 @@ def _holds(holder: Any, key: Any, value: Any) -> bool:
 class Shown:
     """An output as hooks of the user's see it, and what the model goes on with afterwards."""
 
-    def __init__(self, inner: Any, leave: Fn):
+    def __init__(self, inner: Any, leave: Callable[[Any], Any]):
         self.inner = inner
-        self.tensors: list[tuple[Tensor, int]] = []
-        self.outer = map_tensors(functools.partial(self._leave, leave), inner, "an output inside the model")
+        self.outer = leave(inner)
         self.items = _items(self.outer)
+        self.tensors: list[tuple[Tensor, int]] = []
+        if self.outer is not inner:
+            map_tensors(self._note, self.outer, "an output")
 
-    def _leave(self, leave: Fn, t: Tensor) -> Tensor:
-        outer = leave(t)
-        if outer is not t:
-            self.tensors.append((outer, outer._version))
-        return outer
+    def _note(self, t: Tensor) -> Tensor:
+        self.tensors.append((t, t._version))
+        return t
 
     def result(self, output: Any, enter: Fn) -> Any:
         """The inner output where hooks only looked; what they made of it, let in again, otherwise."""
@@ -157,6 +156,9 @@ def check_closed(owner: Any, spans: Spans) -> None:
     """
     roots = backward_roots()
     nodes = reachable(roots)
+    if any(is_wrapped(getattr(node, "variable", None)) for node in nodes):
+        # torch.func records nodes of its own for a boundary, so that an argument would look like a stranger.
+        return
     crossings = {id(n): c for n in nodes if (c := crossing_of(n, owner)) is not None}
     if any(n.forth == c.back for n in nodes if (c := crossings.get(id(n))) is not None):
         # Nodes of a second derivative belong to neither side.
@@ -213,7 +215,7 @@ def reachable(roots: list[Any]) -> list[Any]:
 def _refuse_escape(node: Any) -> None:
     raise RuntimeError(
         explain(
-            f"the loss uses a tensor from inside the attached model (made by {node.name()}) that did not come out of it",
+            f"the loss uses a tensor from inside the attached model (by {node.name()}) that did not come out of it",
             "its cotangent does not pass the boundary where the loss scale acts, so gradients would be wrong",
             "return it from forward, or keep it in an attribute of a module: both pass the boundary",
         )

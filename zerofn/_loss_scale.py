@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._errors import explain
 from ._factory import check_number, transform
@@ -42,6 +43,10 @@ def scale_loss(
     row `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven
     before the scale backs off; growth refills it.
 
+    The metric `overflow_leaf` is the first leaf with such a gradient on any rank, as an index into
+    `state.layout.leaves`, or -1; `opt.overflow_leaf` of an attached model is its path. It costs nothing in a
+    step that did not overflow.
+
     It never divides by the number of micro-batches: that is `accumulate`'s.
 
     Args:
@@ -56,7 +61,7 @@ def scale_loss(
     Raises:
         ValueError: a number out of its range.
         FloatingPointError: at an update, once the scale has overflowed 50 times in a row at its
-            minimum: the leaf that did and the remedy are named.
+            minimum: the leaf, the micro-step and the remedy are named.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
@@ -111,10 +116,14 @@ def scale_loss(
         finite = torch.isfinite(ctx.reduction.max(largest(grads))).cpu()
         ok: Any = number(finite)
         new = _advance(state, ok)
+        first = _first_overflow(grads, ok, ctx)
         if ok is False and new["stuck_steps"] >= STUCK:
-            raise FloatingPointError(_stuck_message(grads, int(new["stuck_steps"]), min_scale if dynamic else scale))
+            leaf = ctx.layout.leaves[int(first)].path
+            times, least = int(new["stuck_steps"]), min_scale if dynamic else scale
+            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))
         ctx.report("loss_scale", new["scale"])
         ctx.report("skipped", ~finite)
+        ctx.report("overflow_leaf", first)
         ctx.report("skipped_steps", new["skipped_steps"])
         return Prepared(state=new, emit=ok)
 
@@ -144,11 +153,27 @@ def scale_loss(
     return Transform("scale_loss", Role.SCALE, Scope.TREE, init_fn=init, prepare_fn=prepare)
 
 
-def _stuck_message(grads: Leaves, times: int, scale: Any) -> str:
-    bad = [path for path, g in grads.items() if not torch.isfinite(g).all()]
-    first = bad[0] if bad else "a leaf on another rank"
+def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:
+    """Index of the first leaf, in the order of the layout, whose gradient is not finite on some rank; -1 if none.
+
+    Looked for only where `ok` is false: all ranks agree on that, so all take part in the exchange.
+    """
+    if ok is True:
+        return torch.tensor(-1)
+    count = len(ctx.layout.leaves)
+    found = torch.zeros((), dtype=torch.float64)
+    for i, leaf in enumerate(ctx.layout.leaves):
+        if leaf.path in grads:
+            finite = torch.isfinite(largest({leaf.path: grads[leaf.path]})).cpu()
+            found = torch.where(finite, found, found.clamp(min=count - i))
+    found = ctx.reduction.max(found).to(torch.int64)
+    return torch.where(found > 0, count - found, torch.full_like(found, -1))
+
+
+def _stuck_message(leaf: str, times: int, micro_step: int, scale: Any) -> str:
     return explain(
-        f"{times} micro-steps in a row overflowed at the loss scale's minimum, {scale:g}",
-        f"the gradient of {first} is not finite, so the loss itself is not, or the model diverged",
+        f"{times} micro-steps in a row, the last being number {micro_step}, overflowed at the loss scale's "
+        f"minimum, {scale:g}",
+        f"the gradient of {leaf} is not finite, so the loss itself is not, or the model diverged",
         "a lower learning rate, clip_by_global_norm(1.0) after scale_loss, or precision(param_dtype=torch.bfloat16)",
     )

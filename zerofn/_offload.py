@@ -11,7 +11,7 @@ from torch import Tensor
 from ._compose import as_transform, chain
 from ._errors import explain
 from ._factory import transform
-from ._tree import Layout, Leaves, tree_map
+from ._tree import Layout, Leaves, flatten, tree_map
 from ._types import Context, Prepared, Role, Transform, TransformState
 
 
@@ -26,6 +26,10 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     Args:
         transform: an optimizer, an accumulation, an `ema`, or a chain of such.
         device: where the state lives.
+
+    Raises:
+        ValueError: a transform without a state worth moving, or no such device.
+        MemoryError: when the state is made and does not fit there; the transform and the bytes are named.
 
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.offload(zf.adamw(lr=0.1, weight_decay=0.0)))
@@ -50,9 +54,16 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
         raise ValueError(f"offload(device={device!r}): no such device. Write offload(transform, device='cpu').") from error
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        state = inner.init_fn(leaves, layout)
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
-        return tree_map(lambda x: _place(x, where, on_gpu), state)
+        try:
+            # Made where it is to live: a state that is moved there afterwards would have to fit beside the
+            # parameters first, which is what offloading is to avoid.
+            state = inner.init_fn({p: _place(x, where, False) for p, x in leaves.items()}, layout)
+            return tree_map(lambda x: _place(x, where, on_gpu), state)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_shortage(error):
+                raise
+            raise MemoryError(_shortage(inner, leaves, layout, where)) from error
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         return inner.prepare_fn(state, grads, params, ctx)
@@ -66,10 +77,28 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
 
 
 def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
-    if x.ndim == 0 or x.device.type in (device.type, "meta"):
+    if x.ndim == 0 or x.is_meta:
         return x
-    moved = x.to(device)
+    moved = x if x.device.type == device.type else x.to(device)
     return moved.pin_memory() if pin and device.type == "cpu" else moved
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Host allocators of torch raise plain RuntimeErrors, told apart by their text."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
+
+
+def _shortage(inner: Transform, leaves: Leaves, layout: Layout, device: torch.device) -> str:
+    meta = inner.init_fn({p: torch.empty_like(x, device="meta") for p, x in leaves.items()}, layout)
+    size = sum(x.nbytes for x in flatten(meta)[0])
+    count = sum(x.numel() for x in leaves.values())
+    return explain(
+        f"offload({inner.name}(...)) found no room on {device} for the {size:,} bytes of its state",
+        f"it is {size / max(count, 1):.3g} bytes for each of {count:,} parameters, pinned where they are on a GPU",
+        "zf.low_precision_adam(state_dtype=torch.bfloat16), half of fp32 moments; zf.shard() over more ranks; "
+        "or a higher limit of (locked) memory",
+    )
 
 
 def _beside(entry: Any, params: Leaves) -> Any:

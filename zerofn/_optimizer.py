@@ -73,8 +73,7 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One optimizer per group, so where it stands names it, whatever the user calls it.
-        override = ctx.lr.get(ctx.prefix)
-        rate = learning_rate(name, lr if override is None else override, number(state["step"]))
+        rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
         ctx.report("lr", rate)
         return Prepared(carry=rate, state={"step": state["step"] + 1})
 

@@ -7,6 +7,7 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from ._norms import squared_norm
 from ._order import check_complete
 from ._precision import Cast, cast_of
 from ._shard import Averaging, Like, Sharding, like_after, pull_all, view_all
-from ._tree import Layout, Leaf, Leaves
+from ._tree import Layout, Leaf, Leaves, Placement
 from ._types import Context, OneProcess, Prepared, Reduction, Role, Scope, Stage, Transform, TransformState
 
 
@@ -288,4 +289,14 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
     late = (
         cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
     )
+    layout = replace(layout, placement=_placement(parts, stages, late))
     return Pipeline(tx, layout, parts, tuple(stages), cut, late)
+
+
+def _placement(parts: Sequence[Transform], stages: Sequence[Stage], late: bool) -> Placement:
+    """How the state lies over ranks. Sums that wait for a late reduction are each rank's own."""
+    groups = [s.group for s in stages if isinstance(s, Sharding | Averaging)]
+    shards = next((s.group for s in stages if isinstance(s, Sharding)), Group())
+    first = next((i for i, p in enumerate(parts) if p.role in (Role.SCATTER, Role.REDUCE)), 0)
+    apart = tuple(p.name for p in parts[:first] if p.role is Role.ACCUMULATE) if late else ()
+    return Placement(shards.rank, shards.size, math.prod(g.size for g in groups), apart)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,9 +134,11 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     """
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
+    # All the way from storage: `pipe.views` begins at the resident form where the reduction is late.
+    views = pipe._views(pipe.stages, pipe.cast.gradient)
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
-        seen = pipe.views[leaf.path](x, scale)
+        seen = views[leaf.path](x, scale)
         # Autograd may return one tensor for two places, which would look like one gradient given twice.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
@@ -383,6 +386,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             )
         )
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
+    ctx = replace(ctx, micro_step=state.micro_step)
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:

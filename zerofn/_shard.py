@@ -337,7 +337,7 @@ def shard(mesh: Any = None) -> Transform:
     >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
     (torch.Size([2, 2]), torch.Size([2, 2]))
     """
-    return Transform("shard", Role.SHARD, linear=True, stage_fn=_Stage("shard", mesh, Sharding))
+    return Transform("shard", Role.SHARD, linear=True, stage_fn=OverRanks("shard", mesh, Sharding))
 
 
 @transform
@@ -356,7 +356,7 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     reduce_scatter(mesh=None)
     """
     return Transform(
-        "reduce_scatter", Role.SCATTER, linear=True, stage_fn=_Stage("reduce_scatter", mesh, Sharding)
+        "reduce_scatter", Role.SCATTER, linear=True, stage_fn=OverRanks("reduce_scatter", mesh, Sharding)
     )
 
 
@@ -374,10 +374,10 @@ def all_reduce(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
     all_reduce(mesh=None)
     """
-    return Transform("all_reduce", Role.REDUCE, linear=True, stage_fn=_Stage("all_reduce", mesh, Averaging))
+    return Transform("all_reduce", Role.REDUCE, linear=True, stage_fn=OverRanks("all_reduce", mesh, Averaging))
 
 
-class _Stage:
+class OverRanks:
     """Opens the group when a pipeline is made, never when a transform is built or unpickled."""
 
     def __init__(self, function: str, mesh: Any, kind: Callable[..., Any]):

@@ -111,6 +111,7 @@ class Context:
         lr: learning rates set from outside, by the prefix under which the optimizer stands.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
         reduction: sums of scalars over ranks.
+        micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
     """
@@ -123,6 +124,7 @@ class Context:
     lr: Mapping[str, float] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
     reduction: Reduction = field(default_factory=OneProcess)
+    micro_step: Any = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
     prefix: str = ""
 

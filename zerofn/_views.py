@@ -3,8 +3,9 @@
 `module.weight` is looked up in the module's dict of parameters. In place of that dict stands one that
 gives, inside a call of the attached model, the differentiable view of the stored parameter: cast,
 unscaled on the way back. Everything that walks the dict outside of a call (`parameters()`, `state_dict()`,
-`to()`) still finds the stored ones. Swapping the values for the time of a call instead would miss recomputation by activation
-checkpointing, which happens in backward, after the call; swapping the module's class would break pickle.
+`to()`) still finds the stored ones. Swapping the values for the time of a call instead would miss
+recomputation by activation checkpointing, which happens in backward, after the call; swapping the module's
+class would break pickle.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch import Tensor, nn
 
 from ._boundary import EntryMap, ExitMap, LeafView, differentiable
 from ._compat import executing, graph_task, next_sequence, outside_compile
-from ._containers import map_tensors
-from ._crossing import Crossing, Edge, Spans
+from ._containers import map_outputs, map_tensors
+from ._crossing import Crossing, Edge, Spans, crossing_of
 from ._errors import bad_leaves
 from ._escape import Attributes, Shown, check_closed
 from ._pipeline import Pipeline
 from ._units import Units
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class _Thread(threading.local):
@@ -59,9 +62,7 @@ class _Call:
 class Sight:
     """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
 
-    def __init__(
-        self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module
-    ):
+    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module):
         self.pipe = pipe
         self.scale = scale
         self.units = units
@@ -78,19 +79,28 @@ class Sight:
         """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
         return bool(self.local.calls) or self.repeating()
 
-    def repeating(self) -> bool:
-        """Whether a part of a call is being repeated in a backward.
+    def repeating(self, module: nn.Module | None = None) -> bool:
+        """Whether a part of a call is being repeated in a backward, and not the whole call of `module`.
 
         Told by the node that backward executes: it was made during a call of the model, or else the
         user is the one who asks (a checkpoint around a call, a hook of the user's).
         """
         node = executing()
-        if node is None or node not in self.spans:
+        if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
+            return False
+        number = node._sequence_nr()
+        if number not in self.spans or (module is not None and self.spans.maker(number) == id(module)):
             return False
         # What is made now belongs to the call as well: a checkpoint inside a checkpoint.
         now = next_sequence()
         self.spans.add(now if self.local.mark is None else self.local.mark, now)
         return True
+
+    def forget_calls(self) -> None:
+        """Calls that were left without a trace."""
+        while self.local.calls:
+            self.local.calls.pop().undo.close()
+        self.local.seen.clear()
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
@@ -112,9 +122,7 @@ class Sight:
 
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
-        return next(
-            (stored for (p, *_), (stored, view) in self.local.seen.items() if p == path and view is x), None
-        )
+        return next((stored for (p, *_), (stored, view) in self.local.seen.items() if p == path and view is x), None)
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
@@ -129,17 +137,21 @@ class Sight:
     def leave(self, y: Tensor) -> Tensor:
         """An output on its way out."""
         dtype = self.pipe.cast.output_dtype
-        if not y.is_floating_point() or (
-            dtype in (None, y.dtype) and not (self.scaled and differentiable(y))
-        ):
+        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
             return y
         return self._crossing(ExitMap(dtype, y.dtype), False).cross(y)
 
     def show(self, y: Tensor) -> Tensor:
         """An inner tensor as the user may have it: as an output, but for its dtype."""
-        return (
-            self._crossing(ExitMap(None, y.dtype), False).cross(y) if self.scaled and differentiable(y) else y
-        )
+        return self._crossing(ExitMap(None, y.dtype), False).cross(y) if self.scaled and differentiable(y) else y
+
+    def leave_all(self, output: Any) -> Any:
+        """The outputs of a call on their way out."""
+        return map_outputs(self.leave, output, "the output of the model")
+
+    def show_all(self, output: Any) -> Any:
+        """An output inside of the model as hooks of the user's may have it."""
+        return map_outputs(self.show, output, "an output inside the model")
 
     def admit(self, x: Tensor) -> Tensor:
         """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
@@ -169,10 +181,12 @@ class Sight:
 class SeenParameters(dict):
     """A module's dict of parameters whose items are views while the model is being called."""
 
-    def __init__(self, parameters: dict[str, Any], paths: dict[str, str], sight: Sight):
+    def __init__(self, parameters: dict[str, Any], paths: dict[str, str], sight: Sight, beside: torch.dtype | None):
         super().__init__(parameters)
         self.paths = paths
         self.sight = sight
+        # The dtype they must have in the module's kernel: that of its buffers, which nobody casts.
+        self.beside = beside
         # Put here by the model during a call (torch.func.functional_call): of the inside already.
         self.inner: set[str] = set()
 
@@ -193,7 +207,9 @@ class SeenParameters(dict):
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> Any:
         # Lazily, since whoever asks for the first parameter's device does not want all views.
@@ -215,7 +231,10 @@ def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _seen_eagerly(parameters, name, stored)
     sight = parameters.sight
-    return sight.look(parameters.paths[name], stored) if sight.active() else stored
+    if not sight.active():
+        return stored
+    seen = sight.look(parameters.paths[name], stored)
+    return seen if parameters.beside in (None, seen.dtype) else seen.to(parameters.beside)
 
 
 @outside_compile
@@ -247,10 +266,14 @@ def _call_eagerly(fn: Callable[..., Any] | None, *args: Any) -> Any:
 
 
 def needs_sight(pipe: Pipeline) -> bool:
-    """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked."""
+    """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked.
+
+    Inputs are cast to the dtype of the parameters even where these are resident in it.
+    """
+    cast = pipe.cast
     return (
         pipe.scale is not None
-        or pipe.cast.output_dtype is not None
+        or any(d is not None for d in (cast.output_dtype, cast.param_dtype, cast.store_dtype))
         or any(v.stages for v in pipe.views_at_use.values())
     )
 
@@ -267,7 +290,7 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         plain = module._parameters
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
         if names:
-            module.__dict__["_parameters"] = SeenParameters(plain, names, sight)
+            module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
             sight.undo.append(functools.partial(_restore, module, plain))
         pre = _Hook(functools.partial(_before, sight))
         post = _Hook(functools.partial(_after, sight))
@@ -283,6 +306,12 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
     return uninstall
 
 
+def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of a normalisation with running statistics, whose kernel wants parameters of their dtype."""
+    mean = getattr(module, "running_mean", None) if isinstance(module, NORMS) else None
+    return None if mean is None else mean.dtype
+
+
 def _restore(module: nn.Module, plain: dict) -> None:
     plain.clear()
     plain.update(dict(module._parameters))
@@ -294,9 +323,8 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
     local = sight.local
     if local.calls and module is sight.model() and not _calls_itself(module):
         # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
-        local.calls.clear()
-        local.seen.clear()
-    outermost = not local.calls and not sight.repeating()
+        sight.forget_calls()
+    outermost = not local.calls and not sight.repeating(module)
     call = _Call(module, outermost, next_sequence())
     if not local.calls and sight.scaled:
         sight.attributes.hide(sight.admit)
@@ -331,13 +359,13 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         if call.shown is not None:
             # What the user's hooks were shown is outside already.
             return output if call.outermost else call.shown.result(output, sight.enter)
-        return map_tensors(sight.leave, output, "the output of the model") if call.outermost else None
+        return sight.leave_all(output) if call.outermost else None
     finally:
         if not local.calls:
             local.seen.clear()
             if sight.scaled:
                 sight.attributes.show(sight.show, call.start)
-            sight.spans.add(call.start, next_sequence())
+            sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
             _check_unwritten(seen)
             if sight.units is not None:
                 sight.units.end_of_call()
@@ -358,7 +386,7 @@ def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     calls = sight.local.calls
     if not calls or calls[-1].module is not module:
         return None
-    calls[-1].shown = Shown(output, sight.leave if calls[-1].outermost else sight.show)
+    calls[-1].shown = Shown(output, sight.leave_all if calls[-1].outermost else sight.show_all)
     return calls[-1].shown.outer
 
 
@@ -381,7 +409,5 @@ def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
     if bad:
         right = "write outside of the call, or keep what the model writes in a buffer"
         raise RuntimeError(
-            bad_leaves(
-                "the model wrote into parameters in its forward, where they are cast copies", bad, right
-            )
+            bad_leaves("the model wrote into parameters in its forward, where they are cast copies", bad, right)
         )

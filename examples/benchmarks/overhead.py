@@ -3,8 +3,8 @@
     python examples/benchmarks/overhead.py
 
 Both sides of a comparison run in one process, in turns: what disturbs one round disturbs both. The ratio is the
-median over rounds of the ratio within a round, in brackets its quartiles. Losses are printed because the arithmetic
-must be the same: torch's foreach rounds in another order than its fused kernel, whose bits zerofn has.
+median over rounds of the ratio within a round, in brackets its quartiles. Losses are printed because both sides must
+do the same arithmetic.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import zerofn as zf
 from zerofn._run import BUCKET_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lm_data import Text, read_text  # noqa: E402
-from lm_model import GPT, next_byte_loss  # noqa: E402
+from lm_data import Text, read_text
+from lm_model import GPT, next_byte_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LR = 1e-3
@@ -226,7 +226,7 @@ def machine() -> str:
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     return (
-        f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {device}; "
+        f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads, {device}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}"
     )
 

@@ -1,0 +1,336 @@
+"""Tensors in whatever a model takes and returns cross the boundary; nothing crosses it unseen."""
+
+from __future__ import annotations
+
+import collections
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from parity import Run, compare
+from torch import Tensor, nn
+
+import zerofn as zf
+
+
+class Out(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+    name: str = "x"
+
+
+@dataclass
+class Plain:
+    logits: Tensor
+    loss: Tensor
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    loss: Tensor
+
+
+class ModelOutput(OrderedDict):
+    """A lookalike of transformers': a mapping and a dataclass at once, whose items are its attributes."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(cls)
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                super().__setitem__(f.name, value)
+
+    def __getitem__(self, k):
+        return OrderedDict.__getitem__(self, k) if isinstance(k, str) else tuple(self.values())[k]
+
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        object.__setattr__(self, k, v)
+
+    def __setattr__(self, name, value):
+        if name in self.keys():
+            OrderedDict.__setitem__(self, name, value)
+        object.__setattr__(self, name, value)
+
+
+class LMOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Any = None
+
+
+class Batch(collections.UserDict):
+    pass
+
+
+class MyList(list):
+    pass
+
+
+class Nested(nn.Module):
+    """Takes nests, gives the container it was built with."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.a = nn.Linear(6, 4)
+        self.b = nn.Linear(6, 4)
+        self.wrap = wrap
+
+    def forward(self, batch, *rest, flag, scale=None):
+        assert flag == "text" and batch["ids"].dtype == torch.int64
+        y = self.a(batch["x"][0]) + self.b(batch["x"][1]["deep"]) * (1.0 if scale is None else scale)
+        return self.wrap(y, y.exp().mean())
+
+
+WRAPS = {
+    "tuple": lambda y, loss: (y, None, loss, 3),
+    "list": lambda y, loss: [y, "text", loss],
+    "list subclass": lambda y, loss: MyList([y, loss]),
+    "dict": lambda y, loss: {"logits": y, "loss": loss, "n": 1},
+    "ordered dict": lambda y, loss: OrderedDict(logits=y, loss=loss),
+    "default dict": lambda y, loss: collections.defaultdict(list, logits=y, loss=loss),
+    "user dict": lambda y, loss: Batch(logits=y, loss=loss),
+    "named tuple": lambda y, loss: Out(y, loss),
+    "dataclass": lambda y, loss: Plain(y, loss, {"again": [y]}),
+    "frozen dataclass": lambda y, loss: Frozen(y, loss),
+    "model output": lambda y, loss: LMOutput(loss=loss, logits=y),
+    "nested": lambda y, loss: {"a": [Frozen(y, loss), (y,)]},
+}
+
+
+def take(out: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(out, dict) and "a" in out:
+        out = out["a"][0]
+    if isinstance(out, tuple | list) and not hasattr(out, "_fields"):
+        tensors = [t for t in out if isinstance(t, Tensor)]
+        return tensors[0], tensors[-1]
+    if isinstance(out, LMOutput):
+        assert out.logits is out["logits"] is out[1]
+        return out.logits, out.loss
+    if isinstance(out, collections.abc.Mapping):
+        return out["logits"], out["loss"]
+    return out.logits, out.loss
+
+
+@pytest.mark.parametrize("pipe", ["scaled", "fp16 dynamic", "bf16 scaled"])
+@pytest.mark.parametrize("kind", WRAPS)
+def test_containers(kind: str, pipe: str):
+    def program(run: Run):
+        x, deep, scale = (
+            run.data(5, 6, grad=True),
+            run.data(5, 6, grad=True, seed=1),
+            torch.tensor(2.0, requires_grad=True),
+        )
+        batch = Batch(x=(x, {"deep": deep, "none": None}), ids=torch.arange(5))
+        out = run.model(batch, "more", flag="text", scale=scale)
+        assert type(out) is type(WRAPS[kind](x, x))
+        logits, loss = take(out)
+        (logits.square().mean() + loss).backward()
+        assert batch["x"][0] is x and batch["x"][1]["deep"] is deep
+        return [x.grad, deep.grad, scale.grad]
+
+    compare(program, lambda: Nested(WRAPS[kind]), pipe)
+
+
+def test_the_same_tensor_twice_stays_one():
+    model = Nested(lambda y, loss: (y, [y]))
+    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    a, (b,) = model({"x": [torch.ones(2, 6), {"deep": torch.ones(2, 6)}], "ids": torch.arange(2)}, flag="text")
+    assert a is b
+
+
+def test_untouched_values_are_the_very_same():
+    class Echo(nn.Linear):
+        def forward(self, x, **rest):
+            return super().forward(x), rest
+
+    model = Echo(2, 2)
+    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    given = {"words": ["a"], "ids": torch.arange(3)}
+    _, rest = model(torch.ones(1, 2), given=given)
+    assert rest["given"] is given and rest["given"]["ids"] is given["ids"]
+
+
+def test_a_parameter_and_an_input_as_outputs():
+    class Leaky(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight, x
+
+    def program(run: Run):
+        x = run.data(3, 2, grad=True)
+        y, w, same = run.model(x)
+        (y.exp().mean() + w.square().sum() + same.square().sum()).backward()
+        return x.grad
+
+    for pipe in ("fp32", "scaled", "fp16 dynamic"):
+        compare(program, lambda: Leaky(2, 2), pipe)
+
+
+def test_outputs_that_need_no_gradient():
+    class Detached(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.detach(), (y > 0), y.argmax(1)
+
+    def program(run: Run):
+        y, d, mask, best = run.model(run.data(3, 2))
+        assert not d.requires_grad and mask.dtype == torch.bool and best.dtype == torch.int64
+        (y * d * mask).sum().backward()
+
+    for pipe in ("scaled", "fp16 dynamic"):
+        compare(program, lambda: Detached(2, 2), pipe, tol=0.05)
+
+
+class Opaque:
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+@pytest.mark.parametrize("hide", [lambda t: t, lambda t: [t], lambda t: {"k": (t,)}, Slotted])
+def test_unknown_objects_are_refused(hide):
+    class Hides(nn.Linear):
+        def forward(self, x):
+            y = hide(super().forward(x))
+            return y if isinstance(y, Slotted) else Opaque(y)
+
+    model = Hides(2, 2)
+    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"the output of the model is a (Opaque|Slotted) with a tensor in \.hidden"):
+        model(torch.ones(1, 2))
+    # The call is over: the next one is as outermost as this one was.
+    with pytest.raises(TypeError, match="the output of the model is a"):
+        model(torch.ones(1, 2))
+
+
+def test_an_unknown_object_without_gradients_passes():
+    class Hides(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, Opaque(y.detach())
+
+    model = Hides(2, 2)
+    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    y, opaque = model(torch.ones(1, 2))
+    assert torch.equal(opaque.hidden, y.detach())
+
+
+# -- the other doors ------------------------------------------------------------------------------------------
+
+
+def scaled(model: nn.Module) -> zf.Optimizer:
+    return zf.attach(model, zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1)))
+
+
+def test_a_tensor_that_leaves_through_a_closure_is_refused():
+    kept = []
+
+    class Leaks(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            kept.append(y.exp())
+            return y
+
+    model = Leaks(2, 2)
+    scaled(model)
+    loss = model(torch.ones(1, 2)).sum() + kept[0].sum()
+    with pytest.raises(RuntimeError, match=r"tensor from inside the attached model \(by ExpBackward0\)"):
+        loss.backward()
+    model(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="from inside the attached model"):
+        kept[-1].sum().backward()
+
+
+def test_a_hidden_parameter_is_refused():
+    secret = nn.Parameter(torch.ones(2))
+
+    class Uses(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * secret
+
+    model = Uses(2, 2)
+    scaled(model)
+    with pytest.raises(
+        RuntimeError, match=r"a parameter of shape \(2,\) that is neither its parameter nor an argument"
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_tensor_computed_outside_is_refused():
+    w = torch.ones(2, requires_grad=True)
+    outside = [w.exp()]
+
+    class Uses(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * outside[0]
+
+    model = Uses(2, 2)
+    scaled(model)
+    with pytest.raises(RuntimeError, match=r"a tensor computed outside \(by ExpBackward0\)"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_tensor_of_the_users_in_an_attribute_is_an_input():
+    class Prompted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * self.prompt[0] + self.soft)
+
+    def make():
+        torch.manual_seed(0)
+        return Prompted(2, 2)
+
+    def program(run: Run):
+        model: Any = run.model
+        model.prompt, model.soft = [torch.ones(2, requires_grad=True)], torch.zeros(2, requires_grad=True)
+        for _ in range(2):
+            model(run.data(3, 2)).exp().mean().backward()
+        assert model.soft.is_leaf and model.prompt[0].is_leaf
+        return [model.prompt[0].grad, model.soft.grad]
+
+    for pipe in ("fp32", "scaled"):
+        compare(program, make, pipe)
+
+
+def test_writing_into_a_cast_parameter_is_refused():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    model = Writes(2, 2)
+    zf.attach(model, zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(0.1)))
+    with pytest.raises(RuntimeError, match=r"weight: seen in torch.bfloat16, stored in torch.float32"):
+        model(torch.ones(1, 2))
+    model = Writes(2, 2)
+    scaled(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.abs().max() <= 0.01
+
+
+def test_a_second_derivative_across_a_change_of_scale_is_refused():
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    tx = zf.chain(
+        zf.precision(param_dtype=torch.bfloat16),
+        zf.scale_loss("dynamic", init_scale=4.0, growth_interval=1),
+        zf.sgd(0.1),
+    )
+    opt = zf.attach(model, tx)
+    x = torch.ones(3, 2, requires_grad=True)
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="a second derivative after the loss scale went from 4 to 8"):
+        g.square().sum().backward()

@@ -1,0 +1,675 @@
+"""`save`, `load`, `export_safetensors`: going on is going on, and what is wrong says so and changes nothing."""
+
+import builtins
+import errno
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torchopt
+from torch import nn
+
+import zerofn as zf
+from zerofn import _manifest
+
+BF16 = torch.bfloat16
+LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))
+
+PIPELINES = {
+    "sgd": lambda: zf.sgd(zf.schedules.cosine(0.1, 20), momentum=0.9),
+    "adamw": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(zf.schedules.warmup_cosine(1e-2, 3, 20))),
+    "stochastic": lambda: zf.chain(*LOW, zf.low_precision_adam(1e-2)),
+    "kahan": lambda: zf.chain(*LOW, zf.low_precision_adam(1e-2, rounding="kahan")),
+    "scaled": lambda: zf.chain(
+        zf.precision(param_dtype=torch.float16),
+        zf.scale_loss("dynamic", init_scale=2.0**40, backoff_factor=2.0**-10, growth_interval=2),
+        zf.accumulate(2),
+        zf.adamw(1e-2),
+    ),
+    "ema": lambda: zf.chain(zf.adam(1e-2), zf.ema(0.9)),
+    "groups": lambda: zf.chain(
+        zf.partition(
+            {"a": zf.chain(zf.clip_by_value(0.1), zf.adamw(1e-2)), "b": zf.sgd(0.1, momentum=0.5)},
+            lambda path: "b" if path.endswith("bias") else "a",
+        ),
+    ),
+    "offload": lambda: zf.chain(zf.offload(zf.adamw(1e-2))),
+    "guest": lambda: zf.chain(torchopt.adam(lr=0.01)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.none = nn.Parameter(torch.ones(0, 3))
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.embed(x)
+        for layer in self.inner:
+            h = h + layer(h).tanh()
+        seen = self.conv(h[:, None]).square().mean() + self.none.sum()
+        return self.head(h * self.gain) * (1 + seen)
+
+
+def model(seed=0, width=5):
+    torch.manual_seed(seed)
+    return Model(width)
+
+
+def batch(i):
+    return torch.randint(7, (4, 6), generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(out, x):
+    return nn.functional.cross_entropy(out.float().flatten(0, 1), x.flatten())
+
+
+def pure(name):
+    """A first state and a step of the pure route."""
+    net = model()
+    named = OrderedDict(net.named_parameters(remove_duplicate=False))
+    tx = PIPELINES[name]()
+
+    def loss_fn(params, x):
+        return loss_of(torch.func.functional_call(net, dict(params), (x,)), x)
+
+    return tx, zf.init(tx, named), zf.make_step(loss_fn, tx)
+
+
+def tensors(state):
+    return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+
+
+def same(a, b):
+    ours, theirs = tensors(a), tensors(b)
+    assert len(ours) == len(theirs)
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == y.dtype
+        assert x.device == y.device
+        assert x.shape == y.shape
+        assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y)))
+
+
+def bits(state):
+    return [x.clone() for x in tensors(state)]
+
+
+def files(directory):
+    return sorted(p.name for p in Path(directory).iterdir())
+
+
+def data_file(directory):
+    (name,) = [n for n in files(directory) if n.endswith(".distcp")]
+    return Path(directory) / name
+
+
+# -------------------------------------------------------------------------------- going on is going on
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_continue_is_continue(name, tmp_path):
+    """Law 9, in the middle of an accumulation window and after overflows where there are any."""
+    tx, state, step = pure(name)
+    start = bits(state)
+    for i in range(4):
+        state, _ = step(state, batch(i))
+    zf.save(tmp_path / "a", state)
+    like = zf.init(tx, OrderedDict(model(1).named_parameters(remove_duplicate=False)))
+    before = bits(like)
+    loaded = zf.load(tmp_path / "a", like=like)
+    same(loaded, state)
+    for x, y in zip(tensors(like), before, strict=True):
+        assert torch.equal(x, y)
+    if name == "kahan":
+        assert int(state.transforms["accumulate"]["count"]) == 1  # a window is open
+    if name == "scaled":
+        assert 0 < int(state.transforms["scale_loss"]["skipped_steps"]) < 4
+    for i in range(4, 9):
+        state, metrics = step(state, batch(i))
+        loaded, others = step(loaded, batch(i))
+        assert all(torch.equal(v, others[k]) for k, v in metrics.items())
+    same(loaded, state)
+    moved = [not torch.equal(x, y) for x, y in zip(start, tensors(state), strict=True) if x.numel() > 1]
+    assert all(moved[: len(state.leaves) - 2])  # all leaves but `none` and `gain`, which are no larger than 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "kahan", "scaled", "groups"])
+def test_continue_is_continue_attached(name, tmp_path):
+    def train(net, opt, steps):
+        for i in steps:
+            loss_of(net(batch(i)), batch(i)).backward()
+            opt.step()
+            opt.zero_grad()
+
+    net = model()
+    opt = zf.attach(net, PIPELINES[name]())
+    train(net, opt, range(4))
+    zf.save(tmp_path / "state", opt.state)
+    zf.save(tmp_path / "opt", opt)
+    others = []
+    for how in ("load_state", "opt"):
+        other = model(1)
+        again = zf.attach(other, PIPELINES[name]())
+        if how == "opt":
+            assert zf.load(tmp_path / "opt", like=again) is again.state
+        else:
+            again.load_state(zf.load(tmp_path / "state", like=again.state))
+        same(again.state, opt.state)
+        others.append((other, again))
+    train(net, opt, range(4, 9))
+    for other, again in others:
+        train(other, again, range(4, 9))
+        same(again.state, opt.state)
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_learning_rates_of_torch_schedulers(tmp_path):
+    """They live in `param_groups` and in no state."""
+
+    def make(seed):
+        net = model(seed)
+        opt = zf.attach(net, zf.adamw(1e-2))
+        return net, opt, torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+
+    net, opt, scheduler = make(0)
+    for i in range(6):
+        if i == 3:
+            zf.save(tmp_path, opt)
+            other, again, scheduler2 = make(1)
+            zf.load(tmp_path, like=again)
+            scheduler2.load_state_dict(scheduler.state_dict())
+            assert again.param_groups[0]["lr"] == opt.param_groups[0]["lr"] == 1e-2 / 8
+        for n, o, s in [(net, opt, scheduler)] + ([(other, again, scheduler2)] if i >= 3 else []):
+            loss_of(n(batch(i)), batch(i)).backward()
+            o.step()
+            o.zero_grad()
+            s.step()
+    same(again.state, opt.state)
+
+
+def test_pure_and_attached_read_each_other(tmp_path):
+    tx, state, step = pure("adamw")
+    state, _ = step(state, batch(0))
+    zf.save(tmp_path / "pure", state)
+    opt = zf.attach(model(1), tx)
+    same(zf.load(tmp_path / "pure", like=opt), state)
+    zf.save(tmp_path / "eager", opt)
+    same(zf.load(tmp_path / "eager", like=state), state)
+
+
+def test_stacked_states(tmp_path):
+    tx = zf.adamw(1e-2)
+    stacked = torch.vmap(lambda w: zf.init(tx, {"w": w}))(torch.randn(3, 2, 2))
+    zf.save(tmp_path, stacked)
+    same(zf.load(tmp_path, like=torch.vmap(lambda w: zf.init(tx, {"w": w}))(torch.zeros(3, 2, 2))), stacked)
+
+
+def test_nested_trees_and_odd_keys(tmp_path):
+    tx = zf.adamw(1e-2)
+    tree = {
+        "a/b": [torch.randn(2), (torch.randn(1),)],
+        "c@0": torch.randn(3),
+        "d": torch.randn(4),
+        "step": torch.ones(2),
+    }
+    state = zf.init(tx, tree)
+    zf.save(tmp_path, state)
+    same(zf.load(tmp_path, like=zf.init(tx, {**tree, "d": torch.zeros(4)})), state)
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    state.leaves["d"].copy_(special)
+    zf.save(tmp_path, state)
+    same(zf.load(tmp_path, like=state), state)
+
+
+def test_state_dict_goes_through_torch_distributed_checkpoint(tmp_path):
+    """`opt.state_dict()` as it is, with torch's own save and load."""
+    import torch.distributed.checkpoint as dcp
+
+    opt = zf.attach(model(), PIPELINES["groups"]())
+    for i in range(3):
+        loss_of(opt._model(batch(i)), batch(i)).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.param_groups[0]["lr"] = 0.5
+    again = zf.attach(model(1), PIPELINES["groups"]())
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(opt.state_dict(), checkpoint_id=tmp_path)
+        saved = again.state_dict()
+        dcp.load(saved, checkpoint_id=tmp_path)
+    again.load_state_dict(saved)
+    same(again.state, opt.state)
+    assert [g["lr"] for g in again.param_groups] == [0.5, 0.1]
+
+
+# ---------------------------------------------------------------------- what does not fit, by every path
+
+
+def test_another_model_and_another_pipeline(tmp_path):
+    tx = zf.adamw(1e-2)
+    params = {"a": torch.ones(2, 3), "b": torch.ones(3), "c": torch.ones(4)}
+    zf.save(tmp_path, zf.init(tx, params))
+    like = zf.init(
+        zf.chain(tx, zf.ema(0.9)), {"a": torch.ones(3, 2), "b": torch.ones(3, dtype=BF16), "d": torch.ones(1)}
+    )
+    before = bits(like)
+    with pytest.raises(ValueError) as error:
+        zf.load(tmp_path, like=like)
+    text = str(error.value)
+    assert str(tmp_path) in text
+    for line in (
+        "params/a: shape (2, 3) in the checkpoint, (3, 2) here",
+        "params/b: float32 in the checkpoint, bfloat16 here",
+        "params/c: unexpected: only the checkpoint has it",
+        "params/d: missing: the checkpoint does not have it",
+        "adamw/exp_avg/a: shape (2, 3) in the checkpoint, (3, 2) here",
+        "adamw/exp_avg_sq/b: float32 in the checkpoint, bfloat16 here",
+        "adamw/count/c: unexpected",
+        "ema/average/a: missing",
+    ):
+        assert line in text, line
+    assert "write: zf.load(directory, like=zf.init(tx, params))" in text
+    for x, y in zip(tensors(like), before, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_dtypes_are_converted_by_hand_only(tmp_path):
+    old_tx = zf.adamw(1e-2)
+    params = {"w": torch.randn(5)}
+    zf.save(tmp_path, zf.init(old_tx, params))
+    new_tx = zf.chain(zf.precision(store_dtype=BF16), zf.adamw(1e-2))
+    with pytest.raises(ValueError, match=r"zf\.init") as error:
+        zf.load(tmp_path, like=zf.init(new_tx, params))
+    text = str(error.value)
+    assert "params/w: float32 in the checkpoint, bfloat16 here" in text
+    assert "state = zf.init(new_tx, zf.full_params(old_tx, old))" in text
+    # What the message says to write:
+    old = zf.load(tmp_path, like=zf.init(old_tx, params))
+    state = zf.init(new_tx, zf.full_params(old_tx, old))
+    assert torch.equal(state.params["w"], params["w"].to(BF16))
+
+
+def test_wrong_arguments(tmp_path):
+    state = zf.init(zf.sgd(0.1), {"w": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"zf.save\(directory, dict\)"):
+        zf.save(tmp_path, {"w": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"zf.load\(directory, like=Linear\)"):
+        zf.load(tmp_path, like=nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="params/w: is on the meta device"):
+        zf.save(tmp_path, zf.init(zf.sgd(0.1), {"w": torch.ones(1, device="meta")}))
+    clash = zf.init(zf.chain(zf.sgd(0.1).named("params")), {"w": torch.ones(1), "step": torch.ones(1)})
+    with pytest.raises(TypeError, match="params/step: two entries have this name"):
+        zf.save(tmp_path, clash)
+    with pytest.raises(FileNotFoundError, match="there is no such directory"):
+        zf.load(tmp_path / "no", like=state)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in [\s\S]*it has no zerofn.json"):
+        zf.load(tmp_path, like=state)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileNotFoundError, match="that is a file"):
+        zf.load(tmp_path / "file", like=state)
+    with pytest.raises(OSError, match=r"could not write[\s\S]*as it was"):
+        zf.save(tmp_path / "file", state)
+    (tmp_path / ".metadata").write_text("x")
+    with pytest.raises(FileNotFoundError, match=r"zf\.save did not write"):
+        zf.load(tmp_path, like=state)
+    assert files(tmp_path) == [".metadata", "file"]
+
+
+# ------------------------------------------------------------------------------------------ bad files
+
+
+@pytest.fixture
+def saved(tmp_path):
+    _, state, step = pure("kahan")
+    for i in range(4):
+        state, _ = step(state, batch(i))
+    zf.save(tmp_path, state)
+    return tmp_path, state
+
+
+def test_another_format_version(saved):
+    directory, state = saved
+    body = json.loads((directory / "zerofn.json").read_text())
+    (directory / "zerofn.json").write_text(json.dumps({**body, "version": 2, "zerofn": "9.1"}))
+    with pytest.raises(ValueError, match=r"format version 2[\s\S]*reads version 1[\s\S]*zerofn==9.1"):
+        zf.load(directory, like=state)
+
+
+def test_truncated_files(saved):
+    directory, state = saved
+    whole = data_file(directory).read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        data_file(directory).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"is damaged[\s\S]*it ends after {size} bytes[\s\S]*nothing was loaded"):
+            zf.load(directory, like=state)
+    data_file(directory).write_bytes(whole)
+    table = (directory / "zerofn.json").read_bytes()
+    for size in (0, 10, len(table) // 2, len(table) - 2):
+        (directory / "zerofn.json").write_bytes(table[:size])
+        with pytest.raises(ValueError, match=r"zerofn.json is damaged"):
+            zf.load(directory, like=state)
+    (directory / "zerofn.json").write_bytes(table)
+    same(zf.load(directory, like=state), state)
+    data_file(directory).unlink()
+    with pytest.raises(ValueError, match="it is missing"):
+        zf.load(directory, like=state)
+
+
+def test_one_changed_byte(saved):
+    """Anywhere: in the numbers, in the library's own frame around them, in the table of contents."""
+    directory, state = saved
+    harmless = 0  # in the frame of a tensor without elements, which is not read
+    for file, count in ((data_file(directory), 40), (directory / "zerofn.json", 40)):
+        whole = file.read_bytes()
+        for at in range(3, len(whole), len(whole) // count):
+            changed = bytearray(whole)
+            changed[at] ^= 0x11
+            file.write_bytes(changed)
+            try:
+                loaded = zf.load(directory, like=state)
+            except ValueError as error:
+                assert "is damaged" in str(error) or "format version" in str(error)
+            else:
+                harmless += 1
+                same(loaded, state)
+        file.write_bytes(whole)
+    assert harmless < 8
+    same(zf.load(directory, like=state), state)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return builtins.exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+def test_no_code_is_run(saved):
+    """Pickles that would run code, wherever a reader of torch's own format would look, with right checksums."""
+    import zlib
+
+    directory, state = saved
+    fired = directory / "fired"
+    bomb = pickle.dumps(Bomb(fired))
+    pickle.loads(bomb)
+    assert fired.exists()  # the bomb works
+    fired.unlink()
+    (directory / ".metadata").write_bytes(bomb)
+    same(zf.load(directory, like=state), state)
+    assert not fired.exists()
+    body = json.loads((directory / "zerofn.json").read_text())
+    buffer = directory / "bomb.pt"
+    torch.save(Bomb(fired), buffer)
+    evil = buffer.read_bytes()
+    name = "0" * 12 + "_0_0.distcp"
+    (directory / name).write_bytes(evil)
+    chunks = body["tensors"]["params/embed.weight"]["chunks"]
+    chunks[0][2:] = [name, 0, len(evil), zlib.crc32(evil)]
+    del body["checksum"]
+    body["checksum"] = _manifest._checksum(body)
+    (directory / "zerofn.json").write_text(json.dumps(body))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        zf.load(directory, like=state)
+    assert not fired.exists()
+    # Nor does a table of contents reach outside of its directory.
+    chunks[0][2] = "../other.distcp"
+    del body["checksum"]
+    body["checksum"] = _manifest._checksum(body)
+    (directory / "zerofn.json").write_text(json.dumps(body))
+    with pytest.raises(ValueError, match="is damaged"):
+        zf.load(directory, like=state)
+
+
+# ------------------------------------------------------------------------------------- saves that fail
+
+
+def test_a_save_replaces_and_leaves_nothing_behind(saved):
+    directory, state = saved
+    first = data_file(directory)
+    (directory / "notes.txt").write_text("mine")
+    (directory / ("a" * 12 + "_0_0.distcp")).write_text("of a save that died")
+    zf.save(directory, state)
+    assert not first.exists()
+    assert files(directory) == sorted([data_file(directory).name, "notes.txt", "zerofn.json"])
+    same(zf.load(directory, like=state), state)
+
+
+@pytest.mark.parametrize("limit", [0, 5_000, 40_000])
+def test_a_full_disk(limit, tmp_path):
+    """A limit on the size of files, which the system enforces in the same place as a full disk."""
+    tx = zf.adamw(1e-2)
+    old, new = (zf.init(tx, {"w": torch.full((60, 60), v), "b": torch.ones(3)}) for v in (1.0, 2.0))
+    for there in (False, True):
+        directory = tmp_path / str(there)
+        if there:
+            zf.save(directory, old)
+        before = files(directory) if there else []
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match=r"could not write[\s\S]*File too large[\s\S]*as it was") as error:
+                zf.save(directory, new)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert error.value.errno == errno.EFBIG
+        assert files(directory) == before
+        if there:
+            same(zf.load(directory, like=new), old)
+        zf.save(directory, new)
+        same(zf.load(directory, like=old), new)
+
+
+def test_no_space_for_the_table_of_contents(saved, monkeypatch):
+    directory, state = saved
+    before = files(directory)
+    real = os.fsync
+
+    def full(handle):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{handle}")) == "zerofn.json.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        zf.save(directory, state)
+    assert error.value.errno == errno.ENOSPC
+    assert files(directory) == before
+    monkeypatch.undo()
+    same(zf.load(directory, like=state), state)
+
+
+def test_an_interrupt_is_an_interrupt(saved, monkeypatch):
+    directory, state = saved
+    before = files(directory)
+
+    def interrupt(handle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        zf.save(directory, state)
+    monkeypatch.undo()
+    assert files(directory) == before
+
+
+VICTIM = """
+import os, signal, sys, time
+import torch, zerofn as zf
+torch.set_num_threads(1)
+tx = zf.adamw(1e-2)
+
+def save(directory, n):
+    start = time.monotonic()
+    zf.save(directory, zf.init(tx, {f"w{i}": torch.full((3000,), float(n)) for i in range(12)}))
+    return time.monotonic() - start
+
+def victim(n, out):
+    while True:
+        n += 1
+        os.write(out, f"{n} {save(sys.argv[1], n)}\\n".encode())
+
+# An interpreter takes seconds to start, its first save another, the next ones milliseconds: so one that has
+# saved forks the victims.
+save(sys.argv[1] + ".other", 0)
+for line in sys.stdin:
+    n, when = line.split()
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        victim(int(n), write)
+    os.close(write)
+    with os.fdopen(read) as out:
+        first = out.readline()
+        time.sleep(float(when) * float(first.split()[1]))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        reports = [first, *out.read().splitlines()]
+    print(reports[-1].split()[0], flush=True)
+"""
+
+
+def test_kill_at_any_moment(tmp_path):
+    """The last complete checkpoint is there, whole, and no older than the last one that was reported."""
+    directory = tmp_path / "checkpoint"
+    like = zf.init(zf.adamw(1e-2), {f"w{i}": torch.zeros(3000) for i in range(12)})
+    generator = torch.Generator().manual_seed(0)
+    at, kills, died = 0, 20, 0
+    command = [sys.executable, "-c", VICTIM, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(kills):
+            # In units of the time that a save takes: in the middle of the second or the third.
+            process.stdin.write(f"{at} {1.5 * float(torch.rand((), generator=generator))}\n")
+            process.stdin.flush()
+            reported = int(process.stdout.readline())
+            died += len(files(directory)) > 2
+            state = zf.load(directory, like=like)
+            (value,) = {x for leaf in state.leaves.values() for x in leaf.unique().tolist()}
+            assert at < reported <= value <= reported + 1
+            at = int(value)
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert died > kills / 4  # with files half written
+    zf.save(directory, like)
+    assert len(files(directory)) == 2
+
+
+def test_saves_wait_for_each_other(saved, monkeypatch):
+    directory, state = saved
+    lock = _manifest.Lock(directory, exclusive=True)
+    monkeypatch.setattr(_manifest, "PATIENCE", 0.1)
+    for use in (lambda: zf.save(directory, state), lambda: zf.load(directory, like=state)):
+        with pytest.raises(TimeoutError, match="in use by another save or load"):
+            use()
+    lock.close()
+    reading = _manifest.Lock(directory, exclusive=False)
+    same(zf.load(directory, like=state), state)
+    reading.close()
+    zf.save(directory, state)
+
+
+def test_the_lock_of_a_dead_process_is_gone(saved):
+    directory, state = saved
+    hold = f"""
+import time
+from pathlib import Path
+from zerofn._manifest import Lock
+lock = Lock(Path({str(directory)!r}), exclusive=True)
+print("held", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    start = time.monotonic()
+    zf.save(directory, state)
+    assert time.monotonic() - start < 5
+
+
+# ----------------------------------------------------------------------------------------- safetensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_export(dtype, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, load_model
+
+    net = model().to(dtype)
+    opt = zf.attach(net, zf.chain(zf.sgd(0.1), zf.ema(0.5)))
+    out = tmp_path / "model.safetensors"
+    zf.export_safetensors(out, opt.state)
+    tensors = load_file(out)
+    names = dict(net.named_parameters(remove_duplicate=False))
+    assert set(tensors) == set(names) - {"head.weight"}
+    for name, x in tensors.items():
+        assert x.dtype == dtype
+        assert torch.equal(x, names[name].detach())
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    other = model(1).to(dtype)
+    assert load_model(other, out) == (set(), [])
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert other.head.weight is other.embed.weight
+    assert files(tmp_path) == ["model.safetensors"]
+
+
+def test_export_of_averages_and_trees(tmp_path):
+    from safetensors.torch import load_file
+
+    tx = zf.chain(zf.sgd(1.0), zf.ema(0.5))
+    state = zf.init(tx, {"a": [torch.zeros(2), torch.zeros(2, 2).T], "s": torch.zeros(())})
+    state, _ = zf.update(tx, {"a": [torch.ones(2), torch.ones(2, 2)], "s": torch.ones(())}, state)
+    zf.export_safetensors(tmp_path / "x", state, of="ema")
+    found = load_file(tmp_path / "x")
+    assert {k: (v.shape, v.unique().tolist()) for k, v in found.items()} == {
+        "a.0": ((2,), [-0.5]),
+        "a.1": ((2, 2), [-0.5]),
+        "s": ((), [-0.5]),
+    }
+    with pytest.raises(ValueError, match=r"of='sgd'\): this state has \['ema'\]"):
+        zf.export_safetensors(tmp_path / "x", state, of="sgd")
+    with pytest.raises(ValueError, match=r"add zf\.ema"):
+        zf.export_safetensors(tmp_path / "x", zf.init(zf.sgd(1.0), [torch.ones(1)]), of="ema")
+
+
+def test_export_that_fails(tmp_path, monkeypatch):
+    state = zf.init(zf.sgd(1.0), [torch.ones(10_000)])
+    out = tmp_path / "x"
+    out.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(OSError, match="x"):
+            zf.export_safetensors(out, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert out.read_text() == "old"
+    assert files(tmp_path) == ["x"]
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install 'zerofn\[safetensors\]'"):
+        zf.export_safetensors(out, state)
+
+
+def test_import_stays_light():
+    """torch.distributed.checkpoint takes 0.7 s and safetensors is an extra: both wait until they are used."""
+    wait = "'safetensors' in m or m.endswith('distributed.checkpoint')"
+    code = f"import sys, zerofn; print([m for m in sys.modules if {wait}])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

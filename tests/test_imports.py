@@ -1,0 +1,194 @@
+"""Who imports whom, what `import zerofn` pulls in, and what the public names promise."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerofn as zf
+
+PACKAGE = Path(zf.__file__).parent
+MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+# The contract of the design, section 2.
+PUBLIC = [
+    *("chain", "shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate"),
+    *("clip_by_global_norm", "clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "masked"),
+    *("partition", "ema", "schedules", "init", "make_step", "bind", "vjp", "update", "full_params", "attach"),
+    *("launch", "describe", "plan", "save", "load", "from_deepspeed"),
+]
+# Shown in the example of `save`, which has to write a file first. It may only become shorter.
+NO_EXAMPLE = {"load", "export_safetensors"}
+
+
+def imports(tree, top_level_only=False):
+    """(imported module, whether the import stands at the top of the module)."""
+    top = {id(node) for node in _top(tree)}
+    for node in ast.walk(tree):
+        if top_level_only and id(node) not in top:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            if node.level and not node.module:
+                yield from (("." + alias.name, id(node) in top) for alias in node.names)
+            else:
+                yield base, id(node) in top
+                yield from ((f"{base}.{alias.name}", id(node) in top) for alias in node.names)
+
+
+def _top(tree):
+    """Statements that run at import, those under `if` and `try` too, but not under `if TYPE_CHECKING`."""
+    for node in tree.body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _top(ast.Module([*node.body, *node.orelse], []))
+        if isinstance(node, ast.Try):
+            yield from _top(ast.Module([*node.body, *node.orelse, *node.finalbody], []))
+
+
+def siblings(tree):
+    """Modules of the package that are imported, anywhere, with lazy imports."""
+    found = set()
+    for name, _ in imports(tree):
+        parts = name.removeprefix("zerofn").lstrip(".").split(".")
+        if name.startswith((".", "zerofn")) and parts[0] in MODULES:
+            found.add(parts[0])
+    return found
+
+
+def test_modules_import_one_way():
+    graph = {name: siblings(tree) - {name} for name, tree in MODULES.items()}
+    done, order = set(), []
+    while len(done) < len(graph):
+        ready = [n for n, needs in graph.items() if n not in done and needs <= done]
+        assert ready, "a cycle among " + ", ".join(f"{n} -> {sorted(graph[n] - done)}" for n in graph if n not in done)
+        done.update(ready)
+        order += ready
+    assert order.index("__init__") > order.index("_tree")
+
+
+@pytest.mark.parametrize(
+    ("library", "owners"), [("optree", {"_tree"}), ("torch.distributed", {"_collectives"}), ("matplotlib", set())]
+)
+def test_only_one_module_imports(library, owners):
+    found = {
+        module
+        for module, tree in MODULES.items()
+        for name, _ in imports(tree)
+        if name == library or name.startswith(library + ".")
+    }
+    assert found <= owners, f"{library} is imported by {sorted(found - owners)}; ask for it through {owners}"
+
+
+def test_torch_distributed_is_not_reached_around_the_import():
+    """`torch.distributed.x` as an attribute is an import all the same."""
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+                assert module == "_collectives", f"{module}.py:{node.lineno} uses torch.distributed"
+
+
+def test_no_module_holds_mutable_state():
+    """Constants in capitals apart, nothing at the top of a module is a list, dict or set that code could fill."""
+    for module, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.List | ast.Dict | ast.Set):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [ast.unparse(t) for t in targets]
+                assert all(n == "__all__" or n.lstrip("_").isupper() for n in names), (
+                    f"{module}.py:{node.lineno}: {names}"
+                )
+            if isinstance(node, ast.Global):
+                raise AssertionError(f"{module}.py:{node.lineno}: global")
+
+
+def test_import_is_light():
+    """Against what `import torch` has loaded already, nothing but optree and the package."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import zerofn; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}), '|',"
+        "*sorted(m for m in set(sys.modules) - before if m.startswith('torch.distributed.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    roots, distributed = (set(part.split()) for part in done.stdout.split("|"))
+    heavy = {
+        "matplotlib",
+        "numpy",
+        "pandas",
+        "scipy",
+        "tqdm",
+        "safetensors",
+        "hypothesis",
+        "pytest",
+        "transformers",
+        "triton",
+    }
+    assert not roots & heavy
+    heavy = ("fsdp", "tensor", "_tensor", "pipelining", "rpc", "elastic", "optim", "checkpoint", "_composable")
+    assert not [m for m in distributed if m.split(".")[2] in heavy]
+    assert "zerofn.testing" not in done.stdout
+
+
+def test_nothing_but_tests_imports_testing():
+    assert not [m for m, tree in MODULES.items() if "testing" in siblings(tree)]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_exist(name):
+    assert hasattr(zf, name)
+
+
+def public():
+    found = {n: v for n, v in vars(zf).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    own = {n: v for n, v in vars(zf.schedules).items() if getattr(v, "__module__", "") == zf.schedules.__name__}
+    found |= {f"schedules.{n}": v for n, v in own.items() if n.islower() and not n.startswith("_")}
+    return {n: v for n, v in found.items() if getattr(v, "__module__", "").startswith("zerofn")}
+
+
+@pytest.mark.parametrize("name", sorted(public()))
+def test_public_names_have_a_docstring_with_an_example(name):
+    thing = public()[name]
+    doc = inspect.getdoc(thing) or ""
+    assert len(doc.splitlines()[0]) > 20 if doc else False, f"{name} has no docstring"
+    if inspect.isclass(thing):
+        # Returned by functions that have one.
+        return
+    assert ">>>" in doc or name in NO_EXAMPLE, f"the docstring of {name} has no example"
+
+
+def test_public_signatures():
+    """The arguments of the design, by name and in order, with its defaults."""
+
+    def arguments(f):
+        return [p.name for p in inspect.signature(f).parameters.values()]
+
+    assert arguments(zf.precision) == ["param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype"]
+    scale = {p.name: p.default for p in inspect.signature(zf.scale_loss).parameters.values()}
+    assert scale == {
+        "scale": "dynamic",
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+        "hysteresis": 1,
+    }
+    assert arguments(zf.accumulate) == ["every", "weighted"]
+    assert arguments(zf.clip_by_global_norm) == ["max_norm"] and arguments(zf.clip_by_value) == ["max_value"]
+    assert arguments(zf.sgd)[:2] == ["lr", "momentum"]
+    assert arguments(zf.adam)[:3] == ["lr", "betas", "eps"]
+    assert arguments(zf.adamw)[:4] == ["lr", "betas", "eps", "weight_decay"]
+    low = ["lr", "betas", "eps", "weight_decay", "state_dtype", "rounding", "seed"]
+    assert arguments(zf.low_precision_adam) == low
+    assert arguments(zf.offload) == ["transform", "device"] and arguments(zf.masked) == ["transform", "mask"]
+    assert arguments(zf.partition) == ["transforms", "labels"] and arguments(zf.ema) == ["decay"]
+    assert arguments(zf.init) == ["tx", "params"] and arguments(zf.make_step) == ["loss_fn", "tx", "donate"]
+    assert arguments(zf.bind) == ["fn", "tx", "state"] and arguments(zf.vjp) == ["fn", "tx", "state", "inputs"]
+    assert arguments(zf.update)[:3] == ["tx", "grads", "state"] and arguments(zf.full_params)[:2] == ["tx", "state"]
+    assert arguments(zf.attach)[:2] == ["model", "tx"]
+    assert arguments(zf.Optimizer.backward)[1:] == ["loss", "retain_graph", "scale_wrt_gas"]

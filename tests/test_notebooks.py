@@ -1,0 +1,57 @@
+"""Every notebook runs from a fresh kernel to its end, is small, and is kept without output."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    # Deprecations among jupyter's own packages say nothing about a notebook.
+    warnings.simplefilter("ignore")
+    import nbformat
+    from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+ids = [path.name for path in NOTEBOOKS]
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> str:
+    """A kernel that is this very interpreter: what is installed as `python3` may be another one."""
+    folder = tmp_path / "kernels" / "here"
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "here", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    return "here"
+
+
+def test_there_are_notebooks():
+    assert "01_pipeline.ipynb" in ids
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_notebook_runs(path, kernel, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=120, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    # A cell that warns would teach a warning.
+    noise = [o["text"] for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]
+    assert not noise, noise
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_notebook_is_kept_clean(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) < 15
+    for cell in notebook.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None, cell["id"]

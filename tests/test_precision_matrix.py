@@ -1,0 +1,323 @@
+"""Every combination of dtypes, stages and placements trains as float64 does, or is refused; and bad input around it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import precision_matrix as matrix
+import pytest
+import torch
+from precision_matrix import AXES, BYTES, DTYPES, STEPS, Cell
+
+import zerofn as zf
+from zerofn._tree import flatten
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+README = Path(__file__).parent.parent / "README.md"
+
+
+# ---- the matrix ----
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return matrix.covering(3)
+
+
+@pytest.fixture(scope="module")
+def results(cells):
+    """For each cell what each of two ranks found; one launch for all."""
+    per_rank = zf.launch(matrix.run_cells, matrix.RANKS, cells, timeout=280)
+    return dict(zip(cells, zip(*per_rank, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {stored: matrix.reference(stored) for stored in AXES["stored"]}
+
+
+def test_any_three_values_that_can_meet_do_meet(cells):
+    """Counted over the full product, independently of how the cells were chosen."""
+    possible = {c: None for c in matrix.every_cell() if matrix.refusal(c) is None}
+    names = list(AXES)
+    for axes in itertools.combinations(range(len(names)), 3):
+        missing = {tuple(c[i] for i in axes) for c in possible} - {tuple(c[i] for i in axes) for c in cells}
+        assert not missing, f"{[names[i] for i in axes]}: {missing}"
+    assert all(c in possible for c in cells) and len(set(cells)) == len(cells)
+    total = sum(1 for _ in matrix.every_cell())
+    print(f"\n{total:,} combinations: {total - len(possible):,} refused, {len(cells)} of the others trained")
+
+
+def test_every_cell_changes_parameters_as_float64_does(results, references):
+    bad = []
+    for cell, ranks in results.items():
+        for leaf, expected in references[cell.stored].items():
+            off = float((ranks[0]["change"][leaf] - expected).abs().max())
+            if not off <= matrix.bound(cell):
+                bad.append(f"{leaf}: off by {off:.2e}, bound {matrix.bound(cell):.2e}, in {cell}")
+    assert not bad, "\n".join(bad)
+
+
+def test_bounds_would_show_a_wrong_gradient(cells, references):
+    """The widest bound is far below a change; a gradient doubled or halved changes more than any bound allows."""
+    assert all(float(x.abs().max()) > 0.08 for ref in references.values() for x in ref.values())
+    assert max(map(matrix.bound, cells)) < 0.03
+    assert sorted(map(matrix.bound, cells))[len(cells) // 2] < 0.02
+
+
+def test_every_cell_on_every_rank(results):
+    """Both ranks hold the same parameters, every leaf was alive, every step counted, every dtype as asked."""
+    leaves = {name for name, _ in matrix.Net().named_parameters()}
+    for cell, ranks in results.items():
+        assert all(torch.equal(ranks[0]["change"][k], ranks[1]["change"][k]) for k in leaves), cell
+        assert set.union(*(r["alive"] for r in ranks)) == leaves, cell
+        for r in ranks:
+            assert (r["updates"], r["skipped"]) == (STEPS, 0), cell
+            expected = {k: {DTYPES[getattr(cell, k)]} for k in ("stored", "moments", "gradients")}
+            assert r["dtypes"] == expected, cell
+
+
+@pytest.mark.parametrize("moments", AXES["moments"])
+@pytest.mark.parametrize("rounding", AXES["rounding"])
+@pytest.mark.parametrize("stored", AXES["stored"])
+def test_refused_cells(stored, moments, rounding):
+    """Only these three axes decide; the error says which values, on which leaves, and what to write."""
+    first = {axis: values[0] for axis, values in AXES.items()}
+    cell = Cell(**{**first, "stored": stored, "moments": moments, "rounding": rounding})
+
+    def build():
+        return zf.init(matrix.pipeline(cell), dict(matrix.Net().named_parameters()))
+
+    if (refused := matrix.refusal(cell)) is None:
+        build()
+        return
+    with pytest.raises(ValueError, match=refused[0]) as error:
+        build()
+    assert "write: " in str(error.value)
+
+
+@pytest.mark.parametrize("make", [zf.adam, zf.adamw])
+def test_adam_of_torch_has_no_fp16_moments_either(make):
+    tx = zf.chain(zf.precision(store_dtype=F16), make(1e-3))
+    with pytest.raises(ValueError, match=r"6e-8(.|\n)*w: stored in torch.float16(.|\n)*low_precision_adam"):
+        zf.init(tx, {"w": torch.ones(2)})
+
+
+# ---- what is kept ----
+
+
+def one_step(stored, gradients, moments, rounding, **attach):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    dtypes = zf.precision(store_dtype=DTYPES[stored], param_dtype=DTYPES[stored], grad_dtype=DTYPES[gradients])
+    adam = zf.low_precision_adam(1e-3, state_dtype=DTYPES[moments], rounding=rounding)
+    opt = zf.attach(model, zf.chain(dtypes, adam), **attach)
+    model(torch.randn(4, 64)).float().square().mean().backward()
+    return model, opt
+
+
+@pytest.mark.parametrize("rounding", AXES["rounding"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stored", "gradients"), list(itertools.product(DTYPES, DTYPES)))
+def test_bytes_per_parameter_are_those_of_the_table(stored, gradients, moments, rounding):
+    """Every tensor that is kept, counted by storage: a second copy anywhere would show."""
+    first = {axis: values[0] for axis, values in AXES.items()}
+    if matrix.refusal(Cell(**{**first, "stored": stored, "moments": moments, "rounding": rounding})):
+        return
+    model, opt = one_step(stored, gradients, moments, rounding)
+    kept = [*model.parameters(), *(p.grad for p in model.parameters()), *flatten(opt.state)[0]]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.ndim}
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(storages.values()) == count * matrix.state_bytes(stored, gradients, moments, rounding)
+
+
+def test_bf16_is_8_bytes_and_6_in_backward():
+    assert matrix.state_bytes("bf16", "bf16", "bf16", "stochastic") == 8
+    model, opt = one_step("bf16", "bf16", "bf16", "stochastic", in_backward=True)
+    assert all(p.grad is None for p in model.parameters())
+    kept = [*model.parameters(), *flatten(opt.state)[0]]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.ndim}
+    assert sum(storages.values()) == 6 * sum(p.numel() for p in model.parameters())
+    assert BYTES["bf16"] * 3 == 6
+
+
+def test_readme_shows_this_table():
+    shown = matrix.section(README.read_text())
+    assert shown == matrix.markdown(), "python tests/precision_matrix.py --write README.md"
+
+
+# ---- bad input ----
+
+
+def bf16_run(**adam):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    opt = zf.attach(model, zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2, **adam)))
+    return model, opt
+
+
+@pytest.mark.parametrize("change", ["to", "half", "data"])
+def test_a_dtype_that_changes_behind_our_back_is_noticed(change):
+    model, opt = bf16_run()
+    model(torch.ones(1, 3)).sum().backward()
+    if change == "data":
+        for p in model.parameters():
+            p.grad = None
+        model.weight.data = model.weight.data.float()
+        named = r"weight: moved to torch.float32 on cpu; attached as torch.bfloat16 on cpu"
+    else:
+        model.float() if change == "to" else model.half()
+        dtype = "float32" if change == "to" else "float16"
+        named = rf"weight: moved to torch.{dtype} on cpu; .*\n  bias: moved to torch.{dtype}"
+    with pytest.raises(RuntimeError, match=rf"changed after it was attached\n  {named}(.|\n)*opt.detach\(\)"):
+        opt.step()
+
+
+def test_fp32_states_do_not_slip_into_a_bf16_pipeline_and_the_way_shown_works(tmp_path):
+    torch.manual_seed(1)
+    old_model = torch.nn.Linear(3, 2)
+    old_tx = zf.low_precision_adam(1e-2, state_dtype=F32, rounding="nearest")
+    old = zf.attach(old_model, old_tx)
+    old_model(torch.ones(1, 3)).sum().backward()
+    old.step()
+    trained = old_model.weight.detach().clone()
+    saved = old.state_dict()
+    zf.save(tmp_path / "run", old.state)
+
+    model, opt = bf16_run()
+    before = model.weight.detach().clone()
+    text = r"params/weight: .*float32.* instead of .*bfloat16(.|\n)*dtypes are never changed silently(.|\n)*zf.attach"
+    with pytest.raises(ValueError, match=text) as error:
+        opt.load_state_dict(saved)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match=r"float32 in the checkpoint, bfloat16 here(.|\n)*never changed silently"):
+        zf.load(tmp_path / "run", like=opt.state)
+
+    # The lines of the message, run as they stand.
+    code = [line.strip() for line in str(error.value).splitlines() if line.startswith("         ")]
+    scope = {"zf": zf, "model": torch.nn.Linear(3, 2), "old_tx": old_tx, "tx": opt.tx, "d": saved}
+    exec("\n".join(code), scope)
+    assert torch.equal(scope["model"].weight.detach(), trained.bfloat16())
+    assert scope["opt"].state.leaves["weight"].dtype == BF16
+
+
+def allocate_under_a_limit(wrapped: bool) -> str:
+    """A real shortage: address space for 2 bytes of each parameter in the state, not for 8 more."""
+    import resource
+
+    params = {"w": torch.zeros(32 << 20, dtype=BF16)}
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+    adam = zf.low_precision_adam(1e-3, state_dtype=F32)
+    try:
+        zf.init(zf.offload(adam) if wrapped else adam, params)
+    except (MemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "it fitted"
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is that of Linux")
+def test_offload_into_too_little_memory_names_the_transform_and_the_bytes():
+    (text,) = zf.launch(allocate_under_a_limit, 1, True, timeout=60)
+    size = 8 * (32 << 20) + 16  # two fp32 moments and two counters
+    assert text.startswith("MemoryError: offload(low_precision_adam(...)) found no room on cpu for the"), text
+    assert f"{size:,} bytes of its state" in text and "8 bytes for each of 33,554,432 parameters" in text
+    assert "zf.shard()" in text
+
+
+def test_an_error_that_is_no_shortage_passes_through_offload():
+    with pytest.raises(ValueError, match="nothing to round"):
+        zf.init(zf.offload(zf.low_precision_adam(1e-3, rounding="kahan")), {"w": torch.ones(2)})
+
+
+# ---- fp16: overflow ----
+
+
+def fp16_run(**scale):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    dtypes = zf.precision(store_dtype=F16, param_dtype=F16)
+    return model, zf.attach(model, zf.chain(dtypes, zf.scale_loss(**scale), zf.low_precision_adam(1e-3)))
+
+
+def overflow(model, opt, leaves):
+    model(torch.ones(1, 4)).float().sum().backward()
+    for name, p in model.named_parameters():
+        if name in leaves:
+            p.grad.view(-1)[-1] = leaves[name]
+    opt.step()
+    opt.zero_grad()
+
+
+def test_the_first_leaf_that_overflowed_is_named_and_skipped_steps_are_counted():
+    torch.manual_seed(0)
+    model, opt = fp16_run(init_scale=8.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    overflow(model, opt, {"1.weight": torch.inf, "0.bias": torch.nan})
+    assert opt.overflow_leaf == "0.bias" and bool(opt.metrics["skipped"])
+    assert opt.state.layout.leaves[int(opt.metrics["overflow_leaf"])].path == "0.bias"
+    overflow(model, opt, {"1.weight": -torch.inf})
+    assert opt.overflow_leaf == "1.weight" and opt.skipped_steps == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    overflow(model, opt, {})
+    assert opt.overflow_leaf is None and int(opt.metrics["overflow_leaf"]) == -1
+    assert opt.skipped_steps == 2 and int(opt.state.step) == 1
+
+
+def test_each_member_of_an_ensemble_names_its_own_leaf():
+    tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(0.1))
+    states = [zf.init(tx, {"a": torch.ones(2), "b": torch.ones(3)}) for _ in range(3)]
+    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *states)
+    grads = {"a": torch.ones(3, 2), "b": torch.ones(3, 3)}
+    grads["b"][1, 2], grads["a"][2, 0] = torch.inf, torch.nan
+    _, metrics = torch.func.vmap(lambda g, s: zf.update(tx, g, s))(grads, stacked)
+    assert metrics["overflow_leaf"].tolist() == [-1, 1, 0]
+    assert metrics["skipped"].tolist() == [False, True, True]
+
+
+def overflow_on_one_rank(zero: str):
+    import torch.distributed as dist
+
+    road = {"0": [zf.all_reduce()], "3": [zf.shard()]}[zero]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    tx = zf.chain(*road, zf.scale_loss(init_scale=2.0, min_scale=1.0), zf.sgd(1e-3))
+    opt = zf.attach(model, tx)
+    named, message = [], ""
+    try:
+        for _ in range(60):
+            x = torch.full((1, 4), torch.inf if dist.get_rank() == 1 else 1.0)
+            model(x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            named.append(opt.overflow_leaf)
+    except FloatingPointError as error:
+        message = str(error)
+    return named, message
+
+
+@pytest.mark.parametrize("zero", ["0", "3"])
+def test_all_ranks_name_the_same_leaf_and_give_up_together(zero):
+    """The input of rank 1 is infinite: its outputs and the gradient of the first weight are."""
+    one, other = zf.launch(overflow_on_one_rank, 2, zero, timeout=120)
+    assert one == other
+    named, message = one
+    assert set(named) == {"0.weight"}
+    # One overflow brings the scale from 2 to its minimum; 50 more there are enough.
+    assert len(named) == 50
+    assert re.match(r"50 micro-steps in a row, the last being number 51, overflowed at .* minimum, 1\n", message)
+    assert "gradient of 0.weight is not finite" in message and "write: a lower learning rate" in message
+
+
+def test_a_static_scale_that_overflows_for_ever_is_an_error_too():
+    torch.manual_seed(0)
+    model, opt = fp16_run(scale=64.0)
+    with pytest.raises(FloatingPointError, match=r"50 micro-steps in a row, the last being number 53, (.|\n)*0.bias"):
+        for step in range(60):
+            overflow(model, opt, {"0.bias": torch.inf} if step > 2 else {})
+    assert opt.skipped_steps == 49

@@ -1,0 +1,50 @@
+"""The README's code runs, its commands name files that exist, and its first screen is short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_every_block_of_python_runs(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "block.py"
+    path.write_text(BLOCKS[number])
+    exec(compile(BLOCKS[number], str(path), "exec"), {"__name__": "__main__"})
+
+
+def test_the_first_example_learns(capsys):
+    exec(BLOCKS[0], {"__name__": "__main__"})
+    first = capsys.readouterr().out.splitlines()[0]
+    loss, steps, _ = first.split()
+    # 200 micro-steps, four to an update; the targets have a variance of about 3.5.
+    assert int(steps) == 50
+    assert float(loss) < 1.0
+
+
+def test_the_first_example_is_short():
+    code = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(code) <= 30
+
+
+def test_the_refusal_it_shows_is_the_one_raised():
+    import zerofn as zf
+
+    with pytest.raises(ValueError, match="clip_by_global_norm comes before scale_loss") as error:
+        zf.chain(zf.clip_by_global_norm(1.0), zf.scale_loss("dynamic"), zf.adamw(lr=1e-3))
+    shown = re.findall(r"^# (.*)$", BLOCKS[1], re.M)
+    told = str(error.value).splitlines()
+    for line, real in zip(shown, told, strict=True):
+        assert real.startswith(line.removesuffix(" ..."))
+
+
+def test_files_it_names_exist():
+    for name in re.findall(r"(?:examples|notebooks|tests)/[\w./]+\.(?:py|ipynb)", README):
+        assert (ROOT / name).is_file(), name

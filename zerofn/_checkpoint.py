@@ -1,0 +1,378 @@
+"""`save`, `load` and `export_safetensors`: a state on disk, by path, for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._attach import Optimizer
+from ._collectives import Group, all_gather_into, gather_objects, world_group
+from ._entries import Entry, entries, rebuild
+from ._errors import bad_leaves, explain
+from ._state import State
+from ._tree import Placement
+
+SMALL = 4096  # elements of a tensor that is compared between ranks
+# What a transform of another library may keep besides tensors.
+PLAIN = (bool, int, float, str, type(None))
+
+
+def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
+    """Write a checkpoint; one that is there is replaced.
+
+    Every tensor is kept by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), whole or in
+    the pieces that ranks have, so any number of ranks can load it. A save that fails or dies at any moment
+    leaves the checkpoint that was there: the new one takes its place in a single step, at the end. It needs
+    room for both until then.
+
+    With a sharded state every rank calls it, and all must see the same file system.
+
+    Args:
+        directory: where; made if it is not there.
+        state: of `zf.init` or of a step. Of an attached model `opt.state`, or `opt` itself, which keeps the
+            learning rates of `param_groups` too: what a scheduler of torch.optim has set is in no state.
+
+    Raises:
+        TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
+        OSError: the disk is full or the directory cannot be written. Nothing is lost.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.adamw(lr=1e-3)
+    >>> state = zf.init(tx, {"w": torch.arange(3.0)})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(3)}))
+    >>> loaded.params["w"]
+    tensor([0., 1., 2.])
+    """
+    from ._dcp import Piece, save_pieces
+
+    groups = state.state_dict()["param_groups"] if isinstance(state, Optimizer) else None
+    given = _state_of(state, "zf.save(directory, {})")
+    placement = given.layout.placement
+    group = _group(placement)
+    pieces: dict[str, Piece] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    bad = []
+    for e in entries(given):
+        if e.key in tensors or e.key in values:
+            bad.append((e.key, "two entries have this name; give the transform another: tx.named('other')"))
+        elif isinstance(e.value, Tensor):
+            if e.value.is_meta:
+                bad.append((e.key, "is on the meta device and has no data"))
+            else:
+                apart = e.owner in placement.apart
+                for rank in range(placement.together if apart else 1):
+                    about = {"dtype": _dtype(e.value.dtype), "shape": list(e.shape)}
+                    tensors[_name(e, rank if apart else None)] = about
+                name = _name(e, group.rank if apart else None)
+                pieces[name] = Piece(_flat(e.value), e.offset or 0, e.shape)
+        elif isinstance(e.value, PLAIN):
+            values[e.key] = e.value
+        else:
+            bad.append((e.key, f"a {type(e.value).__name__} cannot be saved"))
+    if bad:
+        right = "a state of tensors, numbers and text, each under a name of its own"
+        raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
+    _check_replicas(given, group)
+    header = {
+        "zerofn": _version(),
+        "torch": torch.__version__,
+        "ranks": placement.together,
+        "values": values,
+        "param_groups": groups,
+        "tensors": tensors,
+    }
+    try:
+        save_pieces(pieces, Path(directory), group, header)
+    except OSError as error:
+        raise _unwritten(directory, error) from error
+
+
+def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
+    """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
+
+    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers. Every piece that is read is
+    checked against its checksum.
+
+    Args:
+        directory: of `zf.save`.
+        like: a state of the same pipeline and model: `zf.init(tx, params)`. It gives structure, devices and
+            dtypes, and is not written. The number of ranks may be another than when it was saved. Or an
+            attached model's `opt`, which is written, in place, once everything has been read.
+
+    Returns:
+        The state; with `like=opt`, `opt.state`.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
+            path; of another format version; truncated or changed.
+    """
+    from ._dcp import Piece, load_pieces
+
+    model = _state_of(like, "zf.load(directory, like={})")
+    placement = model.layout.placement
+    group = _group(placement)
+    wanted = entries(model)
+    new: dict[str, Tensor] = {}
+    flat: dict[str, Tensor] = {}
+    for e in wanted:
+        if isinstance(e.value, Tensor):
+            device = "cpu" if e.value.is_meta else e.value.device
+            pinned = device != "cpu" and e.value.device.type == "cpu" and e.value.is_pinned()
+            x = new[e.key] = torch.empty_like(e.value, device=device, pin_memory=pinned, requires_grad=False)
+            flat[e.key] = x.view(-1) if x.is_contiguous() else x.new_empty(x.numel())
+
+    def choose(manifest: dict[str, Any]) -> dict[str, Piece]:
+        bad = _differences(wanted, manifest)
+        if bad:
+            raise ValueError(_misfit_message(directory, bad))
+        sources = {e.key: _source(e, manifest, placement, group.rank) for e in wanted if e.key in new}
+        return {
+            name: Piece(flat[e.key], e.offset or 0, e.shape) for e in wanted if (name := sources.get(e.key)) is not None
+        }
+
+    manifest = load_pieces(Path(directory), group, choose)
+    for key, x in new.items():
+        if not x.is_contiguous():
+            x.copy_(flat[key].view(x.shape))
+    if manifest["ranks"] != placement.together:
+        _empty_windows(wanted, new, manifest, placement, directory)
+    state = rebuild(model, lambda e: new[e.key] if e.key in new else manifest["values"][e.key])
+    if isinstance(like, Optimizer):
+        like.load_state(state, manifest["param_groups"])
+        return like.state
+    return state
+
+
+def _state_of(given: Any, where: str) -> State:
+    state = given.state if isinstance(given, Optimizer) else given
+    if not isinstance(state, State):
+        wrong = where.format(type(given).__name__)
+        raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
+    return state
+
+
+def _group(placement: Placement) -> Group:
+    if placement.together == 1:
+        return Group()
+    group = world_group("checkpoint")
+    if group.size != placement.together:
+        raise ValueError(
+            explain(
+                f"a state that {placement.together} ranks hold together, in a job of {group.size} ranks",
+                "every rank of the job takes part in saving and loading, and some have no part in this state",
+                "zf.full_params(tx, state) and a state of one process, or a pipeline over all ranks",
+            )
+        )
+    return group
+
+
+def _check_replicas(state: State, group: Group) -> None:
+    """What every rank has whole is written once, so it must be the same: looked at where that is cheap."""
+    if group.size == 1:
+        return
+    small = {
+        e.key: zlib.crc32(_flat(e.value).view(torch.uint8).cpu().numpy().tobytes())
+        for e in entries(state)
+        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in state.layout.placement.apart
+        if 0 < e.value.numel() <= SMALL
+    }
+    answers = gather_objects(small, group)
+    bad = [(key, "differs between ranks") for key in small if len({a.get(key) for a in answers}) > 1]
+    if bad:
+        right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
+        raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1)
+
+
+def _name(e: Entry, rank: int | None) -> str:
+    return e.key if rank is None else f"{e.key}@{rank}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version() -> str:
+    try:
+        return version("zerofn")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _source(e: Entry, manifest: dict[str, Any], placement: Placement, rank: int) -> str | None:
+    """Under which name an entry of `like` stands in the checkpoint; `None` where it begins anew."""
+    if e.key in manifest["tensors"]:
+        return e.key
+    if manifest["ranks"] == placement.together:
+        return _name(e, rank)
+    # Counters are the same on every rank.
+    return None if e.path else _name(e, 0)
+
+
+def _differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every path in which a checkpoint is not one of this state, and how."""
+    saved = {_base(name, manifest): about for name, about in manifest["tensors"].items()}
+    found = {**dict.fromkeys(manifest["values"]), **saved}
+    bad = []
+    for e in wanted:
+        if e.key not in found:
+            bad.append((e.key, "missing: the checkpoint does not have it"))
+            continue
+        about = found.pop(e.key)
+        if (about is None) == isinstance(e.value, Tensor):
+            there, here = ("a plain value", "a tensor") if about is None else ("a tensor", "a plain value")
+            bad.append((e.key, f"{there} in the checkpoint, {here} here"))
+        elif about is not None:
+            bad += [(e.key, reason) for reason in _misfits(e, about)]
+    return bad + [(key, "unexpected: only the checkpoint has it") for key in found]
+
+
+def _base(name: str, manifest: dict[str, Any]) -> str:
+    """A name without its rank. A key may hold the sign itself, but then not for rank after rank."""
+    base, _, rank = name.rpartition("@")
+    apart = rank.isdecimal() and all(f"{base}@{r}" in manifest["tensors"] for r in range(manifest["ranks"]))
+    return base if apart and manifest["ranks"] > 1 else name
+
+
+def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:
+    found = []
+    shape, dtype = tuple(about["shape"]), about["dtype"]
+    # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all.
+    vacant = e.offset is not None and e.value.numel() == 0 and shape == (0,)
+    if shape != tuple(e.shape) and not vacant:
+        found.append(f"shape {shape} in the checkpoint, {tuple(e.shape)} here")
+    if dtype != _dtype(e.value.dtype):
+        found.append(f"{dtype} in the checkpoint, {_dtype(e.value.dtype)} here")
+    return found
+
+
+def _misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
+    right = "zf.load(directory, like=zf.init(tx, params)) with the pipeline and the model that saved it"
+    if all(" in the checkpoint, " in reason and not reason.startswith("shape") for _, reason in bad):
+        right += (
+            "; dtypes are never changed silently. To change the pipeline, load with the old one and begin anew:\n"
+            "         old = zf.load(directory, like=zf.init(old_tx, params))\n"
+            "         state = zf.init(new_tx, zf.full_params(old_tx, old))"
+        )
+    return bad_leaves(f"the checkpoint in {directory} does not fit this state", bad, right)
+
+
+def _empty_windows(
+    wanted: list[Entry], new: dict[str, Tensor], manifest: dict[str, Any], placement: Placement, directory: Any
+) -> None:
+    """Begin anew what each rank had for itself, provided that nothing was under way."""
+    apart = {e.owner for e in wanted if f"{e.key}@0" in manifest["tensors"]} | set(placement.apart)
+    busy = [e.key for e in wanted if e.owner in apart and not e.path and bool(new[e.key].any())]
+    if busy:
+        raise ValueError(
+            explain(
+                f"{directory} was saved by {manifest['ranks']} ranks and is loaded by {placement.together}",
+                f"it was saved within an accumulation window ({', '.join(busy)} is not zero), and each rank "
+                "has a sum of its own that is not yet reduced",
+                f"load it on {manifest['ranks']} ranks, or save when opt.metrics['updated'] is true",
+            )
+        )
+    for e in wanted:
+        if e.owner in apart and e.path:
+            new[e.key].zero_()
+
+
+def _unwritten(directory: Any, error: OSError) -> OSError:
+    why = f"{error.strerror or error}; a checkpoint that was there is as it was"
+    right = "free space, or another directory; room is needed for the old and the new checkpoint"
+    where = "".join(f" {note}" for note in getattr(error, "__notes__", []))
+    message = explain(f"zf.save({str(directory)!r}) could not write{where}", why, right)
+    return type(error)(error.errno, message) if error.errno else type(error)(message)
+
+
+def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
+    """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
+
+    Of tied names the first is written, the others stand in the metadata as the name they are tied to:
+    `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
+    Buffers of a module, such as running means, are no parameters and not in a state.
+
+    With a sharded state every rank calls it; the first writes, and needs memory for the whole model.
+
+    Args:
+        path: of the file.
+        state: of `zf.init` or of a step, or an attached model's `opt`.
+        of: `"params"`, or the name of an `ema` for the averages.
+
+    Raises:
+        ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
+        OSError: it cannot be written. A file that was there is as it was.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(
+            explain(
+                "zf.export_safetensors(...)",
+                "the package safetensors is not installed",
+                "pip install 'zerofn[safetensors]'",
+            )
+        ) from error
+    given = _state_of(state, "zf.export_safetensors(path, {})")
+    owner, slot = ("params", "") if of == "params" else (of, "average")
+    found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
+    if not found:
+        names = [name for name, own in given.transforms.items() if "average" in own]
+        raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
+    group = _group(given.layout.placement)
+    # An ema watches trainable leaves; frozen ones are as they are.
+    params = {e.path: e for e in entries(given) if e.owner == "params"}
+    tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}
+    failure = None
+    if group.rank == 0:
+        layout = given.layout
+        names = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
+        tied = {name: kept for name, kept in names.items() if name != kept}
+        temporary = Path(f"{os.fspath(path)}.tmp")
+        try:
+            save_file(tensors, temporary, {"format": "pt", **tied})
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            failure = error
+        except Exception as error:
+            # The format's own errors: it reports a full disk as one.
+            failure = OSError(f"{os.fspath(path)} could not be written: {error}")
+        finally:
+            temporary.unlink(missing_ok=True)
+    failure = gather_objects(failure, group)[0]
+    if failure is not None:
+        raise failure
+
+
+def _gather(e: Entry, group: Group) -> Tensor:
+    """A whole tensor on the CPU of the first rank; an empty one elsewhere."""
+    x = e.value.detach()
+    if e.offset is not None:
+        numel = torch.Size(e.shape).numel()
+        places = gather_objects((e.offset, x.numel()), group)
+        width = max(n for _, n in places)
+        mine = x.new_zeros(width, device=group.device)
+        mine[: x.numel()] = x
+        rows = mine.new_empty((group.size, width))
+        all_gather_into(rows.view(-1), mine, group)
+        x = x.new_empty(numel if group.rank == 0 else 0, device="cpu")
+        if group.rank == 0:
+            for (offset, n), row in zip(places, rows, strict=True):
+                x[offset : offset + n] = row[:n]
+            x = x.view(e.shape)
+    return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)
