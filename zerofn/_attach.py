@@ -202,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_unchanged()
         if self._home.in_backward is not None:
             self._refuse_override(weight)
-            self._home.collect()
+            self._home.collect(self._boundary)
             self._home.state, self.metrics = self._home.in_backward.finish()
         else:
             self._update(weight)
@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, weight: Any) -> None:
         """Run the update halves on the gradients that have arrived."""
         rates = self._rates()
-        grads = self._home.collect()
+        grads = self._home.collect(self._boundary)
         averaged = self._averaged is not False
         ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates, averaged=averaged)
         closes = self.is_boundary

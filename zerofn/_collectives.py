@@ -328,6 +328,27 @@ def channel(group: Group) -> Group:
     return opened
 
 
+def joint_channel(groups: Sequence[Group]) -> Group:
+    """A channel between all ranks that any of the groups connects, directly or through one another.
+
+    For the axes of a mesh. Every rank of the world must call it.
+
+    >>> joint_channel([Group()]).size
+    1
+    """
+    joined = {r for g in groups for r in g.ranks}
+    several = [g for g in groups if g.size > 1]
+    if len(several) < 2:
+        return channel(several[0] if several else groups[0])
+    for group in several[1:]:
+        for found in gather_objects(sorted(joined), group):
+            joined.update(found)
+    key = (tuple(sorted(joined)), several[0].device.type, len(_registry.current()))
+    opened = _registry.get(key, "channel", lambda: _open_row(key[0], key[1], "channel"))
+    assert opened is not None
+    return opened
+
+
 def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
     ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""

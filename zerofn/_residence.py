@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ._agree import agree_on_start
-from ._collectives import Group, channel
+from ._collectives import Group, channel, joint_channel
 from ._compat import set_grad_dtype
 from ._in_backward import InBackward
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._pure import check_finite
+from ._rounds import STEP
 from ._run import counter
 from ._shard import Averaging, Like, Sharding, cut
 from ._state import State
@@ -31,6 +32,10 @@ from ._tree import Leaf, Leaves
 from ._types import Context
 from ._units import Units
 from ._views import Sight, install, needs_sight
+
+
+# What must be equal on all ranks at every step.
+MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()")
 
 
 class Residence:
@@ -57,7 +62,7 @@ class Residence:
         self.control: Group | None = None
         if pipe.groups:
             self.groups = tuple(channel(g) for g in pipe.groups)
-            self.control = channel(pipe.groups[0])
+            self.control = joint_channel(pipe.groups)
         stored = {leaf.path: self._settle_in(leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.homes = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
@@ -113,7 +118,8 @@ class Residence:
             for leaf in leaves
             for p in [self.params[leaf.path]]
         }
-        stream = Stream(replace(stage, group=group), channel(pipe.groups[0]), leaves, like, self._take)
+        control = joint_channel(pipe.groups)
+        stream = Stream(replace(stage, group=group), control, leaves, like, self._take, MARKS)
         for leaf in leaves:
             p = self.params[leaf.path]
             self.undo.append(
@@ -159,11 +165,20 @@ class Residence:
         p = self.params[leaf.path]
         p.grad = g if p.grad is None else p.grad.add_(g)
 
-    def collect(self) -> Leaves:
-        """The gradients of this micro-step, in the form the update halves take."""
-        marks = {"the number of steps": int(self.state.micro_step)}
+    def _marks(self, boundary: bool | None, dropped: bool) -> dict[str, int]:
+        closes = 2 if boundary is None else int(boundary)
+        return dict(zip(MARKS, (int(self.state.micro_step), closes, int(dropped)), strict=True))
+
+    def collect(self, boundary: bool | None = None) -> Leaves:
+        """The gradients of this micro-step, in the form the update halves take.
+
+        Args:
+            boundary: what `set_boundary` says of this step; ranks must say the same.
+        """
+        marks = self._marks(boundary, dropped=False)
         if self.units is not None:
-            self.units.rounds.rest()
+            self.units.rounds.rest(STEP)
+            self.units.stirred = False
             self.units.drop()
         if self.stream is not None:
             self.stream.settle(marks)
@@ -180,9 +195,13 @@ class Residence:
 
     def clear(self) -> None:
         """Forget the gradients of this micro-step."""
+        if self.units is not None and self.units.stirred:
+            # Another rank may be in a backward that this one has given up.
+            self.units.rounds.rest()
+            self.units.stirred = False
+        if self.stream is not None and not self.stream.idle:
+            self.stream.discard(self._marks(None, dropped=True))
         self.reduced.clear()
-        if self.stream is not None:
-            self.stream.discard()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -19,7 +19,9 @@ import torch
 
 from ._collectives import Group, all_gather_into
 
-GATHER, SCATTER, REST = 1, 2, 0
+REST = 0
+# Where a rank rests: between two calls of the model, or at a step.
+CALL, STEP = 0, 1
 
 
 class Rounds:
@@ -37,22 +39,30 @@ class Rounds:
         """Do `work`, the collective `(kind, unit)`, together with what other ranks ask for."""
         mine = (kind, unit)
         result: Any = None
-        for asked in self._wanted(mine):
+        for asked in self._exchange(kind, unit)[0]:
             if asked == mine:
                 result = work()
             else:
                 self.join(*asked)
         return result
 
-    def rest(self) -> None:
-        """Return once no rank wants anything any more; until then take part."""
-        while wanted := self._wanted((REST, 0)):
-            for asked in wanted:
-                self.join(*asked)
+    def rest(self, place: int = CALL) -> None:
+        """Return once no rank wants anything any more; until then take part.
 
-    def _wanted(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
-        sent = torch.tensor(mine, dtype=torch.int64, device=self.control.device)
+        A rest at a step ends with those of the other ranks: one that is only between two calls of the
+        model will want more before its own step. One between two calls ends whatever the others rest at.
+        """
+        while True:
+            asked, places = self._exchange(REST, place)
+            for kind, unit in asked:
+                self.join(kind, unit)
+            if not asked and min(places) >= place:
+                return
+
+    def _exchange(self, kind: int, unit: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """What any rank asks for, once each in a fixed order, and where the others rest."""
+        sent = torch.tensor((kind, unit), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(2 * self.control.size)
         all_gather_into(every, sent, self.control)
-        asked = {(int(k), int(u)) for k, u in every.reshape(-1, 2).tolist()}
-        return sorted(a for a in asked if a[0] != REST)
+        rows = [(int(k), int(u)) for k, u in every.reshape(-1, 2).tolist()]
+        return sorted({r for r in rows if r[0] != REST}), [u for k, u in rows if k == REST]

@@ -4,11 +4,14 @@ Backward has no end that could be observed: an unused parameter never fires, che
 kept graph runs again. So nothing here waits for one. A bucket is sent once all of its leaves have a
 gradient and the bucket before it is on its way; whatever is left, `settle` sends. A *round* is one pass over
 all buckets. The reduction is linear, so a contribution may travel in any round; what must be equal on
-all ranks is the number of rounds, and on that `settle` makes them agree.
+all ranks is the number of rounds. The first one needs no agreement, since `settle` always completes it. Before
+every further one ranks tell each other whether they want it, and nobody waits for the answer before
+`settle`: until then another rank may be in a collective of the user's, which waits for this one.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +25,10 @@ from ._tree import Leaf
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
+# Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
+# under way: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
+# way there by a collective of the user's that waits for this very rank.
+PATIENCE = 1.0
 
 
 class Stream:
@@ -33,6 +40,7 @@ class Stream:
         leaves: trainable leaves, in the order in which backward is expected to reach them.
         like: what the gradient of each is.
         done: takes a reduced gradient to its place; called in a fixed order.
+        marks: names of the numbers that `settle` compares.
     """
 
     def __init__(
@@ -42,7 +50,9 @@ class Stream:
         leaves: list[Leaf],
         like: dict[str, Like],
         done: Callable[[Leaf, Tensor], None],
+        marks: tuple[str, ...],
     ):
+        self.marks = marks
         self.stage, self.control, self.like, self.done = stage, control, like, done
         self.wire: Sharding | Flat = wire_of(stage, like)
         self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
@@ -51,7 +61,17 @@ class Stream:
         self.missing = [len(b) for b in self.buckets]
         self.next = 0
         self.rounds = 0
+        # The question whether there is a round after `rounds`, once it is asked, and the answers.
+        self.question: tuple[Any, Tensor, Tensor] | None = None
+        self.allowed = 1
+        self.patience = PATIENCE
+        self.dropping = False
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has arrived since all was settled."""
+        return not (self.pending or self.rounds or self.next)
 
     def arrived(self, path: str, grad: Tensor) -> None:
         """A gradient of this rank. It belongs to the stream from now on."""
@@ -60,8 +80,35 @@ class Stream:
         else:
             self.pending[path] = grad
             self.missing[self.home[path]] -= 1
-        while self.missing[self.next] == 0:
+        while self.missing[self.next] == 0 and self._may_begin():
             self._send()
+
+    def _may_begin(self) -> bool:
+        """Whether the next bucket's round is one that all ranks know of; asks them if it is not."""
+        if self.rounds < self.allowed:
+            return True
+        if self.question is None:
+            self._ask(True, {})
+        assert self.question is not None
+        if self.question[0].is_completed():
+            self._answer()
+        return self.rounds < self.allowed
+
+    def _ask(self, more: bool, marks: dict[str, int]) -> None:
+        mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
+        mine = mine.to(self.control.device)
+        every = mine.new_empty(self.control.size * len(mine))
+        self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
+
+    def _answer(self) -> list[list[int]]:
+        """What all ranks said; another round is allowed if any wants one."""
+        assert self.question is not None
+        work, every, mine = self.question
+        work.wait()
+        self.question = None
+        rows = every.reshape(-1, len(mine)).tolist()
+        self.allowed += any(row[0] for row in rows)
+        return rows
 
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
@@ -78,13 +125,27 @@ class Stream:
         self.missing[self.next] = len(bucket)
         self.next = (self.next + 1) % len(self.buckets)
         self.rounds += self.next == 0
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Keep few buckets under way, but do not wait for ever: see `PATIENCE`."""
+        deadline = time.monotonic() + self.patience
         while len(self.flying) > IN_FLIGHT:
-            self._land()
+            if self.flying[0][0].is_completed():
+                self._land()
+            elif time.monotonic() < deadline:
+                time.sleep(5e-5)
+            else:
+                # Most likely the program is one where it happens at each step.
+                self.patience /= 4
+                return
 
     def _land(self) -> None:
         work, out, _, i = self.flying.popleft()
         work.wait()
         bucket = self.buckets[i]
+        if self.dropping:
+            return
         with torch.no_grad():
             for leaf, g in zip(bucket, self.wire.unpack(out, bucket), strict=True):
                 if g is not None:
@@ -95,30 +156,33 @@ class Stream:
         """Send what is left, on every rank as many rounds, and wait for all of it.
 
         Args:
-            marks: counters that must be equal on all ranks, by name.
+            marks: numbers that must be equal on all ranks, by name: those of `self.marks`.
 
         Raises:
-            RuntimeError: on every rank, if a counter differs; each rank's value is named.
+            RuntimeError: on every rank, if a number differs; each rank's value is named.
         """
-        if self.next or self.pending:
-            self._finish_round()
-        for _ in range(agree_on(self.rounds, marks, self.control) - self.rounds):
-            self._finish_round()
+        while True:
+            while self.rounds < self.allowed:
+                self._send()
+            if self.question is None:
+                self._ask(bool(self.pending), marks)
+            rows = self._answer()
+            if self.rounds == self.allowed:
+                break
         while self.flying:
             self._land()
-        self.rounds = 0
+        self.rounds, self.allowed = 0, 1
+        check_marks([row[1:] for row in rows], list(marks), self.control)
 
-    def _finish_round(self) -> None:
-        before = self.rounds
-        while self.rounds == before:
-            self._send()
-
-    def discard(self) -> None:
-        """Forget what has arrived; what is under way lands first, so that ranks stay in step."""
+    def discard(self, marks: dict[str, int]) -> None:
+        """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
         self.pending.clear()
         self.missing = [len(b) for b in self.buckets]
-        while self.flying:
-            self._land()
+        self.dropping = True
+        try:
+            self.settle(marks)
+        finally:
+            self.dropping = False
 
 
 def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
@@ -127,12 +191,17 @@ def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
     every = mine.new_empty(control.size * len(mine))
     all_gather_into(every, mine, control)
     rows = every.reshape(control.size, len(mine)).tolist()
-    for i, name in enumerate(marks, 1):
+    check_marks([row[1:] for row in rows], list(marks), control)
+    return max(row[0] for row in rows)
+
+
+def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
+    """Raise on every rank, naming each rank's value, if one differs."""
+    for i, name in enumerate(names):
         found = [row[i] for row in rows]
         if len(set(found)) > 1:
             told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
             raise RuntimeError(
-                f"ranks disagree on {name} ({told}). Every rank must make the same calls of step(), as many "
-                "micro-batches included; give ranks without data an empty batch with zero weight."
+                f"ranks disagree on {name} ({told}). Every rank must make the same calls of step() and "
+                "zero_grad(), as many micro-batches included; give ranks without data an empty batch."
             )
-    return max(row[0] for row in rows)

@@ -83,6 +83,8 @@ class Units:
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.waiting: set[int] = set()
         self.most_alive = 0
+        # Whether a backward has run since the last step.
+        self.stirred = False
         # The parameters are full ones for a while, so that they are seen as they are.
         self.suspended = False
 
@@ -153,6 +155,7 @@ class Units:
 
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
         if in_backward():
+            self.stirred = True
             self._rest_after_backward()
         return self.rounds.perform(kind, i, work)
 
@@ -173,6 +176,7 @@ class Units:
         nothing: tuple = (None,) * len(self.units[i])
         with torch.no_grad():
             if kind == PARAMETERS:
+                self.drop(ALIVE - 1)
                 self._gather(i, [self.params[leaf.path].detach() for leaf in self.units[i]])
             elif kind == TANGENTS:
                 self._gather(i, self._filled(i, nothing))

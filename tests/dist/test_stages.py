@@ -1,0 +1,77 @@
+"""Every stage by both routes on 1 to 4 ranks, against plain torch in float64 on all ranks' data."""
+
+import functools
+
+import programs as P
+import pytest
+import torch
+
+import zerofn as zf
+
+LIMIT = 120
+SGD = {"lr": 0.3, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01}
+ADAM = {"lr": 0.02, "weight_decay": 0.1}
+OPTIMIZERS = {
+    "sgd": (lambda: zf.sgd(**SGD), lambda ps: torch.optim.SGD(ps, **SGD)),
+    "adamw": (lambda: zf.adamw(**ADAM), lambda ps: torch.optim.AdamW(ps, **ADAM)),
+}
+CLIP = 0.3
+# Name: (transforms before the clip, micro-steps in a window).
+STAGES = {
+    "data parallel": (lambda: (zf.all_reduce(),), 1),
+    "zero1": (lambda: (zf.accumulate(2), zf.reduce_scatter()), 2),
+    "zero1, all-reduce": (lambda: (zf.accumulate(2), zf.all_reduce()), 2),
+    "zero2": (lambda: (zf.reduce_scatter(), zf.accumulate(2)), 2),
+    "zero2, no accumulation": (lambda: (zf.reduce_scatter(),), 1),
+    "zero3": (lambda: (zf.shard(), zf.accumulate(2)), 2),
+    "zero3, no accumulation": (lambda: (zf.shard(),), 1),
+}
+MODES = (None, "a", "diff", "some")
+
+
+def pipe(stage, optimizer, clip=True, middle=()):
+    first = STAGES[stage][0]()
+    return zf.chain(*first, *middle, *([zf.clip_by_global_norm(CLIP)] if clip else []), OPTIMIZERS[optimizer][0]())
+
+
+def exact():
+    """Every stage, optimizer and mode in float64 by both routes."""
+    out = {}
+    for stage in STAGES:
+        for optimizer in OPTIMIZERS:
+            for mode in MODES:
+                if optimizer == "adamw" and mode != "diff":
+                    continue
+                clip = optimizer == "sgd"
+                tx = pipe(stage, optimizer, clip)
+                out[stage, optimizer, mode, "eager"] = P.eager(tx, P.simple(mode), 4, P.make())
+                if mode in ("a", "diff"):
+                    out[stage, optimizer, mode, "pure"] = P.pure(tx, mode, 4, P.make())
+    return out
+
+
+@functools.cache
+def wanted(size, optimizer, mode, every, clip):
+    return P.reference(size, OPTIMIZERS[optimizer][1], P.simple(mode), 4, P.make(), every, clip)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_stage_trains_as_one_process(size):
+    ranks = zf.launch(exact, size, timeout=LIMIT)
+    bad = []
+    for key in ranks[0]:
+        stage, optimizer, mode, _ = key
+        clip = CLIP if optimizer == "sgd" else None
+        want = wanted(size, optimizer, mode, STAGES[stage][1], clip)
+        for rank, results in enumerate(ranks):
+            got = results[key]
+            # Sums over ranks in another order, float64. Adam divides by gradients' roots: more noise.
+            bound = 1e-11 if optimizer == "sgd" else 1e-8
+            worst, where = P.differences(got, want)
+            norms = [n for i, n in enumerate(got["norms"]) if (i + 1) % STAGES[stage][1] == 0]
+            off = max(abs(a / b - 1) for a, b in zip(norms, want["norms"], strict=True))
+            if not worst <= bound or not off <= 1e-11:
+                bad.append((rank, *key, worst, where, off))
+            if got.get("most", 0) > 2:
+                bad.append((rank, *key, "units alive", got["most"]))
+    assert not bad, "\n".join(map(str, bad))
