@@ -1,0 +1,137 @@
+"""16-bit storage, compute and reduction on ranks: bitwise where the mean is exact, else within what 16 bits allow."""
+
+import functools
+
+import programs as P
+import pytest
+import torch
+
+import zerofn as zf
+
+LIMIT = 90
+BF, HALF, F32 = torch.bfloat16, torch.float16, torch.float32
+FIRST = {
+    "data parallel": lambda: (zf.all_reduce(),),
+    "zero2": lambda: (zf.reduce_scatter(),),
+    "zero3": lambda: (zf.shard(),),
+}
+WIDE = {"grad_dtype": F32, "reduce_dtype": F32}
+
+
+def tail(rounding):
+    adam = zf.low_precision_adam(lr=0.02, weight_decay=0.1, rounding=rounding, seed=7)
+    return zf.precision(store_dtype=BF, **WIDE), zf.scale_loss(1024.0), adam
+
+
+def late(rounding):
+    cast, scale, adam = tail(rounding)
+    return cast, scale, zf.accumulate(2), zf.reduce_scatter(), adam
+
+
+PIPES = {
+    **{
+        (n, r): (lambda f=f, r=r: (*f(), *tail(r)))
+        for n, f in FIRST.items()
+        for r in ("stochastic", "nearest", "kahan")
+    },
+    ("zero1", "stochastic"): lambda: late("stochastic"),
+}
+
+
+class Once(P.Net):
+    """Every leaf is used once: cotangents of several uses are summed in bf16 or, gathered twice, in fp32."""
+
+    def forward(self, x, which=None):
+        h = self.inp(x)
+        for block in self.blocks:
+            h = block(h)
+        return torch.tanh((h + self.branch[which](h)) * self.scalar + self.one + self.frozen)[:, :5]
+
+
+def same_on_all(model, rank, step, talk):
+    """All ranks have equal data, so the mean of two or four equal gradients is exactly theirs."""
+    x, y = P.batch(0, step, F32)
+    ((model(x, "a").float() - y) ** 2).mean().backward()
+
+
+def bitwise():
+    out = {}
+    for name, pipe in PIPES.items():
+        result = P.eager(zf.chain(*pipe()), same_on_all, 4, P.make(F32, cls=Once))
+        out[name] = {n: x for n, x in result["after"].items()}
+    return out
+
+
+@functools.cache
+def one_process():
+    out = {}
+    for name, pipe in PIPES.items():
+        parts = [t for t in pipe() if t.name not in ("shard", "reduce_scatter", "all_reduce")]
+        result = P.eager(zf.chain(*parts), same_on_all, 4, P.make(F32, cls=Once))
+        moved = {
+            n: (x.float() - result["before"][n].to(BF).float()).abs().max()
+            for n, x in result["after"].items()
+            if x.numel()
+        }
+        assert all(m > 0 for n, m in moved.items() if n.startswith(P.ALWAYS_USED)), moved
+        out[name] = result["after"]
+    return out
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rounding_is_bitwise_that_of_one_process(size):
+    want = one_process()
+    wrong = [
+        (rank, *key, n)
+        for rank, results in enumerate(zf.launch(bitwise, size, timeout=LIMIT))
+        for key, after in results.items()
+        for n, x in after.items()
+        if not torch.equal(x, want[key][n]) or x.dtype != BF
+    ]
+    assert not wrong
+    stochastic, nearest = want["zero3", "stochastic"], want["zero3", "nearest"]
+    assert not all(torch.equal(stochastic[n], nearest[n]) for n in nearest)
+
+
+SGD = {"lr": 0.3, "momentum": 0.8}
+# Stored in fp32; computed, and where it says so reduced, in 16 bits. The bound is on the error of the change
+# relative to the largest change of any element, after 3 steps of SGD: a few units of the last place of
+# the compute dtype (bf16 2**-8, fp16 2**-11) in each gradient, which momentum adds up.
+MIXED = {
+    "bf16": ({"param_dtype": BF}, 0.05),
+    "bf16, reduced in fp32": ({"param_dtype": BF, "reduce_dtype": F32}, 0.05),
+    "fp16": ({"param_dtype": HALF}, 0.01),
+    "fp16, reduced in fp32": ({"param_dtype": HALF, "reduce_dtype": F32}, 0.01),
+}
+ORDERS = {
+    **FIRST,
+    "zero1": lambda: (),
+}
+
+
+def mixed():
+    out = {}
+    for order, first in ORDERS.items():
+        for kind, (dtypes, _) in MIXED.items():
+            late = (zf.accumulate(1), zf.reduce_scatter()) if order == "zero1" else ()
+            scale = zf.scale_loss("dynamic", init_scale=2.0**10)
+            tx = zf.chain(*first(), zf.precision(**dtypes), scale, *late, zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
+            out[order, kind, "eager"] = P.eager(tx, P.simple("diff", F32), 3, P.make(F32))
+            out[order, kind, "pure"] = P.pure(tx, "diff", 3, P.make(F32), F32)
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_16_bit_compute_stays_close_to_float64(size):
+    want = P.reference(size, lambda ps: torch.optim.SGD(ps, **SGD), P.simple("diff"), 3, P.make(), clip=0.5)
+    ranks = zf.launch(mixed, size, timeout=LIMIT)
+    bad = []
+    for rank, results in enumerate(ranks):
+        for key, got in results.items():
+            worst, where = P.differences(got, want)
+            if not worst <= MIXED[key[1]][1]:
+                bad.append((rank, *key, worst, where))
+            same = all(torch.equal(x, ranks[0][key]["after"][n]) for n, x in got["after"].items())
+            if not same or got["norms"] != ranks[0][key]["norms"]:
+                bad.append((rank, *key, "ranks differ"))
+    assert not bad, "\n".join(map(str, bad))

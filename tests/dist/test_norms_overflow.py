@@ -1,0 +1,113 @@
+"""Norms, overflow and skipping are the same on all ranks, whatever part of the gradient each of them holds."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerofn as zf
+
+LIMIT = 60
+ORDERS = ("data parallel", "zero1", "zero2", "zero3", "hybrid", "hybrid zero2")
+
+
+def pipe(order, *rest, mesh=None):
+    scale = zf.scale_loss("dynamic", init_scale=1024.0, growth_interval=100)
+    if order == "data parallel":
+        return zf.chain(zf.all_reduce(), scale, *rest)
+    if order == "zero1":
+        return zf.chain(scale, zf.accumulate(1), zf.reduce_scatter(), *rest)
+    if order == "zero2":
+        return zf.chain(zf.reduce_scatter(), scale, *rest)
+    if order == "zero3":
+        return zf.chain(zf.shard(), scale, *rest)
+    if order == "hybrid":
+        return zf.chain(zf.shard(mesh["shard"]), zf.all_reduce(mesh["replicate"]), scale, *rest)
+    return zf.chain(zf.reduce_scatter(mesh["shard"]), zf.all_reduce(mesh["replicate"]), scale, *rest)
+
+
+def orders(size):
+    return [o for o in ORDERS if size == 4 or not o.startswith("hybrid")]
+
+
+class Three(nn.Module):
+    """`y = a*x0 + b*x1 + c*x2`: the gradients of its leaves are set at will."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (self.a * x[:5]).sum() + self.b.sum() * x[5] + self.c * x[6]
+
+
+def data(rank, bad_rank, bad_at, value):
+    x = torch.arange(1.0, 8.0) * (rank + 1)
+    if rank == bad_rank:
+        x[bad_at] = value
+    return x
+
+
+def steps(size, route):
+    """Steps with inf or NaN on one rank in one element, each followed by a clean one."""
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if size == 4 else None
+    out = {}
+    plan = [(r, at, v) for r in range(size) for at, v in ((0, math.inf), (4, math.nan), (5, -math.inf), (6, math.nan))]
+    for order in orders(size):
+        model = Three()
+        tx = pipe(order, zf.clip_by_global_norm(2.0), zf.sgd(0.1, momentum=0.9), mesh=mesh)
+        seen = []
+        if route == "eager":
+            opt = zf.attach(model, tx)
+        else:
+            state = zf.init(tx, dict(model.named_parameters()))
+            step = zf.make_step(lambda p, x: (p["a"] * x[:5]).sum() + p["b"].sum() * x[5] + p["c"] * x[6], tx)
+        for bad in [*plan, (None, 0, 0.0), (None, 0, 0.0)]:
+            x = data(rank, *bad)
+            if route == "eager":
+                model(x).backward()
+                opt.step()
+                opt.zero_grad()
+                m = opt.metrics
+            else:
+                state, m = step(state, x)
+            seen.append(
+                (bool(m["skipped"]), bool(m["updated"]), float(m["loss_scale"]), float(m.get("grad_norm", -1.0)))
+            )
+        if route == "eager":
+            opt.detach()
+            final = {n: p.detach().clone() for n, p in model.named_parameters()}
+        else:
+            final = dict(zf.full_params(tx, state))
+        out[order] = seen, final
+    return out
+
+
+def by_hand(size):
+    """Two clean steps of SGD with momentum on clipped mean gradients."""
+    g = torch.arange(1.0, 8.0, dtype=torch.float64) * (size + 1) / 2
+    norm = float(g.norm())
+    d = g * min(1.0, 2.0 / (norm + 1e-6))
+    return norm, 1.0 - 0.1 * d - 0.1 * 1.9 * d
+
+
+@pytest.mark.parametrize("route", ["eager", "pure"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_one_bad_element_on_one_rank_skips_the_step_on_all(size, route):
+    ranks = zf.launch(steps, size, size, route, timeout=LIMIT)
+    norm, final = by_hand(size)
+    for order in orders(size):
+        for result in ranks:
+            seen, params = result[order]
+            assert seen == ranks[0][order][0], order
+            assert all(s[:2] == (True, False) for s in seen[:-2]), order
+            assert [s[2] for s in seen[:-2]] == [max(1024.0 / 2 ** (i + 1), 1.0) for i in range(len(seen) - 2)], order
+            for skipped, updated, _, found in seen[-2:]:
+                assert (skipped, updated) == (False, True), order
+                assert found == pytest.approx(norm, rel=1e-6), order
+            flat = torch.cat([params[n].reshape(-1) for n in "abc"]).double()
+            # fp32 parameters near one.
+            torch.testing.assert_close(flat, final, rtol=0, atol=3e-7)
