@@ -25,7 +25,7 @@ from ._types import Role, Stage, Transform
 
 # Bytes of one collective's buffer: a sixteenth of all, so that buffers under way are small beside the model, but
 # no smaller than what a message costs anyway and no larger than full bandwidth needs.
-LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 20, 1 << 24, 16
+LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 
 
 def span(numel: int, rank: int, size: int) -> tuple[int, int]:
@@ -222,9 +222,7 @@ def _used(flags: Tensor) -> list[bool]:
     return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
 
 
-def cut(
-    leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None
-) -> list[list[Leaf]]:
+def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
     """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
     if limit is None:
         total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)

@@ -1,7 +1,8 @@
 """Parameters gathered when they are used, freed when the next are, and gathered again in backward.
 
 A *unit* is what is gathered together: a block of the model, an element of its outermost `ModuleList` or
-`Sequential`; parameters outside of any are units by module, small neighbours together. At most two are gathered at a time.
+`Sequential`; parameters outside of any are units by module, small neighbours together. At most two are
+gathered at a time.
 
 What an operation saves for backward of a gathered parameter is not the tensor but a note of where it came from
 (`saved_tensors_hooks`); backward gathers the unit again. So nothing gathered outlives its use, nothing is
