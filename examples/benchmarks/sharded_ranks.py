@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lm_data import Text, read_text  # noqa: E402
-from lm_model import GPT, next_byte_loss  # noqa: E402
+from lm_data import Text, read_text
+from lm_model import GPT, next_byte_loss
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 BF16 = torch.bfloat16
