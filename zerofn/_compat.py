@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _functorch = torch._C._functorch
 
@@ -108,3 +108,8 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
     """
     with FakeTensorMode() as mode:
         yield mode.from_tensor
+
+
+def is_shape_only(x: Tensor) -> bool:
+    """Whether a tensor was made inside `shape_only`."""
+    return isinstance(x, FakeTensor)
