@@ -98,8 +98,28 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str, pipe: str):
     program, make = CASES[name]
-    # Deeper than the models of the other tests, and T5 does not scale its attention scores before the exponential.
-    compare(program, make, pipe, tol=PIPES[pipe].tol * (10 if pipe in ("fp32", "scaled") else 4))
+    # Deeper than the models of the other tests; T5 does not scale its attention scores before the exponential,
+    # and after one step of this size 16 bits are too few for it.
+    exact = pipe in ("fp32", "scaled")
+    compare(program, make, pipe, windows=2 if exact else 1, tol=PIPES[pipe].tol * (10 if exact else 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "vit", "t5"])
+def test_bits_of_a_model_cast_by_hand(name: str, dtype: torch.dtype):
+    """The same bits as the model in 16 bits with its loss scaled by hand."""
+    program, make = CASES[name]
+    by_hand, attached = _seeded(make).to(dtype), _seeded(make)
+    zf.attach(attached, zf.chain(zf.precision(param_dtype=dtype), zf.scale_loss(256.0), zf.sgd(0.1)))
+    for model in (by_hand, attached):
+        x = Run([model], 0)
+        if name == "vit":
+            out = model(pixel_values=x.data(4, 3, 16, 16).to(dtype), labels=torch.arange(4))
+        else:
+            out = model(input_ids=ids(x, 3, 9), labels=ids(x, 3, 9))
+        out.loss.backward(torch.full_like(out.loss, 256.0 if model is by_hand else 1.0))
+    for (n, p), q in zip(by_hand.named_parameters(), attached.parameters(), strict=True):
+        assert torch.equal(p.grad.float() / 256, q.grad), n
 
 
 def test_generation_in_between():
