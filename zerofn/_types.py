@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Stage(Protocol):
         only_dtype: whether it changes nothing but the dtype.
     """
 
-    only_dtype: bool
+    only_dtype: ClassVar[bool]
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Storage to model."""
