@@ -108,8 +108,10 @@ def test_gradients(name: str, pipe: str):
 @pytest.mark.parametrize("name", ["llama", "vit", "t5"])
 def test_bits_of_a_model_cast_by_hand(name: str, dtype: torch.dtype):
     """The same bits as the model in 16 bits with its loss scaled by hand."""
-    program, make = CASES[name]
-    by_hand, attached = _seeded(make).to(dtype), _seeded(make)
+    _, make = CASES[name]
+    by_hand, attached = _seeded(make), _seeded(make)
+    for p in by_hand.parameters():  # and not the buffers: a rotary table in 16 bits is another table
+        p.data = p.data.to(dtype)
     zf.attach(attached, zf.chain(zf.precision(param_dtype=dtype), zf.scale_loss(256.0), zf.sgd(0.1)))
     for model in (by_hand, attached):
         x = Run([model], 0)
