@@ -461,7 +461,12 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             return out
 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False)
-        grads, _ = pull(torch.ones_like(loss))
+        cotangent = torch.ones_like(loss)
+        if weight is not None and pipe.weighted and pipe.groups and not pipe.late:
+            # The average over ranks follows at once, so each rank's share is weighted before it.
+            mean = pipe.reduction.mean(torch.as_tensor(weight, dtype=torch.float64))
+            cotangent, weight = cotangent * float(weight / mean) if mean > 0 else cotangent, mean
+        grads, _ = pull(cotangent)
         del pull
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
         if "aux" in aux:
