@@ -256,6 +256,15 @@ def test_state_dict_goes_through_torch_distributed_checkpoint(tmp_path):
     assert [g["lr"] for g in again.param_groups] == [0.5, 0.1]
 
 
+def test_like_on_meta(tmp_path):
+    """Structure without memory: what is read arrives on the CPU."""
+    tx, state, _ = pure("groups")
+    zf.save(tmp_path, state)
+    with torch.device("meta"):
+        like = zf.init(tx, OrderedDict(Model().named_parameters(remove_duplicate=False)))
+    same(zf.load(tmp_path, like=like), state)
+
+
 # ---------------------------------------------------------------------- what does not fit, by every path
 
 

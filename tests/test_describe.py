@@ -150,6 +150,15 @@ def test_plan_of_meta_tensors_allocates_nothing():
     } == {"meta"}
 
 
+def test_plan_pins_nothing():
+    """State that is offloaded from a GPU is pinned on the host; a plan has no memory to pin."""
+    from zerofn._compat import shape_only
+    from zerofn._offload import _place
+
+    with shape_only() as fake:
+        assert _place(fake(torch.ones(3)), torch.device("cpu"), True).shape == (3,)
+
+
 def test_plan_leaves_its_arguments_alone():
     model = Model()
     before = {n: (id(p), p.detach().clone()) for n, p in model.named_parameters()}

@@ -321,3 +321,26 @@ def test_a_static_scale_that_overflows_for_ever_is_an_error_too():
         for step in range(60):
             overflow(model, opt, {"0.bias": torch.inf} if step > 2 else {})
     assert opt.skipped_steps == 49
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
+def test_norms_of_leaves_longer_than_a_piece(dtype, bad):
+    """Both ways through `_norms`: leaves cut into pieces and whole ones; nothing bad is lost at an end."""
+    from zerofn._norms import CHUNK, largest, squared_norm
+
+    torch.manual_seed(0)
+    leaves = {
+        "long": torch.randn(2 * CHUNK + 3).to(dtype),
+        "turned": torch.randn(5, 7).to(dtype).t(),
+        "none": torch.ones(0),
+    }
+    if bad is not None:
+        leaves["long"][-1] = bad
+        assert str(float(largest(leaves))) == str(abs(bad)) and not torch.isfinite(squared_norm(leaves))
+        return
+    exact = [x.double() for x in leaves.values() if x.numel()]
+    assert float(largest(leaves)) == max(float(x.abs().max()) for x in exact)
+    # Each sum of 2**17 squares is made in fp32.
+    expected = float(sum((x * x).sum() for x in exact))
+    assert abs(float(squared_norm(leaves)) / expected - 1) < 2e-5

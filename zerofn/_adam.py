@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import fused_adam_, fused_adamw_
 from ._errors import bad_leaves
 from ._factory import check_lr, check_number, transform
 from ._optimizer import Group, like, optimizer, plain, typed
@@ -79,7 +80,7 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
 def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
     check_adam(name, lr, betas, eps, weight_decay)
     beta1, beta2 = betas
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused = fused_adamw_ if decoupled else fused_adam_
 
     def update_group(group: Group) -> None:
         params, slots = group.params, group.slots

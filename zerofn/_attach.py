@@ -340,7 +340,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP.
 
-        Of a sharded state the shards are distributed tensors, as `torch.distributed.checkpoint` wants them.
+        Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
+        them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
         """
         return self._as_dict(self._state, self.param_groups)
 

@@ -493,6 +493,7 @@ class _Scattered:
     def wait(self) -> bool:
         if self.work is not None:
             self.work.wait()
+            assert self.parts is not None
             parts = self.parts.reshape(self.size, *self.out.shape)
             with torch.no_grad():
                 torch.sum(parts, 0, dtype=self.out.dtype, out=self.out.detach())

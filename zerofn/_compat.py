@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_functorch = torch._C._functorch
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+# Horizontally fused kernels: the ones behind torch.optim's `fused` and `foreach`.
+fused_adam_ = torch._fused_adam_  # type: ignore[attr-defined]
+fused_adamw_ = torch._fused_adamw_  # type: ignore[attr-defined]
+foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
+foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 
 # From torch 2.10 on a leaf may say in which dtype its .grad is kept.
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
@@ -52,7 +58,7 @@ def executing() -> Any:
 
 def next_sequence() -> int:
     """The number that the next autograd node made by this thread will have: nodes are numbered as they are made."""
-    return torch._C._autograd._get_sequence_nr()
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def backward_roots() -> list[Any]:
@@ -74,7 +80,7 @@ def backward_roots() -> list[Any]:
 
 # Lets torch.compile break its graph at a function instead of tracing into it; unlike torch.compiler.disable
 # it imports the compiler at the first call and not here.
-outside_compile = torch._disable_dynamo
+outside_compile = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
@@ -90,7 +96,7 @@ def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
 
 def register_pytree_node(cls: type, flatten, unflatten) -> None:
     """Make `cls` a node for torch.func, whose tree library has no public registration."""
-    torch.utils._pytree.register_pytree_node(
+    torch.utils._pytree.register_pytree_node(  # type: ignore[attr-defined]
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
     )
 
@@ -108,3 +114,8 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
     """
     with FakeTensorMode() as mode:
         yield mode.from_tensor
+
+
+def is_shape_only(x: Tensor) -> bool:
+    """Whether a tensor was made inside `shape_only`."""
+    return isinstance(x, FakeTensor)

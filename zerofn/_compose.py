@@ -85,7 +85,7 @@ class _ChainUpdate:
     def __init__(self, parts: tuple[Transform, ...]):
         self.parts = parts
 
-    def __call__(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+    def __call__(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context) -> Any:
         signal, new, emitted = run(self.parts, grads, state, params, ctx)
         if signal is not None and emitted is not True:
             signal = finish(signal, params, emitted)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import is_shape_only
 from ._compose import as_transform, chain
 from ._errors import explain
 from ._factory import transform
@@ -80,7 +81,8 @@ def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
     if x.ndim == 0 or x.is_meta:
         return x
     moved = x if x.device.type == device.type else x.to(device)
-    return moved.pin_memory() if pin and device.type == "cpu" else moved
+    # A tensor without memory, as `zf.plan` makes them, has none to pin.
+    return moved.pin_memory() if pin and device.type == "cpu" and not is_shape_only(x) else moved
 
 
 def _is_shortage(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import is_wrapped
+from ._compat import foreach_add, is_wrapped
 from ._factory import learning_rate
 from ._run import counter
 from ._tree import Layout, Leaves
@@ -103,7 +103,7 @@ def _next(counts: list[Tensor]) -> list[Tensor]:
     """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
     if not counts or any(is_wrapped(c) for c in counts):
         return [c + 1 for c in counts]
-    return list(torch._foreach_add(counts, 1))
+    return list(foreach_add(counts, 1))
 
 
 def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:

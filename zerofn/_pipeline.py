@@ -54,6 +54,11 @@ class Ranks:
             x = self._all(x, group, "max")
         return x
 
+    def mean(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = self._all(x, group, "sum") / group.size
+        return x
+
     def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
         out = x.to(group.device, copy=True)
         all_reduce_(out, group, op)
@@ -230,7 +235,13 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, **given)
+        local = self.late or not self.groups
+        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, local=local, **given)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether micro-batches have weights."""
+        return any(p.config.get("weighted") for p in self.parts if p.role is Role.ACCUMULATE)
 
     @cached_property
     def offsets(self) -> dict[str, int]:

@@ -270,7 +270,7 @@ def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, s
         stored = {**resident, **dict(zip(paths, values, strict=True))}
         return inner({p: view(stored[p], scale) for p, view in pipe.views.items()}, inputs)
 
-    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)
+    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
 
     def pull(vectors: list[Tensor]) -> tuple[Leaves, list]:
         grads, rest = pull_func(vectors)
@@ -453,7 +453,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             pipe = resolved[state.layout] = pipe_of(tx, state, "step")
         aux: dict[str, Any] = {}
 
-        def scalar(params: Tree, *inputs: Tree) -> Tensor:
+        def scalar(params: Tree, *inputs: Tree) -> Any:
             out = loss_fn(params, *inputs)
             if isinstance(out, tuple) and len(out) == 2:
                 out, aux["aux"] = out
@@ -461,7 +461,12 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             return out
 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False)
-        grads, _ = pull(torch.ones_like(loss))
+        cotangent = torch.ones_like(loss)
+        if weight is not None and pipe.weighted and pipe.groups and not pipe.late:
+            # The average over ranks follows at once, so each rank's share is weighted before it.
+            mean = pipe.reduction.mean(torch.as_tensor(weight, dtype=torch.float64))
+            cotangent, weight = cotangent * float(weight / mean) if mean > 0 else cotangent, mean
+        grads, _ = pull(cotangent)
         del pull
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
         if "aux" in aux:

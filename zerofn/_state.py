@@ -51,11 +51,12 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], Layout]:
 
 
 def _unflatten_optree(layout: Layout, children: Any) -> State:
-    return State(*children, layout)
+    leaves, transforms, step, micro_step = children
+    return State(leaves, transforms, step, micro_step, layout)
 
 
 def _unflatten_torch(children: Any, layout: Layout) -> State:
-    return State(*children, layout)
+    return _unflatten_optree(layout, children)
 
 
 register_global(State, _flatten, _unflatten_optree)

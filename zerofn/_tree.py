@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 import torch
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 from torch import Tensor
 
 from ._errors import bad_leaves
@@ -258,4 +259,4 @@ def _not_a_parameter(leaf: Any) -> str | None:
 
 def register_global(cls: type, flatten_fn: Callable, unflatten_fn: Callable) -> None:
     """Make `cls` a node for optree, in every namespace."""
-    optree.register_pytree_node(cls, flatten_fn, unflatten_fn, namespace=optree.registry.__GLOBAL_NAMESPACE)
+    optree.register_pytree_node(cls, flatten_fn, unflatten_fn, namespace=GLOBAL_NAMESPACE)

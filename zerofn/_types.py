@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Stage(Protocol):
         only_dtype: whether it changes nothing but the dtype.
     """
 
-    only_dtype: bool
+    only_dtype: ClassVar[bool]
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Storage to model."""
@@ -87,6 +87,10 @@ class Reduction(Protocol):
         """Maximum over all ranks."""
         ...
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over all ranks."""
+        ...
+
 
 class OneProcess:
     """The reduction of a world of one."""
@@ -95,6 +99,9 @@ class OneProcess:
         return x
 
     def max(self, x: Tensor) -> Tensor:
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -107,6 +114,7 @@ class Context:
         donate: whether state and parameters may be written in place. Gradients never are.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
+        local: whether accumulated gradients are this rank's own, to be averaged over ranks later.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the prefix under which the optimizer stands.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
@@ -120,6 +128,7 @@ class Context:
     donate: bool = False
     weight: Any = None
     boundary: bool | None = None
+    local: bool = True
     averaged: bool = True
     lr: Mapping[str, float] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)

@@ -114,7 +114,7 @@ class Units:
         if entry is None or entry[0].expired():
             return t
         _, i, j = entry
-        return Note(i, j, tuple(t.size()), tuple(t.stride()), t.storage_offset())
+        return Note(i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
     def _unpack(self, saved: Tensor | Note) -> Tensor:
         if isinstance(saved, Tensor):

@@ -20,8 +20,9 @@ def main(argv: list[str]) -> None:
         update_kernel.main()
         return
     import low_precision_loss
+    import low_precision_memory
 
-    commands = {"loss": low_precision_loss}
+    commands = {"loss": low_precision_loss, "memory": low_precision_memory}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsers = parser.add_subparsers(dest="command", required=True)
     parsers.add_parser("kernel", help="time of one update per rounding")
