@@ -69,9 +69,15 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
             weight = _weight(ctx)
             _check_equal(weight, ctx)
             total = state["weight"] + weight
+<<<<<<< Updated upstream
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
             if due is True:
                 # Gradients that are averaged over ranks later are divided by the mean of the ranks' weights.
+=======
+            kept = total
+            if due is True and concrete(total):
+                # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
+>>>>>>> Stashed changes
                 total = ctx.reduction.mean(total)
             if due is True and concrete(total) and total == 0:
                 raise ValueError(
@@ -81,6 +87,10 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                         "weight=max(number_of_tokens, 1), or leave such micro-batches out",
                     )
                 )
+<<<<<<< Updated upstream
+=======
+            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
+>>>>>>> Stashed changes
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._collectives import Group, agree, gather_objects
-from ._errors import bad_leaves
-from ._pipeline import Pipeline
+from ._errors import bad_leaves, explain
+from ._pipeline import Pipeline, mean_over
 from ._tree import Leaves
 
 
@@ -42,6 +43,38 @@ def _agree_on_values(tensors: Leaves, group: Group) -> None:
     if bad:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
         raise ValueError(bad_leaves("ranks start from different parameters", bad, right))
+
+
+def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
+    """The weight of all ranks' micro-batches together, and what this rank's gradient counts in their mean.
+
+    `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights, is the gradient of all rows: it is to be
+    multiplied in before gradients meet, so it is no business of `accumulate`, which sees them afterwards.
+    """
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return weight, None
+    own = torch.as_tensor(weight, dtype=torch.float64)
+    mean = mean_over(groups, own)
+    return mean, own / mean if mean > 0 else torch.zeros_like(own)
+
+
+def check_weight(pipe: Pipeline, weight: Any) -> None:
+    """Raise on every rank where unequal weights come too late: gradients have been averaged without them."""
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return
+    own = torch.as_tensor(weight, dtype=torch.float64)
+    mean = mean_over(groups, own)
+    if float(mean_over(groups, (own != mean).to(torch.float64))) > 0:
+        raise ValueError(
+            explain(
+                f"a step with weight={float(own):g} here and {float(mean):g} on average over ranks",
+                "gradients are averaged over ranks during backward, when the weight was not known",
+                "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
+                "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
+            )
+        )
 
 
 def fingerprint(x: Tensor) -> int:

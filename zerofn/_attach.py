@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._collectives import as_local
+from ._agree import check_weight
 from ._compat import in_backward
 from ._entries import over_ranks
 from ._errors import bad_leaves, explain
@@ -217,6 +218,7 @@ class Optimizer(torch.optim.Optimizer):
         """Run the update halves on the gradients that have arrived."""
         rates = self._rates()
         grads = self._home.collect(self._boundary)
+        check_weight(self._pipe, weight)
         averaged = self._averaged is not False
         ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates, averaged=averaged)
         closes = self.is_boundary

@@ -47,6 +47,9 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         return x if self.shards is None else self._all(x, self.shards, "sum")
 
+    def mean(self, x: Tensor) -> Tensor:
+        return mean_over(self.groups, x)
+
     def max(self, x: Tensor) -> Tensor:
         # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
@@ -60,9 +63,20 @@ class Ranks:
         return x
 
     def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
-        out = x.to(group.device, copy=True)
-        all_reduce_(out, group, op)
-        return out.to(x.device)
+        return _over(x, group, op)
+
+
+def _over(x: Tensor, group: Group, op: str) -> Tensor:
+    out = x.to(group.device, copy=True)
+    all_reduce_(out, group, op)
+    return out.to(x.device)
+
+
+def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
+    """The mean of a scalar over the ranks of all axes."""
+    for group in groups:
+        x = _over(x, group, "sum") / group.size
+    return x
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,14 @@ class Pipeline:
     def groups(self) -> tuple[Group, ...]:
         """Every group of ranks the pipeline talks in."""
         return tuple(s.group for s in self.stages if isinstance(s, Sharding | Averaging))
+
+    @cached_property
+    def weighted_after(self) -> tuple[Group, ...]:
+        """The groups over which gradients are averaged before an accumulation gives them weights."""
+        if not any(p.config.get("weighted") for p in self.parts):
+            return ()
+        stages = self.stages[: self.cut] if self.late else self.stages
+        return tuple(s.group for s in stages if isinstance(s, Sharding | Averaging))
 
     @cached_property
     def views(self) -> dict[str, LeafView]:
@@ -231,7 +253,7 @@ class Pipeline:
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of the gradient that `zf.update` is given."""
-        return tuple(leaf.shape) if self.late else self.stored_shape(leaf)
+        return tuple(leaf.shape) if self.late and not self.sharded_use else self.stored_shape(leaf)
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._agree import agree_on_start
+from ._agree import agree_on_start, check_weight, shared_weight
 from ._boundary import enter, leave
 from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
@@ -223,8 +223,8 @@ def linearize(
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves])
 
-    def pull(cotangents: Any) -> tuple[Leaves, list[Tree]]:
-        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]))
+    def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
+        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g
@@ -249,13 +249,13 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     with torch.enable_grad():
         primals = inner(seen, inputs)
 
-    def pull(vectors: list[Tensor]) -> tuple[Leaves, list]:
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
         found: Any = [None] * len(wanted)
         if pairs:
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
             found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
-        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None}
+        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
         with torch.no_grad():
             return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
 
@@ -272,7 +272,7 @@ def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, s
 
     primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
 
-    def pull(vectors: list[Tensor]) -> tuple[Leaves, list]:
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         grads, rest = pull_func(vectors)
         return dict(zip(paths, grads, strict=True)), rest
 
@@ -328,6 +328,8 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
     pipe = pipe_of(tx, state, "zf.update")
     leaves = split_grads(state.layout, grads)
     check_grads(pipe, leaves, state.leaves)
+    if not functorch_active():
+        check_weight(pipe, weight)
     return apply(pipe, leaves, state, pipe.context(weight=weight))
 
 
@@ -461,12 +463,21 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             return out
 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False)
+<<<<<<< Updated upstream
         cotangent = torch.ones_like(loss)
         if weight is not None and pipe.weighted and pipe.groups and not pipe.late:
             # The average over ranks follows at once, so each rank's share is weighted before it.
             mean = pipe.reduction.mean(torch.as_tensor(weight, dtype=torch.float64))
             cotangent, weight = cotangent * float(weight / mean) if mean > 0 else cotangent, mean
         grads, _ = pull(cotangent)
+=======
+        share = None
+        if not functorch_active():
+            weight, share = shared_weight(pipe, weight)
+        unit = torch.ones_like(loss)
+        # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
+        grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
+>>>>>>> Stashed changes
         del pull
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
         if "aux" in aux:

@@ -83,6 +83,10 @@ class Reduction(Protocol):
         """Sum over shards; replicas count once."""
         ...
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over all ranks."""
+        ...
+
     def max(self, x: Tensor) -> Tensor:
         """Maximum over all ranks."""
         ...
@@ -96,6 +100,9 @@ class OneProcess:
     """The reduction of a world of one."""
 
     def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
         return x
 
     def max(self, x: Tensor) -> Tensor:
