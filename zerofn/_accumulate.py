@@ -67,8 +67,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         weight, total = None, now if ctx.averaged else 1
         if weighted:
             weight = _weight(ctx)
-            _check_equal(weight, ctx)
             total = state["weight"] + weight
+<<<<<<< HEAD
 <<<<<<< Updated upstream
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
             if due is True:
@@ -79,6 +79,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                 # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
 >>>>>>> Stashed changes
                 total = ctx.reduction.mean(total)
+=======
+>>>>>>> parent of 1ab42ac (Weights of micro-batches over ranks: averaged with the gradients, or refused on every rank where those were averaged before)
             if due is True and concrete(total) and total == 0:
                 raise ValueError(
                     explain(
@@ -87,10 +89,14 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                         "weight=max(number_of_tokens, 1), or leave such micro-batches out",
                     )
                 )
+<<<<<<< HEAD
 <<<<<<< Updated upstream
 =======
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
 >>>>>>> Stashed changes
+=======
+            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
+>>>>>>> parent of 1ab42ac (Weights of micro-batches over ranks: averaged with the gradients, or refused on every rank where those were averaged before)
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:
@@ -159,20 +165,6 @@ def _weight(ctx: Context) -> Any:
                 )
             )
     return weight
-
-
-def _check_equal(weight: Tensor, ctx: Context) -> None:
-    """Gradients that were averaged over ranks already cannot be weighted by rank any more."""
-    if ctx.local or not bool(ctx.reduction.max((weight - ctx.reduction.mean(weight)).abs()) > 0):
-        return
-    raise ValueError(
-        explain(
-            f"opt.step(weight={float(weight):g}) here, and another weight on another rank",
-            "the gradients were averaged over ranks during backward, when no weight was known",
-            "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or, on every rank, the loss times\n"
-            "tokens_here / mean_tokens and step(weight=mean_tokens), with the mean over ranks",
-        )
-    )
 
 
 def _times(g: Tensor, weight: Tensor) -> Tensor:

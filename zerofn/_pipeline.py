@@ -57,11 +57,6 @@ class Ranks:
             x = self._all(x, group, "max")
         return x
 
-    def mean(self, x: Tensor) -> Tensor:
-        for group in self.groups:
-            x = self._all(x, group, "sum") / group.size
-        return x
-
     def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
         return _over(x, group, op)
 
@@ -257,13 +252,7 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        local = self.late or not self.groups
-        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, local=local, **given)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether micro-batches have weights."""
-        return any(p.config.get("weighted") for p in self.parts if p.role is Role.ACCUMULATE)
+        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, **given)
 
     @cached_property
     def offsets(self) -> dict[str, int]:

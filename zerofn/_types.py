@@ -91,10 +91,6 @@ class Reduction(Protocol):
         """Maximum over all ranks."""
         ...
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Mean over all ranks."""
-        ...
-
 
 class OneProcess:
     """The reduction of a world of one."""
@@ -108,9 +104,6 @@ class OneProcess:
     def max(self, x: Tensor) -> Tensor:
         return x
 
-    def mean(self, x: Tensor) -> Tensor:
-        return x
-
 
 @dataclass(frozen=True)
 class Context:
@@ -121,7 +114,6 @@ class Context:
         donate: whether state and parameters may be written in place. Gradients never are.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
-        local: whether accumulated gradients are this rank's own, to be averaged over ranks later.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the prefix under which the optimizer stands.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
@@ -135,7 +127,6 @@ class Context:
     donate: bool = False
     weight: Any = None
     boundary: bool | None = None
-    local: bool = True
     averaged: bool = True
     lr: Mapping[str, float] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
