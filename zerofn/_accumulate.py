@@ -68,19 +68,10 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         if weighted:
             weight = _weight(ctx)
             total = state["weight"] + weight
-<<<<<<< HEAD
-<<<<<<< Updated upstream
-            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
-            if due is True:
-                # Gradients that are averaged over ranks later are divided by the mean of the ranks' weights.
-=======
             kept = total
             if due is True and concrete(total):
                 # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
->>>>>>> Stashed changes
                 total = ctx.reduction.mean(total)
-=======
->>>>>>> parent of 1ab42ac (Weights of micro-batches over ranks: averaged with the gradients, or refused on every rank where those were averaged before)
             if due is True and concrete(total) and total == 0:
                 raise ValueError(
                     explain(
@@ -89,14 +80,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                         "weight=max(number_of_tokens, 1), or leave such micro-batches out",
                     )
                 )
-<<<<<<< HEAD
-<<<<<<< Updated upstream
-=======
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
->>>>>>> Stashed changes
-=======
-            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(total), total)
->>>>>>> parent of 1ab42ac (Weights of micro-batches over ranks: averaged with the gradients, or refused on every rank where those were averaged before)
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:

@@ -463,25 +463,12 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             return out
 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False)
-<<<<<<< HEAD
-<<<<<<< Updated upstream
-        cotangent = torch.ones_like(loss)
-        if weight is not None and pipe.weighted and pipe.groups and not pipe.late:
-            # The average over ranks follows at once, so each rank's share is weighted before it.
-            mean = pipe.reduction.mean(torch.as_tensor(weight, dtype=torch.float64))
-            cotangent, weight = cotangent * float(weight / mean) if mean > 0 else cotangent, mean
-        grads, _ = pull(cotangent)
-=======
         share = None
         if not functorch_active():
             weight, share = shared_weight(pipe, weight)
         unit = torch.ones_like(loss)
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
         grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
->>>>>>> Stashed changes
-=======
-        grads, _ = pull(torch.ones_like(loss))
->>>>>>> parent of 1ab42ac (Weights of micro-batches over ranks: averaged with the gradients, or refused on every rank where those were averaged before)
         del pull
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
         if "aux" in aux:
