@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -344,3 +345,28 @@ def test_norms_of_leaves_longer_than_a_piece(dtype, bad):
     # Each sum of 2**17 squares is made in fp32.
     expected = float(sum((x * x).sum() for x in exact))
     assert abs(float(squared_norm(leaves)) / expected - 1) < 2e-5
+
+
+# ---- the benchmark that compares them ----
+
+
+def test_loss_benchmark_keeps_what_it_has_and_pairs_by_seed(tmp_path, monkeypatch, capsys):
+    examples = Path(__file__).parent.parent / "examples"
+    monkeypatch.syspath_prepend(str(examples / "benchmarks"))
+    monkeypatch.syspath_prepend(str(examples))
+    import low_precision
+
+    tiny = ["--steps", "3", "--d-model", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2"]
+    command = ["loss", *tiny, "--out", str(tmp_path), "--only", "fp32 AdamW (torch.optim)", "bf16 states, kahan"]
+    low_precision.main([*command, "--seeds", "0"])
+    low_precision.main([*command, "--seeds", "0", "1"])
+    shown = capsys.readouterr().out
+    assert shown.count("seed 0, ") == 2 and shown.count("seed 1, ") == 2
+    row = [line for line in shown.splitlines() if line.startswith("| bf16 states, kahan |")][-1]
+    runs = json.loads((tmp_path / "loss.json").read_text())["runs"]
+    gaps = [
+        sum(a - b for a, b in zip(*(runs[k][s]["loss"] for k in reversed(runs)), strict=True)) / 3 for s in ("0", "1")
+    ]
+    assert " ".join(f"{g:+.4f}" for g in gaps) in row
+    with pytest.raises(SystemExit, match="Give the same settings, or another --out"):
+        low_precision.main([*command, "--lr", "1.0"])
