@@ -35,9 +35,7 @@ PIPELINES = {
         zf.precision(param_dtype=torch.float16),
         zf.scale_loss("dynamic"),
         zf.accumulate(2, weighted=True),
-        zf.partition(
-            {"a": zf.chain(zf.clip_by_value(1.0), zf.adamw(1e-3)), "b": zf.sgd(0.1, momentum=0.5)}, label
-        ),
+        zf.partition({"a": zf.chain(zf.clip_by_value(1.0), zf.adamw(1e-3)), "b": zf.sgd(0.1, momentum=0.5)}, label),
         zf.ema(0.99),
     ),
     "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(1.0), lambda p: "bias" in p), zf.adam(1e-3)),
@@ -145,9 +143,7 @@ def test_plan_of_meta_tensors_allocates_nothing():
     small = {"w": torch.empty(3, 2, device="meta"), "bias": torch.empty(2, device="meta")}
     for make in PIPELINES.values():
         assert zf.plan(make(), small) == zf.describe(zf.init(make(), small))
-    assert {
-        row.device for row in zf.plan(zf.adamw(1e-3), small).rows if row.path and row.slot != "count"
-    } == {"meta"}
+    assert {row.device for row in zf.plan(zf.adamw(1e-3), small).rows if row.path and row.slot != "count"} == {"meta"}
 
 
 def test_plan_pins_nothing():

@@ -33,11 +33,7 @@ def state(n, dtypes=(BF16, BF16, BF16, BF16), seed=0, shift=0):
     generator = torch.Generator().manual_seed(seed)
     tensors = []
     for dtype, signed in zip((*dtypes, dtypes[0]), (True, True, True, False, None), strict=True):
-        x = (
-            torch.randn(n + shift, generator=generator)
-            if signed
-            else torch.rand(n + shift, generator=generator)
-        )
+        x = torch.randn(n + shift, generator=generator) if signed else torch.rand(n + shift, generator=generator)
         x = x * torch.randint(-30, 8, (n + shift,), generator=generator).float().exp2()
         tensors.append((x * 0 if signed is None else x).to(dtype)[shift:])
     return [[t] for t in tensors]
@@ -71,18 +67,14 @@ def update(lists, **options):
 @pytest.mark.parametrize("grad", [BF16, F16, F32])
 @pytest.mark.parametrize("param", [BF16, F16, F32])
 def test_native_has_the_bits_of_eager(param, grad, moment):
-    for rounding, beta1 in (
-        (r, b) for r in ROUNDINGS for b in ((0.9, 0.99) if param == BF16 == grad else (0.9,))
-    ):
+    for rounding, beta1 in ((r, b) for r in ROUNDINGS for b in ((0.9, 0.99) if param == BF16 == grad else (0.9,))):
         start = state(3000, (param, grad, moment, moment), shift=1)
         start[1][0][:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
         results = []
         for implementation in ("native", "eager"):
             lists = copies(start)
             for step in (1, 2, 1000):
-                options = dict(
-                    rounding=rounding, beta1=beta1, seed=step, keys=[2**62 + 1], offsets=[2**32 - 1000]
-                )
+                options = dict(rounding=rounding, beta1=beta1, seed=step, keys=[2**62 + 1], offsets=[2**32 - 1000])
                 update(lists, step=step, weight_decay=0.1, implementation=implementation, **options)
             results.append(lists)
         assert_same_bits(*results)
@@ -97,9 +89,7 @@ def test_native_has_the_bits_of_eager_for_any_sizes_and_placements(data):
     shifts = [data.draw(st.integers(0, 3)) for _ in sizes]
     offsets = [data.draw(st.sampled_from([0, 7, 2**31 - 3, 2**32 - 40, 2**35 - 1])) for _ in sizes]
     dtypes = [data.draw(st.sampled_from([(BF16, BF16, BF16, BF16), (F16, F32, F32, BF16)])) for _ in sizes]
-    entries = [
-        state(n, d, seed=i, shift=s) for i, (n, d, s) in enumerate(zip(sizes, dtypes, shifts, strict=True))
-    ]
+    entries = [state(n, d, seed=i, shift=s) for i, (n, d, s) in enumerate(zip(sizes, dtypes, shifts, strict=True))]
     lists = [[entry[k][0] for entry in entries] for k in range(5)]
     options = dict(
         step=data.draw(st.integers(1, 2**40)),
@@ -353,9 +343,7 @@ def test_a_first_moment_with_large_beta1_decays_too():
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_special_values_keep_their_meaning(rounding, dtype, implementation):
     inf, largest = float("inf"), torch.finfo(dtype).max
-    p = torch.tensor(
-        [0.0, -0.0, inf, -inf, float("nan"), largest, -largest, torch.finfo(dtype).tiny / 4], dtype=dtype
-    )
+    p = torch.tensor([0.0, -0.0, inf, -inf, float("nan"), largest, -largest, torch.finfo(dtype).tiny / 4], dtype=dtype)
     start = p.clone()
     g, c = torch.zeros_like(p), torch.zeros_like(p)
     m, v = torch.zeros(8, dtype=BF16), torch.zeros(8, dtype=BF16)
@@ -380,9 +368,7 @@ def test_noise_does_not_make_infinities(rounding, dtype, half, implementation):
     for lr, expected in ((half, float("inf")), (half * (1 - 2**-7), largest)):
         p, g, m, v, c = (torch.full((1000,), x, dtype=dtype) for x in (largest, -1.0, 0.0, 0.0, 0.0))
         m, v = m.to(BF16), v.to(BF16)
-        options = dict(
-            lr=lr, beta1=0.0, beta2=0.75, eps=0.0, rounding=rounding, implementation=implementation
-        )
+        options = dict(lr=lr, beta1=0.0, beta2=0.75, eps=0.0, rounding=rounding, implementation=implementation)
         update([[p], [g], [m], [v], [c]], **options)
         assert (p == expected).all()
 

@@ -90,14 +90,10 @@ def test_special_values(dtype):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_placement_does_not_change_the_draws(data):
-    offset = data.draw(st.sampled_from([0, 5, 2**31 - 40, 2**32 - 40, 2**40 - 40])) + data.draw(
-        st.integers(0, 60)
-    )
+    offset = data.draw(st.sampled_from([0, 5, 2**31 - 40, 2**32 - 40, 2**40 - 40])) + data.draw(st.integers(0, 60))
     n = data.draw(st.integers(0, 100))
     cut = data.draw(st.integers(0, n))
-    where = dict(
-        seed=data.draw(st.integers(0, 2**64)), step=data.draw(st.integers(1, 2**40)), key=leaf_key("a.b")
-    )
+    where = dict(seed=data.draw(st.integers(0, 2**64)), step=data.draw(st.integers(1, 2**40)), key=leaf_key("a.b"))
     whole = random_bits(n, offset=offset, **where)
     parts = [random_bits(cut, offset=offset, **where), random_bits(n - cut, offset=offset + cut, **where)]
     assert whole.equal(torch.cat(parts))
@@ -138,9 +134,7 @@ def test_draws_are_independent_over_steps_leaves_seeds_streams_and_blocks():
 
 def test_the_draws_of_one_element_vary_over_steps_as_much_as_they_should():
     steps, n = 64, 1 << 14
-    draws = torch.stack(
-        [random_bits(n, seed=0, step=s, key=1) & 0xFFFF for s in range(1, steps + 1)]
-    ).double()
+    draws = torch.stack([random_bits(n, seed=0, step=s, key=1) & 0xFFFF for s in range(1, steps + 1)]).double()
     expected = (2.0**32 - 1) / 12
     ratio = draws.var(0).mean().item() / expected
     # The variance of a variance of 64 uniform numbers is 0.0127 of its square.

@@ -21,14 +21,14 @@ from ._clip import clip_by_value as clip_by_value
 from ._compose import chain as chain
 from ._compose import masked as masked
 from ._compose import partition as partition
+from ._deepspeed import from_deepspeed as from_deepspeed
 from ._describe import describe as describe
 from ._describe import plan as plan
-from ._deepspeed import from_deepspeed as from_deepspeed
 from ._ema import ema as ema
 from ._factory import leafwise as leafwise
-from ._loss_scale import scale_loss as scale_loss
 from ._launch import RankError as RankError
 from ._launch import launch as launch
+from ._loss_scale import scale_loss as scale_loss
 from ._low_precision import low_precision_adam as low_precision_adam
 from ._offload import offload as offload
 from ._precision import precision as precision

@@ -125,7 +125,11 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
     built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, update_group)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        narrow = [(p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16]
+        narrow = [
+            (p, f"stored in {x.dtype}, and so would its moments be")
+            for p, x in leaves.items()
+            if x.dtype == torch.float16
+        ]
         if narrow:
             what = f"{name}: squared gradients fall below fp16's smallest number, 6e-8, so second moments would be zero"
             raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))

@@ -219,9 +219,7 @@ def run_whole(leaves: Leaves, settings: Settings) -> None:
     """Eager torch on each tensor in its own shape: looks at no value, address or stride."""
     for i, (p, g, m, v) in enumerate(zip(*leaves.tensors[:4], strict=True)):
         mode = settings.mode(leaves.dtypes(i))
-        where: Any = dict(
-            seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i]
-        )
+        where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
         bits = [
             random_bits(p.numel(), **where, stream=k, device=p.device).view(p.shape) if on else None
             for k, on in enumerate(mode.streams)

@@ -37,9 +37,7 @@ def _agree_on_values(tensors: Leaves, group: Group) -> None:
     for i, path in enumerate(tensors):
         other = [r for r, found in zip(group.ranks, every, strict=True) if found[i] != every[0][i]]
         if other:
-            bad.append(
-                (path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}")
-            )
+            bad.append((path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}"))
     if bad:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
         raise ValueError(bad_leaves("ranks start from different parameters", bad, right))

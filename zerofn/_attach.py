@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._collectives import as_local
 from ._agree import check_weight
+from ._collectives import as_local
 from ._compat import in_backward
 from ._entries import over_ranks
 from ._errors import bad_leaves, explain
@@ -244,7 +244,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _refuse_override(self, weight: Any) -> None:
         if weight is not None:
-            raise ValueError("step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it.")
+            raise ValueError(
+                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this micro-step; sums that are held stay."""
@@ -287,7 +289,9 @@ class Optimizer(torch.optim.Optimizer):
             if part.role is Role.ACCUMULATE:
                 every *= _every(part)
                 if not scale_wrt_gas and "weight" in self._state.transforms[part.name]:
-                    raise ValueError("backward(scale_wrt_gas=False) with accumulate(weighted=True): the weights divide. Leave it out.")
+                    raise ValueError(
+                        "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
+                    )
         if self._averaged is not None and self._averaged is not scale_wrt_gas:
             raise ValueError(
                 explain(
@@ -320,7 +324,9 @@ class Optimizer(torch.optim.Optimizer):
         if boundary is not None and not isinstance(boundary, bool):
             raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
         if boundary is not None and not self._holds:
-            raise ValueError("set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4).")
+            raise ValueError(
+                "set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4)."
+            )
         self._boundary = boundary
 
     @contextmanager
@@ -391,7 +397,9 @@ class Optimizer(torch.optim.Optimizer):
                 bad.append((k, f"{_what(b)} instead of {_what(a)}"))
         if bad:
             right = "the state_dict of this pipeline on this model"
-            if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
+            if any(
+                isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()
+            ):
                 right += (
                     "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
                     "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
@@ -450,7 +458,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_usable(self, what: str) -> None:
         if not self._attached:
-            raise RuntimeError(f"opt.{what}() after opt.detach(): the model is plain again. Attach it anew: opt = zf.attach(model, tx).")
+            raise RuntimeError(
+                f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
+            )
         if in_backward():
             raise RuntimeError(
                 explain(
@@ -474,7 +484,9 @@ class Optimizer(torch.optim.Optimizer):
         for where, parameters, expected in self._homes:
             now = {n: id(p) for n, p in parameters().items() if p is not None}
             if now != expected:
-                changed = sorted({n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)})
+                changed = sorted(
+                    {n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)}
+                )
                 bad.extend((f"{where}.{n}".lstrip("."), "added, removed or replaced") for n in changed)
         if bad:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
@@ -521,9 +533,13 @@ def _check_memory(params: dict[str, Tensor]) -> None:
         elif p.numel():
             first = seen.setdefault(p.data_ptr(), path)
             if first != path:
-                bad.append((path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight"))
+                bad.append(
+                    (path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight")
+                )
     if bad:
-        raise ValueError(bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory"))
+        raise ValueError(
+            bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")
+        )
 
 
 def _every(part: Transform) -> int:

@@ -40,9 +40,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
         return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state
 
-    return Transform(
-        "clip_by_global_norm", Role.GRADIENT, Scope.TREE, prepare_fn=prepare, update_fn=update
-    )
+    return Transform("clip_by_global_norm", Role.GRADIENT, Scope.TREE, prepare_fn=prepare, update_fn=update)
 
 
 @transform

@@ -56,9 +56,7 @@ __all__ = [
 
 # torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
@@ -445,9 +443,7 @@ def _bytes_of(t: Tensor) -> Tensor:
 
 def _no_fp8(t: Tensor, what: str) -> None:
     if t.is_floating_point() and t.element_size() == 1:
-        raise TypeError(
-            f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)"
-        )
+        raise TypeError(f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)")
 
 
 def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -507,9 +503,7 @@ class _Scattered:
 def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
     """Reduces `t` over the ranks in place; `op` is "sum", "max" or "min"."""
     if op not in _REDUCE:
-        raise ValueError(
-            f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)'
-        )
+        raise ValueError(f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)')
     if group.size == 1 or not t.numel():
         return _DONE if async_op else None
     _no_fp8(t, "all_reduce")
@@ -766,8 +760,7 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
 def _check_axis(x: Tensor, size: int, what: str) -> None:
     if x.dim() == 0 or x.shape[0] % size:
         raise ValueError(
-            f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; "
-            "flatten and pad it first"
+            f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; flatten and pad it first"
         )
 
 
@@ -876,9 +869,7 @@ def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None
     return dict(zip(tree, _ReplicateAll.apply(group, reduce_dtype, *tree.values()), strict=True))  # type: ignore[arg-type]
 
 
-def all_reduce_tree(
-    tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """`all_reduce` of every leaf, of any shape, in one collective per dtype."""
     if group.size == 1 or not tree:
         return dict(tree)

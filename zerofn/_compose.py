@@ -110,7 +110,8 @@ def as_transform(t: Any) -> Transform:
             explain(
                 f"chain(..., {t!r}, ...)",
                 f"{type(t).__name__} is no transform{hint}",
-                "a transform such as zf.adamw(lr=1e-3), or an object with init(params) and update(updates, state, params)",
+                "a transform such as zf.adamw(lr=1e-3), or an object with init(params) and "
+                "update(updates, state, params)",
             )
         )
     return guest(t)
@@ -137,9 +138,7 @@ def guest(transformation: GradientTransformation) -> Transform:
             out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
         return dict(out), {"inner": inner}
 
-    return Transform(
-        type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update
-    )
+    return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
@@ -182,7 +181,9 @@ def masked(transform: Transform, mask: Any) -> Transform:
     def chosen(layout: Layout) -> dict[str, bool]:
         return {path: bool(v) for path, v in _values(mask, layout, "mask", bool).items()}
 
-    return _grouped("masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner})
+    return _grouped(
+        "masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner}
+    )
 
 
 @transform
@@ -226,7 +227,9 @@ def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]
         values = prefix_values(given, layout, f"this {what} does not fit the parameters")
     wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
     if wrong:
-        raise TypeError(bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}"))
+        raise TypeError(
+            bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
+        )
     return values
 
 

@@ -119,7 +119,11 @@ def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype
     if value is not None and value not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise ValueError(
-            explain(f"{function}({name}={value!r})", f"{name} is one of {names}, or None", f"{function}({name}={allowed[0]})")
+            explain(
+                f"{function}({name}={value!r})",
+                f"{name} is one of {names}, or None",
+                f"{function}({name}={allowed[0]})",
+            )
         )
 
 
@@ -149,7 +153,7 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> An
             )
         )
     # On a GPU looking at it would wait for the device; inside vmap nobody may look.
-    readable = isinstance(value, int | float) or not is_wrapped(value) and value.device.type == "cpu"
+    readable = isinstance(value, int | float) or (not is_wrapped(value) and value.device.type == "cpu")
     if readable and not 0 <= value < math.inf:
         raise ValueError(
             explain(

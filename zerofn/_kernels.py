@@ -141,13 +141,9 @@ def implementation_for(params: Sequence[Tensor]) -> str:
 
 def _check(leaves: Leaves, step: Any, rounding: str, implementation: str) -> None:
     if rounding not in ("nearest", "stochastic", "kahan"):
-        raise ValueError(
-            f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'."
-        )
+        raise ValueError(f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'.")
     if implementation not in ("auto", "native", "compiled", "eager"):
-        raise ValueError(
-            f"adam_(implementation={implementation!r}): write 'auto', 'native', 'compiled' or 'eager'."
-        )
+        raise ValueError(f"adam_(implementation={implementation!r}): write 'auto', 'native', 'compiled' or 'eager'.")
     if rounding == "kahan" and leaves.compensations is None:
         raise ValueError(
             "adam_(rounding='kahan', compensations=None): what rounding withholds must be kept. Write "
@@ -161,9 +157,7 @@ def _check(leaves: Leaves, step: Any, rounding: str, implementation: str) -> Non
     count = len(leaves.params)
     lengths = [len(column) for column in leaves if column is not None]
     if lengths != [count] * len(lengths):
-        raise ValueError(
-            f"adam_: the lists have lengths {lengths}; give one entry of each for each parameter."
-        )
+        raise ValueError(f"adam_: the lists have lengths {lengths}; give one entry of each for each parameter.")
     for i, tensors in enumerate(zip(*leaves.tensors, strict=True)):
         p, g, m, v, *_ = tensors
         if p.dtype not in _PARAM_DTYPES or g.dtype not in _PARAM_DTYPES:
@@ -262,9 +256,7 @@ def adam_(
     if implementation == "auto":
         implementation = implementation_for(params)
     # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
-    plain = [
-        not _is_wrapped(x) and x.device.type == "cpu" for x in (params[0], step, lr) if isinstance(x, Tensor)
-    ]
+    plain = [not _is_wrapped(x) and x.device.type == "cpu" for x in (params[0], step, lr) if isinstance(x, Tensor)]
     if all(plain):
         step = int(step)
         lr = float(lr)
@@ -274,8 +266,6 @@ def adam_(
             run_whole(leaves, settings)
             return
         flat, copies = _contiguous(leaves)
-        {"native": _run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](
-            flat, settings
-        )
+        {"native": _run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
         for tensor, copy in copies:
             tensor.copy_(copy)

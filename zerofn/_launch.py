@@ -59,9 +59,7 @@ class RankError(RuntimeError):
     """A rank raised or died. `rank` is which, `exitcode` how its process ended (negative: by a signal),
     `traceback` the text of its traceback ("" if it died without one)."""
 
-    def __init__(
-        self, message: str, rank: int = -1, exitcode: int | None = None, traceback: str = ""
-    ) -> None:
+    def __init__(self, message: str, rank: int = -1, exitcode: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
         self.rank, self.exitcode, self.traceback = rank, exitcode, traceback
 
@@ -197,9 +195,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             raise pickle.PicklingError("it is defined in a notebook or an interactive session")
         return _dump((fn, args), pickler)
     except Exception as error:
-        hint = (
-            'install what sends it by value: pip install "zerofn[notebooks]"' if by_name else "see the cause"
-        )
+        hint = 'install what sends it by value: pip install "zerofn[notebooks]"' if by_name else "see the cause"
         raise ValueError(
             f"{getattr(fn, '__qualname__', fn)!r} or its arguments cannot be sent to another process "
             f"({type(error).__name__}: {error}); {hint}, or move the function to a module"
@@ -348,9 +344,7 @@ class _Run:
                             other.gate.send(b"G")
             else:
                 self.hear(r)
-        return (
-            deadline is None or time.monotonic() < deadline or all(r.exitcode is not None for r in self.ranks)
-        )
+        return deadline is None or time.monotonic() < deadline or all(r.exitcode is not None for r in self.ranks)
 
     def hear(self, r: _Rank) -> None:
         data = r.chan.recv(_NUMBER.size, socket.MSG_WAITALL)
@@ -459,14 +453,9 @@ class _Server:
     def start(self) -> None:
         self.stop()
         if not sys.executable:
-            raise RuntimeError(
-                "launch starts another Python and sys.executable does not say which; use torchrun"
-            )
+            raise RuntimeError("launch starts another Python and sys.executable does not say which; use torchrun")
         ours, theirs = socket.socketpair()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from zerofn._launch import _serve; _serve({theirs.fileno()})"
-        )
+        code = f"import sys; sys.path[:] = {sys.path!r}; from zerofn._launch import _serve; _serve({theirs.fileno()})"
         # A session of its own: an interrupt typed at the terminal reaches the caller, who ends the ranks.
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -490,9 +479,7 @@ class _Server:
         if self.control is not None:
             self.control.close()
         if self.process is not None:
-            self.process.returncode = (
-                0  # not a child of this process: nothing to wait for, nothing to warn of
-            )
+            self.process.returncode = 0  # not a child of this process: nothing to wait for, nothing to warn of
         self.process = self.control = None
         self.lock = threading.Lock()
 

@@ -73,7 +73,11 @@ def scale_loss(
     dynamic = scale == "dynamic"
     if isinstance(scale, str) and not dynamic:
         raise ValueError(
-            explain(f"scale_loss({scale!r})", "the only word it knows is 'dynamic'", "scale_loss('dynamic') or scale_loss(1024.0)")
+            explain(
+                f"scale_loss({scale!r})",
+                "the only word it knows is 'dynamic'",
+                "scale_loss('dynamic') or scale_loss(1024.0)",
+            )
         )
     if not isinstance(scale, str):
         check_number("scale_loss", "scale", scale, low=torch.finfo(torch.float32).tiny)
@@ -86,10 +90,20 @@ def scale_loss(
     for name, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
         if not isinstance(value, int):
             raise ValueError(
-                explain(f"scale_loss({name}={value!r})", "it counts micro-steps: an int", f"scale_loss({name}={round(value)})")
+                explain(
+                    f"scale_loss({name}={value!r})",
+                    "it counts micro-steps: an int",
+                    f"scale_loss({name}={round(value)})",
+                )
             )
 
-    idle = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "min_scale": 1.0}
+    idle = {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+    }
     idle["hysteresis"] = 1
     given = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis
     without_effect = [name for (name, value), now in zip(idle.items(), given, strict=True) if value != now]

@@ -71,7 +71,9 @@ def low_precision_adam(
     if rounding not in ROUNDINGS:
         known = ", ".join(map(repr, ROUNDINGS))
         raise ValueError(
-            explain(f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'")
+            explain(
+                f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
+            )
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"low_precision_adam(seed={seed!r}): a seed is an int.")
@@ -99,10 +101,14 @@ def low_precision_adam(
         )
 
     slots = {"exp_avg": moment, "exp_avg_sq": moment}
-    built = optimizer("low_precision_adam", lr, slots | ({"compensation": like} if rounding == "kahan" else {}), update_group)
+    built = optimizer(
+        "low_precision_adam", lr, slots | ({"compensation": like} if rounding == "kahan" else {}), update_group
+    )
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        wide = [(p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64]
+        wide = [
+            (p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64
+        ]
         if wide:
             right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"
             raise ValueError(bad_leaves("low_precision_adam: too wide to be kept in 16 bits", wide, right))
@@ -115,7 +121,9 @@ def low_precision_adam(
 def _check_effect(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:
     """A setting without effect is an error: fp32 numbers are not rounded."""
     low = [p for p, x in leaves.items() if x.dtype in (torch.bfloat16, torch.float16)]
-    useless = rounding == "kahan" and not low or rounding == "stochastic" and not low and state_dtype == torch.float32
+    useless = (rounding == "kahan" and not low) or (
+        rounding == "stochastic" and not low and state_dtype == torch.float32
+    )
     if useless and leaves:
         rows = [(p, f"stored in {x.dtype}") for p, x in leaves.items()]
         raise ValueError(

@@ -52,7 +52,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"offload(device={device!r}): no such device. Write offload(transform, device='cpu').") from error
+        raise ValueError(
+            f"offload(device={device!r}): no such device. Write offload(transform, device='cpu')."
+        ) from error
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
@@ -88,7 +90,9 @@ def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
 def _is_shortage(error: Exception) -> bool:
     """Host allocators of torch raise plain RuntimeErrors, told apart by their text."""
     text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
+    )
 
 
 def _shortage(inner: Transform, leaves: Leaves, layout: Layout, device: torch.device) -> str:

@@ -38,7 +38,11 @@ SWAPPED: tuple[tuple[set[Role], set[Role], str], ...] = (
     ({Role.ACCUMULATE}, {Role.CAST}, "gradients would be added up in the compute dtype; cast them first"),
     ({Role.SCALE}, {Role.SHARD}, "gradients would be unscaled before they are reduced, in the compute dtype"),
     ({Role.SCALE}, {Role.CAST}, "gradients would be unscaled in the compute dtype, where small ones vanish"),
-    ({Role.CAST}, {Role.SHARD}, "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live"),
+    (
+        {Role.CAST},
+        {Role.SHARD},
+        "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live",
+    ),
     ({Role.REDUCE}, {Role.SHARD, Role.SCATTER}, "a full gradient would be averaged before it is cut into shards"),
 )
 
@@ -57,7 +61,9 @@ def check_order(parts: Sequence[Transform]) -> None:
     for j, right in enumerate(parts):
         for left in parts[:j]:
             if left.role is right.role and left.role in TWICE:
-                _refuse(left, right, TWICE[left.role], f"chain(..., {right.name}, ...) with one of them" + _groups(left))
+                _refuse(
+                    left, right, TWICE[left.role], f"chain(..., {right.name}, ...) with one of them" + _groups(left)
+                )
             if {left.role, right.role} == {Role.SHARD, Role.SCATTER}:
                 why = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scatter ZeRO-1 and ZeRO-2"
                 _refuse(left, right, why, "one of the two")
@@ -73,7 +79,11 @@ def _groups(t: Transform) -> str:
 
 
 def _refuse(left: Transform, right: Transform, why: str, order: str) -> None:
-    raise ValueError(explain(f"chain(..., {left.name}, ..., {right.name}, ...)", f"{left.name} comes before {right.name}: {why}", order))
+    raise ValueError(
+        explain(
+            f"chain(..., {left.name}, ..., {right.name}, ...)", f"{left.name} comes before {right.name}: {why}", order
+        )
+    )
 
 
 def check_complete(parts: Sequence[Transform], where: str) -> None:

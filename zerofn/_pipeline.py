@@ -176,9 +176,7 @@ class Pipeline:
 
         return replace(part, scope=Scope.WHOLE, update_fn=update)
 
-    def pull(
-        self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None
-    ) -> Leaves:
+    def pull(self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
         """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
 
         Args:
@@ -257,11 +255,7 @@ class Pipeline:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Global index of the first stored element of each leaf."""
-        return (
-            {}
-            if self.sharding is None
-            else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
-        )
+        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -285,9 +279,7 @@ class Pipeline:
             if leaf.trainable
         }
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
-        return {
-            p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts
-        }
+        return {p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts}
 
 
 def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
@@ -308,9 +300,7 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
     reduces = (Role.SCATTER, Role.REDUCE)
     cut = next((i for i, role in enumerate(roles) if role in reduces), len(stages))
     order = [p.role for p in parts]
-    late = (
-        cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
-    )
+    late = cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
     layout = replace(layout, placement=_placement(parts, stages, late))
     return Pipeline(tx, layout, parts, tuple(stages), cut, late)
 

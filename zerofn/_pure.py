@@ -44,7 +44,9 @@ def init(tx: Transform, params: Tree) -> State:
     State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
     """
     layout, tensors = make_layout(params)
-    return start(pipeline(tx, layout, "zf.init"), tensors, lambda x: x.detach().clone(memory_format=torch.contiguous_format))
+    return start(
+        pipeline(tx, layout, "zf.init"), tensors, lambda x: x.detach().clone(memory_format=torch.contiguous_format)
+    )
 
 
 def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
@@ -57,9 +59,13 @@ def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> 
 
 def check_finite(tensors: Leaves) -> None:
     """NaN never goes away by training, so it is refused before it is trained on."""
-    bad = [(p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)]
+    bad = [
+        (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
+    ]
     if bad:
-        raise ValueError(bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint"))
+        raise ValueError(
+            bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint")
+        )
 
 
 def _has_nan(x: Tensor) -> bool:
@@ -88,7 +94,9 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
         averages = state.transforms.get(of, {}).get("average")
         if averages is None:
             names = [n for n, s in state.transforms.items() if "average" in s]
-            raise ValueError(f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}.")
+            raise ValueError(
+                f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}."
+            )
         leaves = {**leaves, **averages}
     return state.layout.join(pipe.whole(leaves))
 
@@ -221,7 +229,9 @@ def linearize(
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
         leaves[i] = y
-    out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves])
+    out = unflatten(
+        outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves]
+    )
 
     def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
         grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
@@ -284,7 +294,11 @@ def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
     primals, expected = flatten(out)
     if spec != expected:
         raise ValueError(
-            explain("pullback(cotangents)", f"cotangents have the structure {spec}, the output {expected}", "one tensor per output")
+            explain(
+                "pullback(cotangents)",
+                f"cotangents have the structure {spec}, the output {expected}",
+                "one tensor per output",
+            )
         )
     bad = [
         (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
@@ -411,7 +425,9 @@ def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
     """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
     meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
     expected, found = (_entries(s) for s in (pipe.init_transforms(meta), state.transforms))
-    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [(k, "unexpected") for k in found.keys() - expected.keys()]
+    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [
+        (k, "unexpected") for k in found.keys() - expected.keys()
+    ]
     for k in expected.keys() & found.keys():
         if expected[k] != found[k]:
             bad.append((k, f"of shape {tuple(found[k])} instead of {tuple(expected[k])}"))
@@ -480,7 +496,11 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
-        got = f"a {type(loss).__name__}" if not isinstance(loss, Tensor) else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        got = (
+            f"a {type(loss).__name__}"
+            if not isinstance(loss, Tensor)
+            else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        )
         raise ValueError(
             explain(
                 f"loss_fn returned {got}",

@@ -33,7 +33,6 @@ from ._types import Context
 from ._units import Units
 from ._views import Sight, install, needs_sight
 
-
 # What must be equal on all ranks at every step.
 MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()")
 
@@ -122,9 +121,7 @@ class Residence:
         stream = Stream(replace(stage, group=group), control, leaves, like, self._take, MARKS)
         for leaf in leaves:
             p = self.params[leaf.path]
-            self.undo.append(
-                p.register_post_accumulate_grad_hook(functools.partial(self._hand_over, leaf.path)).remove
-            )
+            self.undo.append(p.register_post_accumulate_grad_hook(functools.partial(self._hand_over, leaf.path)).remove)
         return stream
 
     def _hand_over(self, path: str, p: Tensor) -> None:
@@ -151,9 +148,7 @@ class Residence:
         if not pipe.sharded_use or self.control is None or pipe.sharding is None:
             return None
         group = self.groups[pipe.groups.index(pipe.sharding.group)]
-        return Units(
-            self.model, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept
-        )
+        return Units(self.model, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept)
 
     def _accept(self, leaf: Leaf, g: Tensor) -> None:
         if self.stream is not None:
@@ -184,9 +179,7 @@ class Residence:
             self.stream.settle(marks)
             grads, self.reduced = self.reduced, {}
             later = self.pipe.stages[self.pipe.cut :]
-            more = tuple(
-                s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding)
-            )
+            more = tuple(s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding))
             return self.pipe.pull(more, grads, self.state.leaves) if more else grads
         grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
         if self.control is not None and not agree_on(len(grads), marks, self.control):
@@ -226,9 +219,7 @@ class Residence:
             versions = {path: p._version for path, p in self.params.items()}
             yield self.model
             changed = [
-                leaf
-                for leaf in self.pipe.layout.leaves
-                if self.params[leaf.path]._version != versions[leaf.path]
+                leaf for leaf in self.pipe.layout.leaves if self.params[leaf.path]._version != versions[leaf.path]
             ]
             self._write_back(changed)
             return

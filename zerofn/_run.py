@@ -133,7 +133,10 @@ def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Lea
     """The parameters after the run: the new ones, or the old ones where the step was held."""
     if signal is None:
         return params
-    return {**params, **{p: select(emitted, new, params[p]) if emitted is not True else new for p, new in signal.items()}}
+    return {
+        **params,
+        **{p: select(emitted, new, params[p]) if emitted is not True else new for p, new in signal.items()},
+    }
 
 
 def counter(x: int = 0) -> Tensor:

@@ -40,7 +40,9 @@ def sgd(
     check_number("sgd", "dampening", dampening, high=1.0 + 1e-12)
     check_number("sgd", "weight_decay", weight_decay)
     if nesterov and (momentum == 0 or dampening != 0):
-        raise ValueError("sgd(nesterov=True) needs momentum > 0 and dampening=0: write sgd(lr, momentum=0.9, nesterov=True).")
+        raise ValueError(
+            "sgd(nesterov=True) needs momentum > 0 and dampening=0: write sgd(lr, momentum=0.9, nesterov=True)."
+        )
 
     def update_group(group: Group) -> None:
         count, rate = group.count, group.lr

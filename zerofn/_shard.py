@@ -245,10 +245,7 @@ def view_all(
 ) -> dict[str, Tensor]:
     """A stage's view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
     if not isinstance(stage, Sharding) or stage.group.size == 1:
-        return {
-            leaf.path: stage.view(xs[leaf.path], leaf) if stage.changes(leaf) else xs[leaf.path]
-            for leaf in leaves
-        }
+        return {leaf.path: stage.view(xs[leaf.path], leaf) if stage.changes(leaf) else xs[leaf.path] for leaf in leaves}
     out: dict[str, Tensor] = {}
     # A caller who says where to write to has cut them already.
     for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
@@ -267,9 +264,7 @@ class Like(NamedTuple):
     device: torch.device
 
 
-def pull_all(
-    stage: Stage, gs: dict[str, Tensor], leaves: Sequence[Leaf], like: dict[str, Like]
-) -> dict[str, Tensor]:
+def pull_all(stage: Stage, gs: dict[str, Tensor], leaves: Sequence[Leaf], like: dict[str, Like]) -> dict[str, Tensor]:
     """A stage's transpose for many leaves, coalesced and in a fixed order whichever have a gradient here.
 
     Not differentiable.
@@ -353,9 +348,7 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
     reduce_scatter(mesh=None)
     """
-    return Transform(
-        "reduce_scatter", Role.SCATTER, linear=True, stage_fn=OverRanks("reduce_scatter", mesh, Sharding)
-    )
+    return Transform("reduce_scatter", Role.SCATTER, linear=True, stage_fn=OverRanks("reduce_scatter", mesh, Sharding))
 
 
 @transform

@@ -237,7 +237,9 @@ class Transform:
         entries = split_grads(layout, grads)
         wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape))]
         if wrong:
-            raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, "gradients of the parameters' shapes"))
+            raise ValueError(
+                bad_leaves("gradients do not fit the parameters", wrong, "gradients of the parameters' shapes")
+            )
         prepared = self.prepare_fn(state, entries, leaves, ctx)
         out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         state = {**state, **own, **prepared.state}

@@ -48,7 +48,9 @@ class Cosine:
 
     def __call__(self, step: Any) -> Any:
         x = math.pi * _ramp(step, self.steps)
-        return self.end + (self.peak - self.end) * 0.5 * (1.0 + (torch.cos(x) if isinstance(x, Tensor) else math.cos(x)))
+        return self.end + (self.peak - self.end) * 0.5 * (
+            1.0 + (torch.cos(x) if isinstance(x, Tensor) else math.cos(x))
+        )
 
 
 @dataclass(frozen=True)

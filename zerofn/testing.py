@@ -65,9 +65,7 @@ def _compare(actual: Tree, expected: Tree, what: str, bound: tuple[float, float]
             if reason := _difference(a, e, bound):
                 bad.append((path, reason))
     if bad:
-        raise AssertionError(
-            bad_leaves(what, bad, "two trees that are " + ("equal" if bound is None else "close"))
-        )
+        raise AssertionError(bad_leaves(what, bad, "two trees that are " + ("equal" if bound is None else "close")))
 
 
 def _difference(a: Any, e: Any, bound: tuple[float, float] | None) -> str | None:
@@ -87,9 +85,7 @@ def _difference(a: Any, e: Any, bound: tuple[float, float] | None) -> str | None
         wrong = ~((a.double() - e.double()).abs() <= room) & ~both_nan & (a != e)
     if not wrong.any():
         return None
-    distance = (
-        (a.double() - e.double()).abs().masked_fill(~wrong, -1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    )
+    distance = (a.double() - e.double()).abs().masked_fill(~wrong, -1).nan_to_num(nan=torch.inf, posinf=torch.inf)
     at = tuple(int(i) for i in torch.unravel_index(distance.flatten().argmax(), a.shape))
     worst = f"{float(distance[at]):.3g} at {at}: {a[at].item():.9g} instead of {e[at].item():.9g}"
     return f"{int(wrong.sum())} of {a.numel()} elements differ, the worst by {worst}"
@@ -291,11 +287,7 @@ def _skeleton(tree: Tree) -> Tree:
 def _perturbed(t: Transform) -> list[Transform]:
     """The transform with its positive float hyperparameters changed, one after the other."""
     if t.parts and t.role is Role.CHAIN:
-        return [
-            chain(*t.parts[:i], new, *t.parts[i + 1 :])
-            for i, p in enumerate(t.parts)
-            for new in _perturbed(p)
-        ]
+        return [chain(*t.parts[:i], new, *t.parts[i + 1 :]) for i, p in enumerate(t.parts) for new in _perturbed(p)]
     found = []
     for name, value in t.config.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -334,9 +326,7 @@ def _missing(case: _Case) -> None:
 
     if len(state.leaves) > 1:
         left = case.run(state, without).leaves[path]
-        assert_trees_equal(
-            left, state.leaves[path], _fail(case, f"a leaf without a gradient ({path}) is left alone.")
-        )
+        assert_trees_equal(left, state.leaves[path], _fail(case, f"a leaf without a gradient ({path}) is left alone."))
 
 
 def _one_leaf(case: _Case) -> None:
@@ -406,9 +396,7 @@ def _held(case: _Case) -> None:
     if case.has(Role.SCALE):
         own = {t.name for t in case.pipe.parts if t.role is Role.SCALE}
         for value in (torch.nan, torch.inf, -torch.inf):
-            grads = tree_map(
-                lambda g, v=value: None if g is None else torch.full_like(g, v), case.grads(state, 0)
-            )
+            grads = tree_map(lambda g, v=value: None if g is None else torch.full_like(g, v), case.grads(state, 0))
             new, _ = update(case.pipe, grads, state, **case.weight)
             _assert_untouched(case, state, new, own, law + f"One of {value} changed:")
 

@@ -198,9 +198,7 @@ def tensor_parallel():
     inner = (first[0] * vx).sum() + C.all_reduce((first[1] * v1[r]).sum() + (first[2] * v2[r]).sum(), w.group)
     close(torch.autograd.grad(inner, leaves), want_hv)
     batch = torch.stack([c, 2 * c, x])
-    each = [
-        torch.stack(t) for t in zip(*(pick(*grad(whole, args)(x, w1, w2, s)) for s in batch), strict=True)
-    ]
+    each = [torch.stack(t) for t in zip(*(pick(*grad(whole, args)(x, w1, w2, s)) for s in batch), strict=True)]
     close(vmap(grad(local, args), in_dims=(None, None, None, 0))(*mine[:3], batch), tuple(each))
     summed = grad(lambda *p: vmap(lambda s: local(*p, s))(batch).sum(), args)(*mine[:3])
     close(summed, tuple(t.sum(0) for t in each))
@@ -215,9 +213,7 @@ def trees():
     w = World("tree")
     gen = torch.Generator().manual_seed(2 + w.rank)
     shapes = {"b": (2,), "a": (3, 2), "none": (0,), "c": (1,), "d": (4,)}
-    wide = {
-        k: torch.randn(s[0] * w.size, *s[1:], generator=gen, dtype=torch.float64) for k, s in shapes.items()
-    }
+    wide = {k: torch.randn(s[0] * w.size, *s[1:], generator=gen, dtype=torch.float64) for k, s in shapes.items()}
     wide["d"] = wide["d"].float()
     narrow = {k: t[: t.shape[0] // w.size].clone() for k, t in wide.items()}
     pairs = [
@@ -266,9 +262,7 @@ def trees():
             close(mixed["b"][1], op(3 * tree["b"], w.group))
         assert tree_op({}, w.group) == {}
     if w.size > 1:
-        with pytest.raises(
-            ValueError, match=rf"axis 0 that divides by {w.size}, got shape \({w.size + 1},\)"
-        ):
+        with pytest.raises(ValueError, match=rf"axis 0 that divides by {w.size}, got shape \({w.size + 1},\)"):
             C.reduce_scatter(torch.ones(w.size + 1), w.group)
         with pytest.raises(ValueError, match="axis 0"):
             C.all_gather(torch.ones(()), w.group)

@@ -47,7 +47,7 @@ def test_step_after_detach(tx):
     opt = zf.attach(model, tx)
     assert opt.detach() is model
     for call in (opt.step, lambda: opt.backward(loss_of(model)), lambda: opt.load_state_dict({})):
-        with pytest.raises(RuntimeError, match=r"after opt.detach\(\): the model is plain again. Attach it anew"):
+        with pytest.raises(RuntimeError, match=r"after opt.detach\(\): the model is plain. Attach it anew"):
             call()
 
 
