@@ -56,6 +56,23 @@ def executing() -> Any:
     return torch._C._current_autograd_node()
 
 
+def after_this_node(fn: Callable[[], None]) -> bool:
+    """Run `fn` once the autograd node that this thread executes is done, in that node's backward; whether there is one.
+
+    Inside a backward nested in a node, as reentrant checkpointing makes them, this reaches the outer one.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return False
+
+    def after(*_: Any) -> None:
+        handle.remove()
+        fn()
+
+    handle = node.register_hook(after)
+    return True
+
+
 def next_sequence() -> int:
     """The number that the next autograd node made by this thread will have: nodes are numbered as they are made."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]

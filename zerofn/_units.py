@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import wide
 from ._collectives import Group
-from ._compat import at_end_of_backward, in_backward
+from ._compat import after_this_node, at_end_of_backward, in_backward
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import Rounds
@@ -157,15 +157,17 @@ class Units:
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
         if in_backward():
             self.stirred = True
-            self._rest_after_backward()
+            self.rest_after_backward()
         return self.rounds.perform(kind, i, work)
 
-    def _rest_after_backward(self) -> None:
+    def rest_after_backward(self) -> None:
         """Stay available at the end of this backward: other ranks' may be longer."""
 
         def rest() -> None:
             self.waiting.discard(task)
-            self.rounds.rest()
+            # The end of a nested backward is the middle of the outer one.
+            if not after_this_node(self.rest_after_backward):
+                self.rounds.rest()
 
         task = torch._C._current_graph_task_id()
         if task not in self.waiting:

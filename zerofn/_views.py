@@ -136,6 +136,10 @@ class Sight:
 
     def leave(self, y: Tensor) -> Tensor:
         """An output on its way out."""
+        if self.units is not None and y.grad_fn is not None:
+            # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
+            units = self.units
+            y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
         dtype = self.pipe.cast.output_dtype
         if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
             return y

@@ -359,10 +359,9 @@ def through_bind():
         state = zf.init(tx, params)
         fn = zf.bind(loss, tx, state)
         stored = state.params
-        cut = {
-            k: zf._pipeline.pipeline(tx, state.layout, "test").store(v[k], leaf)
-            for k, leaf in ((leaf.path, leaf) for leaf in state.layout.leaves)
-        }
+        resolved = zf._pipeline.pipeline(tx, state.layout, "test")
+        cut = {leaf.path: resolved.store(v[leaf.path], leaf) for leaf in state.layout.leaves}
+        cut = {k: cut[k] for k in stored}
 
         def check(got, want, stage=stage, tx=tx, state=state):
             full = zf.full_params(tx, zf._state.State(dict(got), *list(_rest(state))))
