@@ -139,6 +139,10 @@ def compare(
             for side, opt in ((plain, None), (models, opts[0])):
                 torch.manual_seed(step)
                 results.append(program(Run(side, step, opt)))
+            if may_be_dead and not all(
+                p.grad.isfinite().all() for m in plain for p in m.parameters() if p.grad is not None
+            ):
+                return opts  # the plain program diverged
             if may_overflow and _overflowed(opts):
                 return opts
             _compare_results(results, tol, lively=not may_be_dead)
