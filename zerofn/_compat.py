@@ -100,6 +100,16 @@ def backward_roots() -> list[Any]:
 outside_compile = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
+def apply_function(cls: Any, *args: Any) -> Any:
+    """`Function.apply` for a full list of positional arguments."""
+    if functorch_active() or torch.compiler.is_compiling():
+        return super(cls, cls).apply(*args)
+    # What that does too, once it has looked up defaults that nobody needs. A tensor that torch.func wrapped
+    # may outlive its transform.
+    live = [_functorch.unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
+    return super(torch.autograd.Function, cls).apply(*live)
+
+
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
     """Let `leaf.grad` be kept in `dtype`; a no-op where it is the leaf's own."""
     if leaf.dtype != dtype:

@@ -199,7 +199,7 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
 
 def linearize(
     pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool
-) -> tuple[Any, Callable[[Any], tuple[Leaves, list[Tree]]]]:
+) -> tuple[Any, Callable[..., tuple[Leaves, list[Tree]]]]:
     """`fn` at the state's parameters and its pullback onto leaves by path.
 
     Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and

@@ -42,6 +42,8 @@ class _Thread(threading.local):
         self.seen: dict[tuple, tuple[Tensor, Tensor]] = {}
         # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
         self.mark: int | None = None
+        # By path: the view that was given last, and what it is the view of.
+        self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.task = -1
         self.backwards = 0
 
@@ -122,7 +124,8 @@ class Sight:
 
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
-        return next((stored for (p, *_), (stored, view) in self.local.seen.items() if p == path and view is x), None)
+        view, stored = self.local.given.get(path, (lambda: None, None))
+        return stored if view() is x else None
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
@@ -202,7 +205,7 @@ class SeenParameters(dict):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.inner.discard(name)
-        if self.sight.local.calls and name in self.paths:
+        if name in self.paths and self._walked_by_model():
             origin = self.sight.origin(self.paths[name], value)
             if origin is None:
                 self.inner.add(name)
@@ -223,8 +226,11 @@ class SeenParameters(dict):
         return (self[n] for n in list(self)) if self._walked_by_model() else super().values()
 
     def _walked_by_model(self) -> bool:
-        # The compiler looks at modules too, in the middle of their calls.
-        return bool(self.sight.local.calls) and not torch.compiler.is_compiling()
+        # The compiler looks at modules too, in the middle of their calls; and hooks of the user's do, in
+        # the middle of a backward, where nothing but what is repeated has gradients enabled.
+        if self.sight.local.calls:
+            return not torch.compiler.is_compiling()
+        return torch.is_grad_enabled() and self.sight.repeating()
 
     def __reduce__(self):
         # A copy of an attached model is a plain module.
@@ -237,8 +243,12 @@ def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
     sight = parameters.sight
     if not sight.active():
         return stored
-    seen = sight.look(parameters.paths[name], stored)
-    return seen if parameters.beside in (None, seen.dtype) else seen.to(parameters.beside)
+    path = parameters.paths[name]
+    seen = sight.look(path, stored)
+    if parameters.beside not in (None, seen.dtype):
+        seen = seen.to(parameters.beside)
+    sight.local.given[path] = (weakref.ref(seen), stored)
+    return seen
 
 
 @outside_compile

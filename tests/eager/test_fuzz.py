@@ -1,0 +1,62 @@
+"""Random training programs on random modules, plain against attached. `ZEROFN_FUZZ=2000` runs more of them.
+
+A failing program is named by its seed: `ZEROFN_FUZZ_SEED=17 pytest tests/eager/test_fuzz.py` runs it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+
+import programs
+import pytest
+import torch
+from parity import EXACT, PIPES, compare
+
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "150"))
+ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
+
+
+def run(seed: int) -> None:
+    """One program."""
+    nets, steps, every, pipe = programs.draw(seed)
+    makes = [lambda s=s: _made(s) for s in nets]
+    unused = tuple(n for s in nets for n, _ in _made(s).named_parameters())
+    # In 16 bits a random program may subtract nearly equal numbers; a lost factor would still be far outside.
+    tol = 1e-4 if pipe in EXACT else 0.4
+    with warnings.catch_warnings():
+        # Reentrant checkpointing says so where no input needs a gradient.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        compare(
+            programs.program_of(steps),
+            makes,
+            PIPES[pipe],
+            every,
+            windows=2,
+            unused=unused,
+            tol=tol,
+            may_overflow="fp16" in pipe,
+            may_be_dead=True,
+        )
+
+
+def _made(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return programs.Net(seed)
+
+
+@pytest.mark.timeout(0)
+def test_random_programs():
+    failed = []
+    for seed in [int(ONLY)] if ONLY else range(COUNT):
+        try:
+            run(seed)
+        except Exception as error:
+            nets, steps, every, pipe = programs.draw(seed)
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            failed.append(
+                f"seed {seed}: {pipe}, {len(nets)} models, every={every}, {[s.actions for s in steps]}\n"
+                f"    {type(error).__name__}: {str(error)[:300]} ({where.filename}:{where.lineno})"
+            )
+    assert not failed, f"{len(failed)} of {COUNT} programs failed:\n" + "\n".join(failed)
