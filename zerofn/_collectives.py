@@ -59,6 +59,7 @@ _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LOOK = timedelta(seconds=2)  # after which a rank that waits looks whether the others are still there
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 
 
@@ -161,6 +162,7 @@ class _Registry:
         self.default: Any = None  # the default group these were made on
         self.ours = False  # whether that default group was made here
         self.made = 0  # how many default groups were made here so far
+        self.store: Any = None  # where the ranks of the last of them met
 
     def current(self) -> dict[tuple[Any, Hashable], Group | None]:
         default = dist.group.WORLD if dist.is_initialized() else None
@@ -204,6 +206,7 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
     # A store may outlive the group: a second group in it would find the addresses of the first.
     store = meet.PrefixStore(f"zerofn/{_registry.made}", store)
     _registry.made += 1
+    _registry.store = store
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
@@ -411,6 +414,7 @@ def _leave() -> None:
     _registry.current()
     if not (_registry.ours and dist.is_initialized()):
         return
+    finished()
     failed = getattr(sys, "last_value", None) is not None
     try:
         if not failed and dist.get_backend() == "gloo":
@@ -436,6 +440,55 @@ class _Done:
 _DONE = _Done()
 
 
+def finished() -> None:
+    """Tell the other ranks that this one takes part in nothing any more."""
+    if _registry.store is not None:
+        _registry.store.set(f"finished/{os.environ['RANK']}", b"1")
+
+
+def _gone(group: Group) -> list[int]:
+    """Ranks of the group that have said so."""
+    store = _registry.store
+    return [r for r in group.ranks if store is not None and store.check([f"finished/{r}"])]
+
+
+class _Watched:
+    """A work handle of gloo that looks, when a wait is long, whether the ranks it waits for are still there.
+
+    A rank whose loop was shorter has left for good; without this the others would wait for half an hour.
+    """
+
+    def __init__(self, work: Any, what: str, group: Group) -> None:
+        self.work, self.what, self.group = work, what, group
+
+    def wait(self) -> bool:
+        suspects: list[int] = []
+        while True:
+            try:
+                return self.work.wait(_LOOK)
+            except RuntimeError as error:
+                if self.work.is_completed() or "timed out" not in str(error).lower():
+                    raise
+            # Once more after the first look: what it sent last may still be on its way.
+            if suspects:
+                raise RuntimeError(
+                    f"this rank waits in {self.what} for rank {', '.join(map(str, suspects))}, which has finished. "
+                    "Every rank must make the same number of steps: give all of them as many batches, or end "
+                    "every loop with the shortest."
+                )
+            suspects = _gone(self.group)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _run(work: Any, what: str, group: Group, async_op: bool) -> Any:
+    """Wait for a collective that was begun, or hand it on."""
+    if group.device.type == "cpu":
+        work = _Watched(work, what, group)
+    return work if async_op else work.wait() and None
+
+
 def _bytes_of(t: Tensor) -> Tensor:
     # fp8 is unknown to gloo. Moving needs no arithmetic, so it may travel as bytes; reducing may not.
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
@@ -456,7 +509,8 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if group.size == 1 or not out.numel():
         return _DONE if async_op else None
     group.traffic.count("all_gather", group.size, out.numel() * out.element_size())
-    return _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg, async_op=async_op)
+    work = _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
+    return _run(work, "all_gather", group, async_op)
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -475,7 +529,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         return _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg, async_op=async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
     parts = torch.empty_like(inp)
-    work = dist.all_to_all_single(parts, inp, group=group.pg, async_op=True)
+    work = _run(dist.all_to_all_single(parts, inp, group=group.pg, async_op=True), "reduce_scatter", group, True)
     scattered = _Scattered(work, parts, inp, out, group.size)
     return scattered if async_op else scattered.wait() and None
 
@@ -508,7 +562,8 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
         return _DONE if async_op else None
     _no_fp8(t, "all_reduce")
     group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
-    return dist.all_reduce(t, op=_REDUCE[op], group=group.pg, async_op=async_op)
+    work = dist.all_reduce(t, op=_REDUCE[op], group=group.pg, async_op=True)
+    return _run(work, "all_reduce", group, async_op)
 
 
 def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:

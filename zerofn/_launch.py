@@ -662,6 +662,7 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
         _collectives.initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
     fn, args = _load(io.BytesIO(job["payload"]))
     value = fn(*args)
+    _collectives.finished()
     with os.fdopen(os.dup(result), "wb") as file:
         torch.save(value, file, pickle_module=_pickler())
 

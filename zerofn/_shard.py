@@ -61,13 +61,13 @@ class Sharding:
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
         batch = x.shape[:-1]
-        rows = x.movedim(-1, 0).reshape(x.shape[-1], -1)
+        rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
         (full,) = self.gather([rows], [leaf])
-        return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape(*batch, *leaf.shape)
+        return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
         batch = g.shape[: g.ndim - len(leaf.shape)]
-        rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, -1)
+        rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], self.reduce_dtype or g.dtype, g.device)
         (mine,) = self.unpack(self.send(buffer)[1], [leaf])
         assert mine is not None

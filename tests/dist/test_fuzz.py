@@ -51,7 +51,7 @@ class Bare(nn.Module):
 
 
 class Random(nn.Module):
-    """A stack of blocks, some of them the same block or with tied leaves; which are used, and how, is told at each call."""
+    """A stack of blocks, some the same or with tied leaves; which are used, and how, is told at each call."""
 
     def __init__(self, seed):
         super().__init__()
@@ -74,10 +74,7 @@ class Random(nn.Module):
         h = self.stem(x)
         for i, wrap in zip(order, wraps, strict=True):
             block = self.blocks[i]
-            if wrap == "plain":
-                h = block(h)
-            else:
-                h = checkpoint(block, h, use_reentrant=wrap == "reentrant")
+            h = block(h) if wrap == "plain" else checkpoint(block, h, use_reentrant=wrap == "reentrant")
         return torch.tanh(self.head(h * self.scale))
 
 

@@ -223,6 +223,16 @@ CASES = {
 ALIVE = {"input gradient penalty": 99, "checkpoint inside": 3, "reentrant checkpoint inside": 3}
 
 
+# Those in which ranks differ, or fall out of step, in more ways the more ranks there are.
+UNEVEN = (
+    "two losses, two backwards",
+    "forward and backward twice",
+    "more on some ranks",
+    "reentrant checkpoint inside",
+    "exception in backward",
+)
+
+
 def small_buckets():
     """Many buckets even of a small model."""
     zerofn._stream.cut = functools.partial(zf._shard.cut, limit=400)
@@ -268,4 +278,4 @@ def check(size, names):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_programs_give_the_gradients_of_plain_torch(size):
-    check(size, [n for n in CASES if size == 2 or "compiled" not in n])
+    check(size, list(CASES) if size == 2 else [n for n in CASES if n in UNEVEN])
