@@ -107,7 +107,7 @@ def apply_function(cls: Any, *args: Any) -> Any:
     # What that does too, once it has looked up defaults that nobody needs. A tensor that torch.func wrapped
     # may outlive its transform.
     live = [_functorch.unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
-    return super(torch.autograd.Function, cls).apply(*live)
+    return super(torch.autograd.Function, cls).apply(*live)  # type: ignore[attr-defined]
 
 
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:

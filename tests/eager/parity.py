@@ -67,6 +67,22 @@ PIPES: dict[str, Pipe] = {
         1e-2,
     ),
 }
+F64 = torch.float64
+
+
+def _wide(*scale: zf.Transform, **dtypes: torch.dtype) -> Pipe:
+    return Pipe(lambda k: zf.chain(zf.precision(**dtypes), *scale, *_held(k), zf.sgd(LR)), 1e-4, F64)
+
+
+# The casts and scales of the 16-bit pipelines in more bits than the plain module has: no rounding hides a mistake.
+TWINS: dict[str, Pipe] = {
+    "bf16": _wide(param_dtype=F64),
+    "bf16 scaled": _wide(zf.scale_loss(64.0), param_dtype=F64, output_dtype=FP32),
+    "bf16 states": _wide(store_dtype=F64, grad_dtype=FP32),
+    "fp16 dynamic": _wide(
+        zf.scale_loss("dynamic", init_scale=256.0, growth_interval=1), param_dtype=F64, output_dtype=FP32
+    ),
+}
 EXACT = ["fp32", "offload", "scaled"]
 
 
