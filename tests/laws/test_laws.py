@@ -207,8 +207,9 @@ def test_structure_of_the_state_never_depends_on_values(params, parts, seed):
     first = zf.init(tx, params)
     states = [run(tx, params, n, seed=seed) for n in (1, 3)]
     states.append(zf.init(tx, random_like(params, seed + 50)))
-    zero = optree.tree_map(torch.zeros_like, params)
-    states.append(zf.update(tx, zero, zf.init(tx, zero))[0])
+    empty = zf.init(tx, optree.tree_map(torch.zeros_like, params))
+    # Gradients in the dtype of what is stored: that of the parameters where nothing stores them otherwise.
+    states.append(zf.update(tx, optree.tree_map(torch.zeros_like, empty.params), empty)[0])
     for state in states:
         assert_trees_equal(skeleton(state), skeleton(first))
         assert state.layout == first.layout
