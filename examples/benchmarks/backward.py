@@ -9,6 +9,9 @@ ratio within a round, in brackets its quartiles. Where the arithmetic is the sam
 A pipeline without a cast and without a loss scale leaves forward and backward alone, so its rows measure noise and
 the hooks that are not there. `scale_loss` keeps the arithmetic and adds the boundary: hooks at every module, a view of
 every parameter. That is the honest price of loss scaling without a call, and it shows where layers are tiny.
+
+The second table is the whole step with the update after backward and within it (`attach(in_backward=True)`), and the
+most bytes of tensors that live at once in a step beyond states.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from overhead import peak_extra
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -105,6 +109,58 @@ def compare(name: str, model: nn.Module, x: Tensor, rounds: int, repeats: int, c
         opt.detach()
 
 
+def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Callable[[], None]:
+    """Forward, backward and update."""
+
+    def run() -> None:
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def in_backward(model: nn.Module, x: Tensor, rounds: int, clock: Callable[[], float]) -> None:
+    """Print the same step with the update after backward and during it: times, ratio, peak memory, parameters."""
+    print(
+        f"\n{'update, whole step':<24} {'pipeline':<26} {'after ms':>9} {'during ms':>9}   ratio [quartiles]   peak MB"
+    )
+    pipelines = {
+        "adamw": lambda: zf.adamw(1e-3),
+        "bf16 states, stochastic": lambda: zf.chain(
+            zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(1e-3)
+        ),
+    }
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    for title, tx in pipelines.items():
+        models = copy.deepcopy(model), copy.deepcopy(model)
+        sides = [
+            step(m, zf.attach(m, tx(), in_backward=late), x) for m, late in zip(models, (False, True), strict=True)
+        ]
+        for side in sides * 2:
+            side()
+        pairs = []
+        for i in range(rounds):
+            order = (0, 1) if i % 2 == 0 else (1, 0)
+            times = [0.0, 0.0]
+            for k in order:
+                times[k] = seconds(sides[k], 2, clock)
+            pairs.append(times)
+        ratios = sorted(b / a for a, b in pairs)
+        low, _, high = statistics.quantiles(ratios, n=4)
+        after, during = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+        peaks = [peak_extra(side) / 1e6 for side in sides]
+        both = zip(*(m.parameters() for m in models), strict=True)
+        far = max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in both)
+        print(
+            f"{f'{count:.1f} M parameters':<24} {title:<26} {after:>9.2f} {during:>9.2f}   "
+            f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]   {peaks[0]:.1f} -> {peaks[1]:.1f}, "
+            f"parameters differ by {far:.0e}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=512, help="of the large model")
@@ -131,6 +187,7 @@ def main() -> None:
     compare(f"{count:.1f} M parameters", model, x, args.rounds, 2, clock)
     tiny = chain(args.chain).to(device)
     compare(f"chain of {args.chain}", tiny, torch.randn(16, 8, device=device), args.rounds, 3, clock)
+    in_backward(model, x, args.rounds, clock)
 
 
 if __name__ == "__main__":

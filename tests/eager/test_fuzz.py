@@ -1,4 +1,4 @@
-"""Random training programs on random modules, plain against attached. `ZEROFN_FUZZ=2000` runs more of them.
+"""Random training programs on random modules, plain against attached. `ZEROFN_FUZZ=5000` runs more of them.
 
 A failing program is named by its seed: `ZEROFN_FUZZ_SEED=17 pytest tests/eager/test_fuzz.py` runs it alone.
 """
@@ -14,8 +14,9 @@ import pytest
 import torch
 from parity import PIPES, TWINS, compare
 
-COUNT = int(os.environ.get("ZEROFN_FUZZ", "150"))
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "500"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
+SHARES = 5  # one test each, so that the workers of pytest-xdist divide them
 
 
 def run(seed: int) -> None:
@@ -48,9 +49,11 @@ def _made(seed: int) -> torch.nn.Module:
 
 
 @pytest.mark.timeout(0)
-def test_random_programs():
+@pytest.mark.parametrize("share", range(1 if ONLY else SHARES))
+def test_random_programs(share):
     failed = []
-    for seed in [int(ONLY)] if ONLY else range(COUNT):
+    seeds = [int(ONLY)] if ONLY else range(share, COUNT, SHARES)
+    for seed in seeds:
         try:
             run(seed)
         except Exception as error:
@@ -60,4 +63,4 @@ def test_random_programs():
                 f"seed {seed}: {pipe}, {len(nets)} models, every={every}, {[s.actions for s in steps]}\n"
                 f"    {type(error).__name__}: {str(error)[:300]} ({where.filename}:{where.lineno})"
             )
-    assert not failed, f"{len(failed)} of {COUNT} programs failed:\n" + "\n".join(failed)
+    assert not failed, f"{len(failed)} of {len(seeds)} programs failed:\n" + "\n".join(failed)

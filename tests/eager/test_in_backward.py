@@ -1,0 +1,194 @@
+"""The update during backward: the same numbers as after it, no gradient kept, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+import zerofn as zf
+
+BF16 = torch.bfloat16
+
+PIPELINES = {
+    "adamw": lambda: zf.adamw(1e-2, weight_decay=0.1),
+    "adam": lambda: zf.adam(1e-2),
+    "sgd with momentum": lambda: zf.sgd(1e-1, momentum=0.9, nesterov=True),
+    "clip_by_value, sgd": lambda: zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-1)),
+    "schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 6)),
+    "accumulate(1)": lambda: zf.chain(zf.accumulate(1), zf.adamw(1e-2)),
+    **{
+        f"bf16, {r}": functools.partial(
+            lambda r: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2, rounding=r, seed=3)), r
+        )
+        for r in ("nearest", "stochastic", "kahan")
+    },
+    "bf16 all over": lambda: zf.chain(
+        zf.precision(store_dtype=BF16, param_dtype=BF16, output_dtype=torch.float32), zf.low_precision_adam(1e-2)
+    ),
+}
+
+
+class Net(nn.Module):
+    """Ties a weight, uses a layer twice and leaves one parameter frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 6)
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.layer(torch.tanh(self.layer(self.embed(x))))
+        return self.head(self.norm(h + self.frozen(h)))
+
+
+def batch(i):
+    return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(i))
+
+
+def train(model, opt, steps=5):
+    """Losses of a few steps."""
+    losses = []
+    for i in range(steps):
+        x = batch(i)
+        loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1).flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_equals_the_update_after_backward_bit_for_bit(name):
+    after, during = Net(), Net()
+    begun = values(Net().to(BF16) if "bf16" in name else Net())
+    a, b = zf.attach(after, PIPELINES[name]()), zf.attach(during, PIPELINES[name](), in_backward=True)
+    assert train(after, a) == train(during, b)
+    now, other = values(after), values(during)
+    assert now.keys() == other.keys()
+    for path, value in now.items():
+        assert torch.equal(value, other[path]), path
+        assert torch.equal(value, begun[path].to(value)) == path.startswith("frozen"), f"{path} is the wrong way round"
+    assert torch.equal(a.state.step, b.state.step) and int(b.state.step) == 5
+    for part, entries in a.state.transforms.items():
+        for slot, kept in entries.items():
+            for path, value in kept.items() if isinstance(kept, dict) else [("", kept)]:
+                mine = b.state.transforms[part][slot]
+                assert torch.equal(value, mine[path] if path else mine), (part, slot, path)
+
+
+def test_no_gradient_is_left_where_a_user_would_read_it():
+    model = Net()
+    opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
+    before = values(model)
+    model(batch(0)).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in model.named_parameters() if p.requires_grad}, "backward has already updated"
+    assert int(opt.state.step) == 0, "the step is counted by step()"
+    opt.step()
+    assert int(opt.state.step) == 1 and bool(opt.metrics["updated"])
+
+
+def peak_of(run, folder):
+    """The most bytes that live at once during `run`, beyond those before it."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    profile.export_chrome_trace(f"{folder}/trace.json")
+    live = peak = 0
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
+
+def test_peak_gradient_bytes_are_those_of_one_leaf(tmp_path, capfd):
+    width, layers = 256, 12
+    leaf = width * width * 4
+    peaks = {}
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        opt = zf.attach(model, zf.sgd(1e-3), in_backward=in_backward)
+        x = torch.randn(1, width)
+
+        def step(model=model, opt=opt, x=x):
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+        step()
+        peaks[in_backward] = peak_of(step, tmp_path)
+    capfd.readouterr()
+    assert layers * leaf <= peaks[False] <= (layers + 2) * leaf
+    # A gradient and the parameter that the optimizer returns for it; activations of one row are the rest.
+    assert leaf <= peaks[True] <= 2.2 * leaf
+
+
+REFUSED = {
+    "clip_by_global_norm": (lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2)), "a number of the whole"),
+    "accumulate": (lambda: zf.chain(zf.accumulate(2), zf.adamw(1e-2)), "keeps gradients for a later step"),
+    "scale_loss": (lambda: zf.chain(zf.scale_loss("dynamic"), zf.adamw(1e-2)), "look at every gradient for overflow"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason_and_the_model_left_alone(name):
+    make, reason = REFUSED[name]
+    model = Net()
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=reason) as error:
+        zf.attach(model, make(), in_backward=True)
+    assert name in str(error.value) and "attach without in_backward" in str(error.value)
+    opt = zf.attach(model, zf.adamw(1e-2))
+    train(model, opt, 1)
+    train(twin, torch.optim.AdamW(twin.parameters(), 1e-2, fused=True), 1)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_a_second_backward_before_the_step_is_refused():
+    model = Net()
+    opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
+    model(batch(0)).mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"a second gradient of .* before opt.step\(\).*\n.*\n.*one backward for each"
+    ):
+        model(batch(1)).mean().backward()
+    opt.step()
+    model(batch(1)).square().mean().backward()
+    opt.step()
+    assert int(opt.state.step) == 2
+
+
+def test_a_step_without_backward_is_refused():
+    opt = zf.attach(Net(), zf.adamw(1e-2), in_backward=True)
+    with pytest.raises(ValueError, match="no parameter has a gradient"):
+        opt.step()
+
+
+def test_leaves_without_gradient_stay():
+    model = Net()
+    opt = zf.attach(model, zf.adamw(1e-2, weight_decay=0.1), in_backward=True)
+    before = values(model)
+    model.layer(torch.randn(3, 6)).square().mean().backward()
+    opt.step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"layer.weight", "layer.bias"}
