@@ -48,6 +48,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help="dtype of forward and backward; states are bf16 in any case (bfloat16 on a GPU; float32 on a "
         "CPU, most of which multiply bf16 several times slower)",
     )
+    p.add_argument(
+        "--rounding",
+        choices=["kahan", "stochastic", "nearest"],
+        default="kahan",
+        help="of the bf16 parameters (kahan, which keeps the loss of fp32 at this learning rate for two bytes more)",
+    )
     p.add_argument("--sample", type=count, default=300, help="bytes to generate at the end (300)")
     p.add_argument("--compare", action="store_true", help="train with fp32 AdamW too, and print both side by side")
     p.add_argument("--resume", action="store_true", help="go on from what is in --out, with its settings")
