@@ -115,6 +115,15 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
         FileNotFoundError: no checkpoint there.
         ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
             path; of another format version; truncated or changed.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.adamw(lr=1e-3)
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(2)}))
+    >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
+    (1, True)
     """
     from ._dcp import Piece, load_pieces
 
@@ -315,6 +324,14 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
         OSError: it cannot be written. A file that was there is as it was.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> from safetensors.torch import load_file
+    >>> state = zf.init(zf.adamw(lr=1e-3), {"w": torch.arange(2.0)})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.export_safetensors(f"{directory}/model.safetensors", state)
+    ...     load_file(f"{directory}/model.safetensors")
+    {'w': tensor([0., 1.])}
     """
     try:
         from safetensors.torch import save_file
