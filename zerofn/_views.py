@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,9 +107,11 @@ class Sight:
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
-        if self.units is not None:
-            return self.units.look(path, keep=bool(self.local.calls))
         view = self.pipe.views_at_use[path]
+        if self.units is not None:
+            if stored is self.units.params[path]:
+                return self.units.look(path, keep=bool(self.local.calls))
+            view = _of_another(view, stored)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
         if not self.local.calls:
@@ -183,6 +186,19 @@ class Sight:
     @property
     def scaled(self) -> bool:
         return self.pipe.scale is not None
+
+
+def _of_another(view: LeafView, given: Tensor) -> LeafView:
+    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
+    if given.shape != view.leaf.shape:
+        raise RuntimeError(
+            bad_leaves(
+                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
+            )
+        )
+    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)
 
 
 class SeenParameters(dict):

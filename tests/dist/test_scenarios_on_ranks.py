@@ -265,9 +265,6 @@ def sharded(size: int, stage: int, precision: str) -> bool:
 
 
 REFUSED: dict[str, Callable[[int, int, str], bool]] = {
-    # Under `shard` a model sees its own parameters in its calls, whatever functional_call puts in their place;
-    # zf.bind is the function of given parameters there.
-    "functional": sharded,
     # Under `shard` a call of the model uses saved_tensors_hooks, which torch.func.grad refuses; zf.bind has none.
     "functional_transforms": sharded,
     # The function takes a parameter of the model outside of any call, where under `shard` it is a flat part.

@@ -204,3 +204,30 @@ def gathered_buffers():
 def test_gathered_leaves_have_memory_of_their_own():
     for sizes in zf.launch(gathered_buffers, 2, timeout=LIMIT):
         assert sum(sizes) <= 4 * (2 + 50 + 2) and dist.is_available()
+
+
+def other_parameters():
+    """The model called with parameters of the user's, then with its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.scale_loss(8.0), zf.sgd(0.1)))
+    mine = {"weight": torch.ones(2, 3, requires_grad=True), "bias": torch.ones(2, requires_grad=True)}
+    x = torch.arange(3.0)[None]
+    y = torch.func.functional_call(model, mine, (x,))
+    y.sum().backward()
+    alone = all(p.grad is None for p in model.parameters())
+    parts = {n: p.detach().clone() for n, p in model.named_parameters()}
+    try:
+        torch.func.functional_call(model, parts, (x,))
+    except RuntimeError as error:
+        message = str(error)
+    model(x).sum().backward()
+    opt.step()
+    return y.tolist(), mine["weight"].grad.tolist(), mine["bias"].grad.tolist(), alone, int(opt.state.step), message
+
+
+def test_a_call_with_other_parameters_uses_those():
+    for y, weight, bias, alone, step, message in zf.launch(other_parameters, 2, timeout=LIMIT):
+        assert (y, weight, bias) == ([[4.0, 4.0]], [[0.0, 1.0, 2.0]] * 2, [1.0, 1.0])
+        assert alone and step == 1
+        assert "weight: given in shape (3,), in full it is (2, 3)" in message and "opt.gathered()" in message
