@@ -50,9 +50,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--rounding",
-        choices=["kahan", "stochastic", "nearest"],
-        default="kahan",
-        help="of the bf16 parameters (kahan, which keeps the loss of fp32 at this learning rate for two bytes more)",
+        choices=["stochastic", "kahan", "nearest"],
+        default="stochastic",
+        help="of the bf16 parameters (stochastic; kahan keeps two bytes more for each)",
     )
     p.add_argument("--sample", type=count, default=300, help="bytes to generate at the end (300)")
     p.add_argument("--compare", action="store_true", help="train with fp32 AdamW too, and print both side by side")

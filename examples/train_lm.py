@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                   # bf16 states; about a minute and a half on two idle cores
     python examples/train_lm.py --compare         # and fp32 AdamW on the same data, side by side
-    python examples/train_lm.py --rounding stochastic   # 6 bytes per parameter instead of 8
+    python examples/train_lm.py --rounding kahan  # 8 bytes per parameter instead of 6
     python examples/train_lm.py --route pure      # functions of a state, no loss.backward(): the same losses
     python examples/train_lm.py --resume          # go on where Ctrl-C stopped it, bit for bit
     torchrun --nproc-per-node 2 examples/train_lm.py --zero 3

@@ -78,14 +78,14 @@ def test_both_routes_give_the_same_bits(train_lm, tmp_path, compute):
     assert_same_state(train_lm, tmp_path / "pure", tmp_path / "eager")
 
 
-@pytest.mark.parametrize(("options", "expected"), [((), 8), (("--rounding", "stochastic"), 6)])
+@pytest.mark.parametrize(("options", "expected"), [((), 6), (("--rounding", "kahan"), 8)])
 def test_what_a_run_leaves_behind(train_lm, tmp_path, options, expected):
     train_lm.main([*TINY, "--steps", "20", "--out", str(tmp_path), *options])
     record = json.loads((tmp_path / "run.json").read_text())
     assert len(record["history"]["loss"]) == 20 and record["settings"]["d_model"] == 16
     assert record["final_loss"] == pytest.approx(sum(record["history"]["loss"]) / 20)
     assert [step for step, _ in record["history"]["validation"]] == list(range(2, 21, 2))
-    # Parameters, two moments and by default the compensation, of two bytes each, and an int64 counter for each leaf.
+    # Parameters, two moments and Kahan's compensation, of two bytes each, and an int64 counter for each leaf.
     leaves = sum(1 for k in saved(train_lm, tmp_path) if k.startswith("/params/"))
     assert record["bytes_per_parameter"] == pytest.approx(
         expected + 8 * leaves / record["settings"]["parameters"], rel=0.01
@@ -132,7 +132,7 @@ def test_compare_runs_the_same_data_through_adamw(train_lm, tmp_path, capsys):
     adamw = record["adamw"]
     # The first loss is that of one initial model, rounded to bf16 in one of the two.
     assert adamw["bytes_per_parameter"] == pytest.approx(12, rel=0.01)
-    assert record["bytes_per_parameter"] < 0.7 * adamw["bytes_per_parameter"]
+    assert record["bytes_per_parameter"] < 0.55 * adamw["bytes_per_parameter"]
     # Thirty steps take the loss down by about one; rounding may move it by a small part of that.
     assert abs(record["mean_loss"] - adamw["mean_loss"]) < 0.05
     for label in ("final loss", "mean loss", "validation loss", "state bytes per parameter", "step time"):
