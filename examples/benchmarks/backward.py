@@ -20,7 +20,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from overhead import peak_extra
@@ -73,6 +73,22 @@ def seconds(run: Callable[[], None], repeats: int, clock: Callable[[], float]) -
     return (clock() - start) / repeats
 
 
+def in_turns(sides: Sequence[Callable[[], None]], rounds: int, repeats: int, clock: Callable[[], float]) -> str:
+    """Milliseconds of the first and of the second, and the ratio with its quartiles."""
+    pairs = []
+    for i in range(rounds):
+        # Whoever comes second finds other caches.
+        order = (0, 1) if i % 2 == 0 else (1, 0)
+        times = [0.0, 0.0]
+        for k in order:
+            times[k] = seconds(sides[k], repeats, clock)
+        pairs.append(times)
+    ratios = sorted(b / a for a, b in pairs)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    first, second = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+    return f"{first:>9.2f} {second:>9.2f}   {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+
+
 def compare(name: str, model: nn.Module, x: Tensor, rounds: int, repeats: int, clock: Callable[[], float]) -> None:
     """Print one row for each pipeline: times and the ratio to the bare module."""
     pipelines = {
@@ -91,21 +107,7 @@ def compare(name: str, model: nn.Module, x: Tensor, rounds: int, repeats: int, c
             float((a.grad - b.grad).abs().max()) for a, b in zip(bare.parameters(), attached.parameters(), strict=True)
         )
         size = max(float(a.grad.abs().max()) for a in bare.parameters())
-        pairs = []
-        for i in range(rounds):
-            # Whoever comes second finds other caches.
-            order = (0, 1) if i % 2 == 0 else (1, 0)
-            times = [0.0, 0.0]
-            for k in order:
-                times[k] = seconds(sides[k], repeats, clock)
-            pairs.append(times)
-        ratios = sorted(b / a for a, b in pairs)
-        low, _, high = statistics.quantiles(ratios, n=4)
-        mine, theirs = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
-        print(
-            f"{name:<24} {title:<26} {mine:>9.2f} {theirs:>9.2f}   {statistics.median(ratios):.3f} "
-            f"[{low:.3f}, {high:.3f}]   {far / size:.0e}"
-        )
+        print(f"{name:<24} {title:<26} {in_turns(sides, rounds, repeats, clock)}   {far / size:.0e}")
         opt.detach()
 
 
@@ -141,22 +143,12 @@ def in_backward(model: nn.Module, x: Tensor, rounds: int, clock: Callable[[], fl
         ]
         for side in sides * 2:
             side()
-        pairs = []
-        for i in range(rounds):
-            order = (0, 1) if i % 2 == 0 else (1, 0)
-            times = [0.0, 0.0]
-            for k in order:
-                times[k] = seconds(sides[k], 2, clock)
-            pairs.append(times)
-        ratios = sorted(b / a for a, b in pairs)
-        low, _, high = statistics.quantiles(ratios, n=4)
-        after, during = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+        times = in_turns(sides, rounds, 2, clock)
         peaks = [peak_extra(side) / 1e6 for side in sides]
         both = zip(*(m.parameters() for m in models), strict=True)
         far = max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in both)
         print(
-            f"{f'{count:.1f} M parameters':<24} {title:<26} {after:>9.2f} {during:>9.2f}   "
-            f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]   {peaks[0]:.1f} -> {peaks[1]:.1f}, "
+            f"{f'{count:.1f} M parameters':<24} {title:<26} {times}   {peaks[0]:.1f} -> {peaks[1]:.1f}, "
             f"parameters differ by {far:.0e}"
         )
 
