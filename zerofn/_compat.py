@@ -78,6 +78,11 @@ def next_sequence() -> int:
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
+def run_when_ready(node: Any) -> None:
+    """Let backward run a node as soon as it can: among the nodes that it could run, it takes the one made last."""
+    node._set_sequence_nr((1 << 63) - 1)
+
+
 def backward_roots() -> list[Any]:
     """The nodes at which the backward under way began; none where this thread cannot tell, or it is in another one.
 

@@ -13,6 +13,7 @@ from ._agree import agree_on_start, check_weight, shared_weight
 from ._boundary import enter, leave
 from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
+from ._lazy import Blocks, settled
 from ._pipeline import Pipeline, pipeline
 from ._run import counter, finish, run
 from ._state import State
@@ -216,15 +217,16 @@ def linearize(
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, scale, None)
-        out = fn(pipe.layout.join(seen), *unflatten(spec, args))
+        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
         return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
 
     given = [flat[i] for i in chosen]
-    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if pipe.late else state.leaves
-    ran = _with_func if functorch_active() else _with_autograd
+    late = pipe.late or (pipe.sharded_use and not functorch_active())
+    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if late else state.leaves
+    ran = _with_func if functorch_active() else _with_blocks if pipe.sharded_use else _with_autograd
     primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
@@ -268,6 +270,31 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
         grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
         with torch.no_grad():
             return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
+
+    return primals, pull
+
+
+def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """As `_with_autograd`, of parameters that are gathered block by block."""
+    blocks = Blocks(pipe, resident, scale)
+    anchor = torch.zeros((), requires_grad=True)
+    inputs = [x.detach().requires_grad_() for x in given]
+    with torch.enable_grad(), blocks.evaluation():
+        primals = inner(blocks.handles(anchor), inputs)
+    later = () if pipe.late else pipe.stages[pipe.cut :]
+
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
+        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad and counts]
+
+        def run() -> Any:
+            if not pairs:
+                return [None] * len(given)
+            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
+            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
+
+        grads, rest = blocks.pull(run)
+        with torch.no_grad():
+            return pipe.pull(later, grads, resident), list(rest)
 
     return primals, pull
 
@@ -474,7 +501,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         def scalar(params: Tree, *inputs: Tree) -> Any:
             out = loss_fn(params, *inputs)
             if isinstance(out, tuple) and len(out) == 2:
-                out, aux["aux"] = out
+                out, aux["aux"] = out[0], settled(out[1])
             _check_loss(out)
             return out
 

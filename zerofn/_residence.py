@@ -30,7 +30,7 @@ from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
 from ._types import Context
-from ._units import Units
+from ._units import Units, split
 from ._views import Sight, install, needs_sight
 
 # What must be equal on all ranks at every step.
@@ -148,7 +148,8 @@ class Residence:
         if not pipe.sharded_use or self.control is None or pipe.sharding is None:
             return None
         group = self.groups[pipe.groups.index(pipe.sharding.group)]
-        return Units(self.model, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept)
+        units = split(self.model, pipe.layout.leaves, self.params)
+        return Units(units, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept)
 
     def _accept(self, leaf: Leaf, g: Tensor) -> None:
         if self.stream is not None:

@@ -49,12 +49,12 @@ class Note(NamedTuple):
 
 
 class Units:
-    """The gathered parameters of one attached model.
+    """Gathered parameters: those of one attached model, or of one evaluation of a function.
 
     Args:
-        model: its parameters, `params`, are this rank's shards.
+        units: leaves that are gathered together.
         pipe: a pipeline with a `shard`.
-        params: by path.
+        params: this rank's shards by path.
         groups: one for the data and one for the exchange before each collective.
         scale: the loss scale in force.
         accept: takes the gradient of a shard that other ranks' backward brought about.
@@ -62,7 +62,7 @@ class Units:
 
     def __init__(
         self,
-        model: nn.Module,
+        units: list[list[Leaf]],
         pipe: Pipeline,
         params: Leaves,
         groups: tuple[Group, Group],
@@ -77,7 +77,7 @@ class Units:
         self.casts = [s for s in stages if isinstance(s, Cast)]
         self.pipe, self.params, self.scale, self.accept = pipe, params, scale, accept
         self.rounds = Rounds(control, self._join)
-        self.units = split(model, pipe.layout.leaves, params)
+        self.units = units
         self.place = {leaf.path: (i, j) for i, unit in enumerate(self.units) for j, leaf in enumerate(unit)}
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.seen: dict[tuple, tuple[Tensor, ...]] = {}

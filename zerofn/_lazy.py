@@ -1,0 +1,249 @@
+"""The pure route under `shard`: `fn` is given parameters that are gathered when something is computed with them.
+
+A leaf of `fn`'s tree is a `Lazy`: shape, dtype, device, a place in autograd's graph, and no memory. An
+operation on it gathers its block (`_units.Units`) and runs on that; a view of it is another `Lazy`. So what
+autograd saves for backward is a `Lazy` too, which gathers again, and nothing has to be packed: saved-tensor
+hooks, which the eager route needs for plain parameters, would not allow torch.func inside of `fn`. A
+subclass of Tensor is what a tensor without memory takes; DTensor and FSDP do the like.
+
+A leaf's cotangents add up as those of any tensor do, once for all its uses, and leave as this rank's
+shards as soon as those of its whole block are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ._compat import run_when_ready
+from ._errors import explain
+from ._pipeline import Pipeline
+from ._tree import Leaf, Leaves, Tree, tree_map
+from ._units import SMALL, Units
+
+# A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
+TINY = 1 << 10
+
+
+class Lazy(Tensor):
+    """A full parameter, or a view of one, that is gathered when something is computed with it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    blocks: Blocks
+    place: tuple[int, int]
+    # The same view of a meta tensor, which knows what views do to sizes and strides.
+    twin: Tensor
+
+    @staticmethod
+    def __new__(cls, blocks: Blocks, place: tuple[int, int], twin: Tensor, device: torch.device) -> Lazy:
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, twin.size(), twin.stride(), twin.storage_offset(), dtype=twin.dtype, device=device
+        )
+        self.blocks, self.place, self.twin = blocks, place, twin
+        return self
+
+    def full(self) -> Tensor:
+        """The tensor, gathered; outside of autograd."""
+        i, j = self.place
+        twin = self.twin
+        return self.blocks.parameters(i)[j].as_strided(twin.size(), twin.stride(), twin.storage_offset())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype}, gathered on use)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            _check_unwritten(func, args, kwargs)
+        elif func.is_view and isinstance(args[0], Lazy):
+            lazy = args[0]
+            seen = func(lazy.twin, *args[1:], **kwargs)
+            parts = seen if isinstance(seen, list | tuple) else [seen]
+            if all(x.dtype == lazy.dtype for x in parts):
+                views = [Lazy(lazy.blocks, lazy.place, x, lazy.device) for x in parts]
+                return views if parts is seen else views[0]
+        return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
+
+
+def _full(x: Any) -> Any:
+    if isinstance(x, Lazy):
+        return x.full()
+    return [_full(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def _check_unwritten(func: Any, args: tuple, kwargs: dict) -> None:
+    names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    if any(isinstance(x, Lazy) for a in names for x in _flat(given.get(a.name))):
+        raise RuntimeError(
+            explain(
+                f"{func} writes into a parameter",
+                "under shard it is gathered anew when it is used again, so what is written would be lost",
+                "w = params['w'].clone(), and write into w",
+            )
+        )
+
+
+def _flat(x: Any) -> Any:
+    return x if isinstance(x, list | tuple) else (x,)
+
+
+def settled(tree: Tree) -> Tree:
+    """What `fn` returns, with parameters in it as tensors of their own."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)
+
+
+class Handles(Function):
+    """The lazy parameters of one block; their cotangents are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, blocks: Blocks, i: int) -> tuple[Lazy, ...]:
+        ctx.blocks, ctx.i = blocks, i
+        ctx.set_materialize_grads(False)
+        lazies = []
+        for j, leaf in enumerate(blocks.units[i]):
+            twin = torch.empty(leaf.shape, dtype=blocks._seen_dtype(leaf), device="meta")
+            lazies.append(Lazy(blocks, (i, j), twin, blocks.params[leaf.path].device))
+        frozen = [x for x, leaf in zip(lazies, blocks.units[i], strict=True) if not leaf.trainable]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(lazies)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        blocks, i = ctx.blocks, ctx.i
+        for leaf, g in zip(blocks.units[i], blocks.gradients(i, gs), strict=True):
+            if g is not None and leaf.trainable:
+                blocks.accept(leaf, g)
+        return None, None, None
+
+
+class Blocks(Units):
+    """The parameters of one evaluation of `fn`.
+
+    All its collectives are of one thread, and all ranks make the same ones in the same order, so the
+    pipeline's own group does for the data and for the exchange before it.
+
+    Args:
+        pipe: a pipeline with a `shard`.
+        resident: this rank's shards.
+        scale: the loss scale.
+    """
+
+    def __init__(self, pipe: Pipeline, resident: Leaves, scale: Tensor | None):
+        assert pipe.sharding is not None
+        group = pipe.sharding.group
+        shards = {p: x.detach() for p, x in resident.items()}
+        self.found: Leaves = {}
+        self.open = False
+        self.written = {p: x._version for p, x in shards.items()}
+        super().__init__(by_prefix(pipe.layout.leaves), pipe, shards, (group, group), lambda: scale, self._collect)
+
+    def handles(self, anchor: Tensor) -> Leaves:
+        """Lazy parameters by path, which have a gradient if `anchor` has."""
+        found: Leaves = {}
+        for i, unit in enumerate(self.units):
+            lazies = Handles.apply(anchor, self, i)
+            found.update(zip((leaf.path for leaf in unit), lazies, strict=True))
+            node = next((x.grad_fn for x in lazies if x.grad_fn is not None), None)
+            if node is not None:
+                # Nodes that are made first run last, and all full gradients would wait for that.
+                run_when_ready(node)
+        return found
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Parameters may be used inside. Ends when it has ended on every rank."""
+        self.open = True
+        try:
+            yield
+        except Exception:
+            if self.open:
+                # The others may still be in theirs.
+                self.rounds.rest()
+            raise
+        else:
+            self.rounds.rest()
+        finally:
+            self.open = False
+
+    def parameters(self, i: int) -> list[Tensor]:
+        if not self.open:
+            raise RuntimeError(
+                explain(
+                    "a parameter is used after the function that it was given to has returned",
+                    "under shard it is gathered when it is used, which all ranks have to take part in",
+                    "return what is computed from it, or keep params['w'].clone()",
+                )
+            )
+        with torch.no_grad(), torch.inference_mode(False):
+            return super().parameters(i)
+
+    def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
+        try:
+            return self.rounds.perform(kind, i, work)
+        except BaseException:
+            # Nobody may be there any more.
+            self.open = False
+            raise
+
+    def _collect(self, leaf: Leaf, g: Tensor) -> None:
+        old = self.found.get(leaf.path)
+        self.found[leaf.path] = g if old is None else old.add_(g)
+
+    def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
+        """Gradients of shards from the backward that `run` makes, and what it returns."""
+        changed = [p for p, x in self.params.items() if x._version != self.written[p]]
+        if changed:
+            raise RuntimeError(
+                explain(
+                    f"pullback after the state was written to ({changed[0]})",
+                    "under shard backward gathers parameters again, and they are no longer those of forward",
+                    "pull back before a step with donate=True",
+                )
+            )
+        try:
+            with self.evaluation(), torch.no_grad():
+                result = run()
+            return self.found, result
+        finally:
+            self.found = {}
+            self.drop()
+
+
+def by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
+    """Leaves by unit: elements of the outermost lists, or of dicts with numbers for names, and the others.
+
+    >>> from zerofn._tree import make_layout
+    >>> w = torch.zeros(99, 99)
+    >>> layout, _ = make_layout({"blocks": [{"a": w + 0, "b": w + 0}, {"a": w + 0}], "head": w + 0, "tail": w + 0})
+    >>> [[leaf.path for leaf in unit] for unit in by_prefix(layout.leaves)]
+    [['blocks.0.a', 'blocks.0.b'], ['blocks.1.a'], ['head', 'tail']]
+    """
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(_block(leaf) or f"{leaf.path}.", []).append(leaf)
+    units: list[list[Leaf]] = []
+    loose: list[Leaf] = []  # the last unit, if it is no block
+    for name, unit in groups.items():
+        block = not name.endswith(".")
+        if not block and loose and sum(leaf.numel for leaf in itertools.chain(loose, unit)) <= SMALL:
+            loose.extend(unit)
+            continue
+        units.append(unit)
+        loose = [] if block else unit
+    return units
+
+
+def _block(leaf: Leaf) -> str | None:
+    keys = leaf.path.split(".")
+    at = next((n for n, key in enumerate(keys, 1) if key.isdigit()), None)
+    if at is None or (at == len(keys) and leaf.numel <= TINY):
+        return None
+    return ".".join(keys[:at])
