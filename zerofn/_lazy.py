@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._compat import run_when_ready
+from ._compat import outside_compile, run_when_ready
 from ._errors import explain
 from ._pipeline import Pipeline
 from ._tree import Leaf, Leaves, Tree, tree_map
@@ -59,17 +59,27 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            _check_unwritten(func, args, kwargs)
-        elif func.is_view and isinstance(args[0], Lazy):
-            lazy = args[0]
-            seen = func(lazy.twin, *args[1:], **kwargs)
-            parts = seen if isinstance(seen, list | tuple) else [seen]
-            if all(x.dtype == lazy.dtype for x in parts):
-                views = [Lazy(lazy.blocks, lazy.place, x, lazy.device) for x in parts]
-                return views if parts is seen else views[0]
-        return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
+        if torch.compiler.is_dynamo_compiling():
+            return _compute_eagerly(func, args, kwargs or {})
+        return _compute(func, args, kwargs or {})
+
+
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    if func._schema.is_mutable:
+        _check_unwritten(func, args, kwargs)
+    elif func.is_view and isinstance(args[0], Lazy):
+        lazy = args[0]
+        seen = func(lazy.twin, *args[1:], **kwargs)
+        parts = seen if isinstance(seen, list | tuple) else [seen]
+        if all(x.dtype == lazy.dtype for x in parts):
+            views = [Lazy(lazy.blocks, lazy.place, x, lazy.device) for x in parts]
+            return views if parts is seen else views[0]
+    return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
+
+
+@outside_compile
+def _compute_eagerly(func: Any, args: tuple, kwargs: dict) -> Any:
+    return _compute(func, args, kwargs)
 
 
 def _full(x: Any) -> Any:
