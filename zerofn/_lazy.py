@@ -24,6 +24,7 @@ from torch.autograd import Function
 from ._compat import outside_compile, run_when_ready
 from ._errors import explain
 from ._pipeline import Pipeline
+from ._shard import Averaging, Like, pull_all
 from ._tree import Leaf, Leaves, Tree, tree_map
 from ._units import SMALL, Units
 
@@ -34,28 +35,51 @@ TINY = 1 << 10
 class Lazy(Tensor):
     """A full parameter, or a view of one, that is gathered when something is computed with it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Everything is done below autograd, which sees an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     blocks: Blocks
     place: tuple[int, int]
-    # The same view of a meta tensor, which knows what views do to sizes and strides.
-    twin: Tensor
 
     @staticmethod
-    def __new__(cls, blocks: Blocks, place: tuple[int, int], twin: Tensor, device: torch.device) -> Lazy:
+    def __new__(cls, blocks: Blocks, place: tuple[int, int], like: Tensor) -> Lazy:
+        leaf = blocks.units[place[0]][place[1]]
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, twin.size(), twin.stride(), twin.storage_offset(), dtype=twin.dtype, device=device
+            cls,
+            like.size(),
+            like.stride(),
+            like.storage_offset(),
+            dtype=like.dtype,
+            device=blocks.params[leaf.path].device,
+            storage_size=0,
         )
-        self.blocks, self.place, self.twin = blocks, place, twin
+        self.blocks, self.place = blocks, place
         return self
 
     def full(self) -> Tensor:
         """The tensor, gathered; outside of autograd."""
         i, j = self.place
-        twin = self.twin
-        return self.blocks.parameters(i)[j].as_strided(twin.size(), twin.stride(), twin.storage_offset())
+        return self.blocks.parameters(i)[j].as_strided(self.size(), self.stride(), self.storage_offset())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype}, gathered on use)"
+
+    def tolist(self) -> list:
+        return self.clone().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.clone().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError(
+            explain(
+                "the address of a parameter",
+                "under shard it is gathered when something is computed with it, and has no memory before",
+                "kernel(params['w'].clone())",
+            )
+        )
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.data_ptr()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -69,12 +93,19 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         _check_unwritten(func, args, kwargs)
     elif func.is_view and isinstance(args[0], Lazy):
         lazy = args[0]
-        seen = func(lazy.twin, *args[1:], **kwargs)
+        seen = func(_shape_only(lazy), *args[1:], **kwargs)
         parts = seen if isinstance(seen, list | tuple) else [seen]
         if all(x.dtype == lazy.dtype for x in parts):
-            views = [Lazy(lazy.blocks, lazy.place, x, lazy.device) for x in parts]
+            views = [Lazy(lazy.blocks, lazy.place, x) for x in parts]
             return views if parts is seen else views[0]
     return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
+
+
+def _shape_only(lazy: Lazy) -> Tensor:
+    """What views do to sizes and strides is asked of a meta tensor."""
+    i, j = lazy.place
+    flat = torch.empty(lazy.blocks.units[i][j].numel, dtype=lazy.dtype, device="meta")
+    return flat.as_strided(lazy.size(), lazy.stride(), lazy.storage_offset())
 
 
 @outside_compile
@@ -117,10 +148,8 @@ class Handles(Function):
     def forward(ctx: Any, anchor: Tensor, blocks: Blocks, i: int) -> tuple[Lazy, ...]:
         ctx.blocks, ctx.i = blocks, i
         ctx.set_materialize_grads(False)
-        lazies = []
-        for j, leaf in enumerate(blocks.units[i]):
-            twin = torch.empty(leaf.shape, dtype=blocks._seen_dtype(leaf), device="meta")
-            lazies.append(Lazy(blocks, (i, j), twin, blocks.params[leaf.path].device))
+        metas = [torch.empty(x.shape, dtype=blocks._seen_dtype(x), device="meta") for x in blocks.units[i]]
+        lazies = [Lazy(blocks, (i, j), meta) for j, meta in enumerate(metas)]
         frozen = [x for x, leaf in zip(lazies, blocks.units[i], strict=True) if not leaf.trainable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(lazies)
@@ -174,6 +203,7 @@ class Blocks(Units):
         try:
             yield
         except Exception:
+            self.drop()
             if self.open:
                 # The others may still be in theirs.
                 self.rounds.rest()
@@ -218,13 +248,28 @@ class Blocks(Units):
                     "pull back before a step with donate=True",
                 )
             )
+        # A backward that `fn` itself has run is its own business.
+        self.found = {}
         try:
             with self.evaluation(), torch.no_grad():
                 result = run()
-            return self.found, result
+            return self._averaged(self.found), result
         finally:
             self.found = {}
             self.drop()
+
+    def _averaged(self, grads: Leaves) -> Leaves:
+        """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""
+        pipe = self.pipe
+        leaves = [leaf for leaf in pipe.layout.leaves if leaf.trainable]
+        for stage in () if pipe.late else pipe.stages[pipe.cut :]:
+            if isinstance(stage, Averaging):
+                like = {
+                    leaf.path: Like(x.numel(), tuple(x.shape), pipe.resident_grad_dtype(leaf), x.device)
+                    for leaf, x in ((leaf, self.params[leaf.path]) for leaf in leaves)
+                }
+                grads = pull_all(stage, grads, leaves, like)
+        return {leaf.path: grads[leaf.path].to(pipe.cast.gradient(leaf)) for leaf in leaves if leaf.path in grads}
 
 
 def by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:

@@ -266,7 +266,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
         found: Any = [None] * len(wanted)
         if pairs:
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
+            found = _grad(ys, wanted, vs, keep)
         grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
         with torch.no_grad():
             return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
@@ -281,7 +281,6 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
     inputs = [x.detach().requires_grad_() for x in given]
     with torch.enable_grad(), blocks.evaluation():
         primals = inner(blocks.handles(anchor), inputs)
-    later = () if pipe.late else pipe.stages[pipe.cut :]
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad and counts]
@@ -290,13 +289,27 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
             if not pairs:
                 return [None] * len(given)
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
+            return _grad(ys, [anchor, *inputs], vs, keep)[1:]
 
         grads, rest = blocks.pull(run)
-        with torch.no_grad():
-            return pipe.pull(later, grads, resident), list(rest)
+        return grads, list(rest)
 
     return primals, pull
+
+
+def _grad(ys: list[Tensor], wanted: list[Tensor], vs: list[Tensor], keep: bool) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
+    except RuntimeError as error:
+        if "Checkpointing is not compatible" not in str(error):
+            raise
+        raise RuntimeError(
+            explain(
+                "torch.utils.checkpoint(use_reentrant=True) inside a function that the pure route differentiates",
+                "its backward adds to .grad of every tensor it meets, and the pure route writes nowhere",
+                "checkpoint(..., use_reentrant=False)",
+            )
+        ) from error
 
 
 def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
