@@ -266,7 +266,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
         found: Any = [None] * len(wanted)
         if pairs:
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            found = _grad(ys, wanted, vs, keep)
+            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
         grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
         with torch.no_grad():
             return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
@@ -289,27 +289,12 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
             if not pairs:
                 return [None] * len(given)
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            return _grad(ys, [anchor, *inputs], vs, keep)[1:]
+            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
 
         grads, rest = blocks.pull(run)
         return grads, list(rest)
 
     return primals, pull
-
-
-def _grad(ys: list[Tensor], wanted: list[Tensor], vs: list[Tensor], keep: bool) -> tuple[Tensor | None, ...]:
-    try:
-        return torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
-    except RuntimeError as error:
-        if "Checkpointing is not compatible" not in str(error):
-            raise
-        raise RuntimeError(
-            explain(
-                "torch.utils.checkpoint(use_reentrant=True) inside a function that the pure route differentiates",
-                "its backward adds to .grad of every tensor it meets, and the pure route writes nowhere",
-                "checkpoint(..., use_reentrant=False)",
-            )
-        ) from error
 
 
 def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
