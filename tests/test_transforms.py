@@ -498,6 +498,16 @@ def test_ema_is_its_closed_form(decay, steps, seed):
     assert_trees_close(zf.full_params(tx, state, of="ema"), expected, ulps=4 * steps, floor=2.0)
 
 
+def test_averages_of_some_leaves_beside_the_others_as_they_are():
+    # A leaf that bears the name of the slot is a leaf all the same.
+    tx = zf.chain(zf.sgd(0.5), zf.masked(zf.ema(0.5), lambda path: path != "b"))
+    state = zf.init(tx, {"average": torch.ones(2), "b": torch.ones(3)})
+    state, _ = zf.update(tx, {"average": torch.ones(2), "b": torch.ones(3)}, state)
+    assert_trees_equal(
+        zf.full_params(tx, state, of="masked"), {"average": torch.full((2,), 0.75), "b": torch.full((3,), 0.5)}
+    )
+
+
 # ---- groups ----
 
 

@@ -79,7 +79,8 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     Args:
         tx: the pipeline.
         state: its state.
-        of: `"params"`, or the name of an `ema` for the averages.
+        of: `"params"`, or the name of an `ema`, or of the `masked` or `partition` that holds one, for the
+            averages; what is not averaged there is as it is stored.
 
     Returns:
         Tensors that share memory with the state where nothing had to be gathered or cast.
@@ -92,14 +93,25 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     pipe = pipe_of(tx, state, "zf.full_params")
     leaves = state.leaves
     if of != "params":
-        averages = state.transforms.get(of, {}).get("average")
-        if averages is None:
-            names = [n for n, s in state.transforms.items() if "average" in s]
+        averages = _averages(state.transforms.get(of, {}))
+        if not averages:
+            names = [n for n, s in state.transforms.items() if _averages(s)]
             raise ValueError(
                 f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}."
             )
         leaves = {**leaves, **averages}
     return state.layout.join(pipe.whole(leaves))
+
+
+def _averages(entries: dict[str, Any]) -> Leaves:
+    """The averages in a transform's state; those of a grouped one lie with its members."""
+    slot = entries.get("average")
+    found = dict(slot) if isinstance(slot, dict) else {}
+    for entry in entries.values():
+        # A member's entries are slots; those of a slot are tensors by path.
+        if isinstance(entry, dict) and any(isinstance(x, dict) for x in entry.values()):
+            found.update(_averages(entry))
+    return found
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
@@ -350,9 +362,9 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
         weight: of this micro-batch, for `accumulate(weighted=True)`.
 
     Returns:
-        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `grad_norm`
-        (of what the optimizer is given, before clipping), `lr`, `step`, and with `scale_loss` `loss_scale`,
-        `skipped`, `skipped_steps`.
+        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
+        and with `scale_loss` `loss_scale`, `skipped`, `skipped_steps`; where the step is not held also
+        `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
 
     Raises:
         ValueError: gradients of another structure, shape or dtype; every bad leaf is named.
