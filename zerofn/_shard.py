@@ -316,10 +316,10 @@ def _group(function: str, mesh: Any, purpose: Any = "") -> Group:
 def shard(mesh: Any = None) -> Transform:
     """ZeRO-3: parameters, gradients and optimizer state live as shards; full parameters are gathered on use.
 
-    As FSDP2's `fully_shard`; Rajbhandari et al., 2020. In the eager route a block's parameters are
-    gathered when one of them is used and freed when the next block's are; backward gathers them again.
-    `p` and `p.grad` are then this rank's flat shard. Stands first in a chain: gradients are reduced in
-    the compute dtype, or in `precision(reduce_dtype=...)`.
+    As FSDP2's `fully_shard`; Rajbhandari et al., 2020. A block's parameters are gathered when one of them is
+    used and freed when the next block's are; backward gathers them again. In the eager route `p` and `p.grad`
+    are then this rank's flat shard. Stands first in a chain: gradients are reduced in the compute dtype, or in
+    `precision(reduce_dtype=...)`.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
