@@ -1,0 +1,115 @@
+"""A DeepSpeed configuration from which keys are taken one by one, and what is said of those that are left."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ._errors import bad_leaves
+
+# How DeepSpeed is to run rather than what it is to compute; here it has no counterpart.
+TUNING = {
+    "": {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"}
+    | {"zero_force_ds_cpu_optimizer"},
+    "zero_optimization": {"overlap_comm", "reduce_bucket_size", "contiguous_gradients", "allgather_bucket_size"}
+    | {"allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size", "ignore_unused_parameters"}
+    | {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"}
+    | {"stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"},
+    "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
+    | {"pipeline_write"},
+    "fp16": {"auto_cast"},
+    "bf16": {"immediate_grad_update"},
+}
+
+INSTEAD = {
+    "amp": "torch.autocast around the forward, with zf.scale_loss() for fp16",
+    "activation_checkpointing": "torch.utils.checkpoint.checkpoint in the model",
+    "zero_optimization.offload_param": "zf.shard(): parameters are gathered on use; they have no offload",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer: {'device': 'cpu'}",
+    "progressive_layer_drop": "a schedule of your own handed to the model",
+    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode",
+    "tensorboard": "opt.metrics, a dict of numbers after each step",
+    "wandb": "opt.metrics, a dict of numbers after each step",
+    "csv_monitor": "opt.metrics, a dict of numbers after each step",
+    "prescale_gradients": "nothing: gradients are averaged without overflow",
+    "gradient_predivide_factor": "nothing: gradients are averaged without overflow",
+    "torch_autocast.lower_precision_safe_modules": "communication_data_type, for all parameters",
+    "fp16.consecutive_hysteresis": "zf.scale_loss(hysteresis=...): a growth of the scale refills it",
+    "compile": "torch.compile on the model",
+    "checkpoint": "zf.save and zf.load",
+    "data_efficiency": "a sampler of your own",
+    "sparse_attention": "torch.nn.attention.flex_attention",
+}
+
+
+class Reader:
+    """A configuration from which keys are taken one by one, so that what is left over is known."""
+
+    def __init__(self, config: Any):
+        if isinstance(config, str | os.PathLike):
+            with open(config, encoding="utf-8") as file:
+                config = json.load(file)
+        if not isinstance(config, Mapping):
+            raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
+        self.left: dict[str, Any] = dict(_leaves(config, ""))
+        self.bad: list[tuple[str, str]] = []
+        self.idle: list[str] = []
+
+    def take(self, path: str, default: Any = None) -> Any:
+        """The entry at a dotted path, which is then dealt with."""
+        value = self.left.pop(path, default)
+        if value == "auto":
+            self.refuse(path, "'auto' is filled in by the Hugging Face Trainer; write the number")
+            return default
+        return value
+
+    def block(self, path: str) -> dict[str, Any]:
+        """All entries below a path."""
+        found = {k: self.take(k) for k in list(self.left) if k.startswith(path + ".")}
+        return {k[len(path) + 1 :]: v for k, v in found.items()}
+
+    def refuse(self, path: str, reason: str) -> None:
+        """Note a bad key; `close` raises."""
+        self.bad.append((path, reason))
+
+    def close(self) -> None:
+        """Raise for everything bad or left over; warn of what has no effect."""
+        for path, value in self.left.items():
+            head, _, name = path.rpartition(".")
+            instead = next((INSTEAD[p] for p in (path, *_parents(path)) if p in INSTEAD), None)
+            if name in TUNING.get(head, ()):
+                self.idle.append(path)
+            elif instead is None:
+                self.refuse(path, "unknown")
+            elif (
+                value is not False
+                and value not in (None, "none")
+                and (path, value) != ("gradient_predivide_factor", 1.0)
+            ):
+                self.refuse(path, f"not supported; use {instead}")
+        if self.bad:
+            raise ValueError(
+                bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, "the configuration without them")
+            )
+        if self.idle:
+            warnings.warn(
+                f"from_deepspeed: {', '.join(self.idle)} say how DeepSpeed runs and have no effect here.", stacklevel=3
+            )
+
+
+def _leaves(block: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + str(key), value))
+    return found
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
