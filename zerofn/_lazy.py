@@ -12,7 +12,9 @@ shards as soon as those of its whole block are complete.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,7 @@ from torch.autograd import Function
 from ._compat import outside_compile, run_when_ready
 from ._errors import explain
 from ._pipeline import Pipeline
+from ._rounds import Rounds
 from ._shard import Averaging, Like, pull_all
 from ._tree import Leaf, Leaves, Tree, tree_map
 from ._units import SMALL, Units
@@ -182,7 +185,11 @@ class Blocks(Units):
         self.found: Leaves = {}
         self.open = False
         self.written = {p: x._version for p, x in shards.items()}
-        super().__init__(by_prefix(pipe.layout.leaves), pipe, shards, (group, group), lambda: scale, self._collect)
+        collect = functools.partial(_collect, self.found)
+        super().__init__(by_prefix(pipe.layout.leaves), pipe, shards, (group, group), lambda: scale, collect)
+        # A cycle would keep the shards of a state that is gone until the collector comes by.
+        this = weakref.ref(self)
+        self.rounds = Rounds(group, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
 
     def handles(self, anchor: Tensor) -> Leaves:
         """Lazy parameters by path, which have a gradient if `anchor` has."""
@@ -233,10 +240,6 @@ class Blocks(Units):
             self.open = False
             raise
 
-    def _collect(self, leaf: Leaf, g: Tensor) -> None:
-        old = self.found.get(leaf.path)
-        self.found[leaf.path] = g if old is None else old.add_(g)
-
     def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
         """Gradients of shards from the backward that `run` makes, and what it returns."""
         changed = [p for p, x in self.params.items() if x._version != self.written[p]]
@@ -249,13 +252,13 @@ class Blocks(Units):
                 )
             )
         # A backward that `fn` itself has run is its own business.
-        self.found = {}
+        self.found.clear()
         try:
             with self.evaluation(), torch.no_grad():
                 result = run()
             return self._averaged(self.found), result
         finally:
-            self.found = {}
+            self.found.clear()
             self.drop()
 
     def _averaged(self, grads: Leaves) -> Leaves:
@@ -270,6 +273,11 @@ class Blocks(Units):
                 }
                 grads = pull_all(stage, grads, leaves, like)
         return {leaf.path: grads[leaf.path].to(pipe.cast.gradient(leaf)) for leaf in leaves if leaf.path in grads}
+
+
+def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
+    old = found.get(leaf.path)
+    found[leaf.path] = g if old is None else old.add_(g)
 
 
 def by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:

@@ -287,7 +287,11 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
 
 
 def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """As `_with_autograd`, of parameters that are gathered block by block."""
+    """As `_with_autograd`, of parameters that are gathered block by block, in forward and again in backward.
+
+    More and smaller messages than for the whole tree at once, and each gather is announced: that is what the
+    memory costs.
+    """
     blocks = Blocks(pipe, resident, scale)
     anchor = torch.zeros((), requires_grad=True)
     inputs = [x.detach().requires_grad_() for x in given]
