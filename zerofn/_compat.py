@@ -115,6 +115,26 @@ def apply_function(cls: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, cls).apply(*live)  # type: ignore[attr-defined]
 
 
+class _Reinterpret(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # type: ignore[override]
+        return _Reinterpret.apply(x, dtype), in_dims[0]
+
+
+def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits in a dtype of the same size. `Tensor.view` has no rule for torch.func.vmap in torch 2.11."""
+    wrapped = not torch.compiler.is_compiling() and is_wrapped(x)
+    return _Reinterpret.apply(x, dtype) if wrapped else x.view(dtype)
+
+
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
     """Let `leaf.grad` be kept in `dtype`; a no-op where it is the leaf's own."""
     if leaf.dtype != dtype:

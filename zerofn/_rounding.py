@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compat import reinterpret
+
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
@@ -200,9 +202,9 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, *, bits: Tensor) -> Tensor:
 def _round_bits(x: Tensor, bits: Tensor, *, dropped: int, largest: int) -> Tensor:
     """Add noise below the kept bits of the magnitude and cut; ``largest``: bits of the last finite value."""
     low = (1 << dropped) - 1
-    pattern = x.view(torch.int32)
+    pattern = reinterpret(x, torch.int32)
     to_nearest = ((pattern >> dropped) & 1) + (low >> 1)
     noise = torch.where((pattern & 0x7FFFFFFF) >= largest, to_nearest, bits & low)
     # A carry out of the mantissa increments the exponent, which is what rounding up means there.
-    cut = ((pattern + noise) & ~low).view(torch.float32)
+    cut = reinterpret((pattern + noise) & ~low, torch.float32)
     return torch.where(x.isnan(), x, cut)
