@@ -107,7 +107,7 @@ def test_no_gradient_is_left_where_a_user_would_read_it():
 
 def peak_of(run, folder):
     """The most bytes that live at once during `run`, beyond those before it."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
         run()
     profile.export_chrome_trace(f"{folder}/trace.json")
     live = peak = 0
