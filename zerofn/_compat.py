@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Function
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
@@ -103,11 +104,11 @@ outside_compile = torch._disable_dynamo  # type: ignore[attr-defined]
 def apply_function(cls: Any, *args: Any) -> Any:
     """`Function.apply` for a full list of positional arguments."""
     if functorch_active() or torch.compiler.is_compiling():
-        return super(cls, cls).apply(*args)
+        return Function.apply.__func__(cls, *args)  # type: ignore[attr-defined]
     # What that does too, once it has looked up defaults that nobody needs. A tensor that torch.func wrapped
     # may outlive its transform.
     live = [_functorch.unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
-    return super(torch.autograd.Function, cls).apply(*live)  # type: ignore[attr-defined]
+    return super(Function, cls).apply(*live)  # type: ignore[attr-defined]
 
 
 def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
@@ -146,3 +147,10 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
 def is_shape_only(x: Tensor) -> bool:
     """Whether a tensor was made inside `shape_only`."""
     return isinstance(x, FakeTensor)
+
+
+def holders(x: Tensor) -> tuple[int, ...]:
+    """How many hold a tensor, and how many its storage; nothing where torch does not tell."""
+    if not hasattr(x, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+        return ()
+    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # type: ignore[attr-defined]

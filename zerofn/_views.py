@@ -15,20 +15,23 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._boundary import EntryMap, ExitMap, LeafView, differentiable
-from ._compat import executing, graph_task, next_sequence, outside_compile
+from ._compat import executing, functorch_active, graph_task, next_sequence, outside_compile
 from ._containers import map_outputs, map_tensors
 from ._crossing import Crossing, Edge, Spans, crossing_of
 from ._errors import bad_leaves
 from ._escape import Attributes, Shown, check_closed
+from ._kept import KeptView, check_kept, may_keep
 from ._pipeline import Pipeline
+from ._spare import find_out
 from ._units import Units
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -67,6 +70,7 @@ class Sight:
 
     def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module):
         self.pipe = pipe
+        self.scaled = pipe.scale is not None
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)
@@ -77,6 +81,12 @@ class Sight:
         self.ends: dict[int, int] = {}
         self.shows: dict[int, int] = {}
         self.undo: list[Callable[[], Any]] = []
+        # By path: views that outlive a call, of the parameters that the model was attached with.
+        self.kept: dict[str, KeptView] = {}
+        self.residents: dict[str, Tensor] = {}
+        self.keeps = self.scaled and units is None and pipe.cut == len(pipe.stages)
+        if self.scaled:
+            find_out()
 
     def active(self) -> bool:
         """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
@@ -114,6 +124,8 @@ class Sight:
             view = _of_another(view, stored)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
+        if (kept := self._keep(path, view, stored)) is not None:
+            return kept.view
         if not self.local.calls:
             return self._through(view, stored)
         key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -125,8 +137,22 @@ class Sight:
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
         return self._crossing(view, True).cross(stored)
 
+    def _keep(self, path: str, view: LeafView, stored: Tensor) -> KeptView | None:
+        """The view that is kept of a parameter, if one may be."""
+        kept = self.kept.get(path)
+        if kept is not None:
+            return kept if kept.serves(stored) else None
+        if not self.keeps or view.stages or stored is not self.residents.get(path):
+            return None
+        if functorch_active() or not may_keep(stored, view.grad_dtype):
+            return None
+        kept = self.kept[path] = KeptView(self, view, stored)
+        return kept
+
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
+        if path in self.kept and self.kept[path].view is x:
+            return self.kept[path].stored
         view, stored = self.local.given.get(path, (lambda: None, None))
         return stored if view() is x else None
 
@@ -183,10 +209,6 @@ class Sight:
             if local.backwards & (local.backwards - 1) == 0:
                 check_closed(self, self.spans)
 
-    @property
-    def scaled(self) -> bool:
-        return self.pipe.scale is not None
-
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
     """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
@@ -212,9 +234,17 @@ class SeenParameters(dict):
         self.beside = beside
         # Put here by the model during a call (torch.func.functional_call): of the inside already.
         self.inner: set[str] = set()
+        # By name, those of `sight.kept` that have been asked for.
+        self.kept: dict[str, KeptView] = {}
 
     def __getitem__(self, name: str) -> Any:
         stored = super().__getitem__(name)
+        kept = self.kept.get(name)
+        if kept is not None and not is_dynamo_compiling():
+            # What `_seen` would come to as well, later.
+            now = self.sight.local.calls and torch.is_grad_enabled() and not self.inner
+            if now and kept.serves(stored):
+                return kept.view
         if stored is None or name not in self.paths or name in self.inner:
             return stored
         return _seen(self, name, stored)
@@ -254,13 +284,17 @@ class SeenParameters(dict):
 
 
 def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return _seen_eagerly(parameters, name, stored)
     sight = parameters.sight
     if not sight.active():
         return stored
     path = parameters.paths[name]
     seen = sight.look(path, stored)
+    kept = sight.kept.get(path)
+    if kept is not None and kept.view is seen and parameters.beside in (None, seen.dtype):
+        parameters.kept[name] = kept
+        return seen
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
     sight.local.given[path] = (weakref.ref(seen), stored)
@@ -279,7 +313,7 @@ class _Hook:
         self.fn = fn
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return _call_eagerly(self.fn, *args)
         return None if self.fn is None else self.fn(*args)
 
@@ -288,6 +322,43 @@ class _Hook:
 
     def __reduce__(self):
         return _Hook, (None,)
+
+
+class _Begin(_Hook):
+    """The hook before each call of one module. Most calls are inside of another one, and need no notice.
+
+    One that does gets a hook for its end as well.
+    """
+
+    def __init__(self, sight: Sight, module: nn.Module):
+        super().__init__(functools.partial(_before, sight))
+        self.sight = sight
+        self.plain = not isinstance(module, nn.RNNBase) and module is not sight.model()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.plain and not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            # Only ours is at the end of the call: no hook of the user's is to be shown anything.
+            quiet = not self.sight.scaled or len(module._forward_hooks) == (id(module) in self.sight.ends)
+            if quiet and calls and not any(call.module is module for call in calls):
+                return None
+        return super().__call__(module, args, kwargs)
+
+
+class _End(_Hook):
+    """The hook after each call of one module."""
+
+    def __init__(self, sight: Sight):
+        super().__init__(functools.partial(_after, sight))
+        self.sight = sight
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            if not calls or calls[-1].module is not module:
+                # It was not noticed, or a hook of the user's raised before it could be.
+                return None
+        return super().__call__(module, args, output)
 
 
 @outside_compile
@@ -320,20 +391,39 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         plain = module._parameters
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
         if names:
+            sight.residents.update((paths[id(p)], p) for p in plain.values() if p is not None)
             module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
             sight.undo.append(functools.partial(_restore, module, plain))
-        pre = _Hook(functools.partial(_before, sight))
-        post = _Hook(functools.partial(_after, sight))
+        pre = _Begin(sight, module)
         sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
-        handle = module.register_forward_hook(post, always_call=True)
-        sight.undo.append(handle.remove)
-        sight.ends[id(module)] = handle.id
+    # Before any hook of the user's, who sees outputs in the dtype they have outside.
+    _end(sight, model)
 
     def uninstall() -> None:
         for action in reversed(sight.undo):
             action()
 
     return uninstall
+
+
+def _saved(units: Units) -> AbstractContextManager:
+    """Gathered parameters are saved for backward as notes, and leaves that the model makes as other tensors.
+
+    What is saved through hooks is held by Python, so that a leaf would look like one that somebody holds (`_escape`).
+    Autograd remembers by itself whose derivative it is.
+    """
+
+    def pack(t: Tensor) -> Any:
+        note = units._pack(t)
+        return t.detach() if note is t and t.is_leaf and t.requires_grad else note
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, units._unpack)
+
+
+def _end(sight: Sight, module: nn.Module) -> None:
+    handle = module.register_forward_hook(_End(sight), always_call=True)
+    sight.undo.append(handle.remove)
+    sight.ends[id(module)] = handle.id
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
@@ -351,6 +441,9 @@ def _restore(module: nn.Module, plain: dict) -> None:
 def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
     local = sight.local
+    if id(module) not in sight.ends:
+        # Only now, for most modules are never called from outside, and to run it takes time.
+        _end(sight, module)
     if local.calls and module is sight.model() and not _calls_itself(module):
         # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
         sight.forget_calls()
@@ -360,7 +453,7 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         sight.attributes.hide(sight.admit)
     local.calls.append(call)
     if outermost and sight.units is not None:
-        call.undo.enter_context(sight.units.saved())
+        call.undo.enter_context(_saved(sight.units))
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
@@ -378,7 +471,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     """Let the outputs of the outermost call out. Runs after an exception too."""
     local = sight.local
     if not local.calls or local.calls[-1].module is not module:
-        # A hook of the user's raised before the call was noted.
+        # Asked for by compiled code.
         return None
     call = local.calls.pop()
     call.undo.close()
@@ -397,6 +490,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
                 sight.attributes.show(sight.show, call.start)
             sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
             _check_unwritten(seen)
+            check_kept(sight.kept)
             if sight.units is not None:
                 sight.units.end_of_call()
 
