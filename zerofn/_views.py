@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._boundary import EntryMap, ExitMap, LeafView, differentiable
-from ._compat import executing, functorch_active, graph_task, next_sequence, outside_compile
+from ._compat import differentiating, executing, functorch_active, graph_task, next_sequence, outside_compile
 from ._containers import map_outputs, map_tensors
 from ._crossing import Crossing, Edge, Spans, crossing_of
-from ._errors import bad_leaves
+from ._errors import bad_leaves, explain
 from ._escape import Attributes, Shown, check_closed
 from ._kept import KeptView, check_kept, may_keep
 from ._pipeline import Pipeline
@@ -441,6 +441,14 @@ def _restore(module: nn.Module, plain: dict) -> None:
 def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
     local = sight.local
+    if sight.units is not None and differentiating():
+        raise RuntimeError(
+            explain(
+                "torch.func.grad, vjp or jvp of a function that calls an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "zf.bind(fn, tx, state) for torch.func, zf.vjp(fn, tx, state, *inputs), or plain torch.autograd.grad",
+            )
+        )
     if id(module) not in sight.ends:
         # Only now, for most modules are never called from outside, and to run it takes time.
         _end(sight, module)
