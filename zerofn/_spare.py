@@ -12,6 +12,7 @@ be free. Where that is impossible, no gradient is spare.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -21,19 +22,16 @@ from torch.autograd import Function
 
 from ._compat import functorch_active, holders
 
-# What a free gradient counts: of one that is no view, and of one that is.
-_free: set[tuple] = set()
-_found: list[bool] = []
 # Elements below which counting takes longer than dividing into another tensor.
 WORTHWHILE = 1 << 12
 
 
 def is_spare(g: Tensor) -> bool:
     """Whether `g` may be written. For the `backward` of a Function alone, which passes on its own argument."""
-    if g.numel() < WORTHWHILE or not _free or g.requires_grad or not g.is_contiguous():
+    if g.numel() < WORTHWHILE or g.requires_grad or not g.is_contiguous():
         return False
     # Memory that is not torch's own, as that of a numpy array, has holders that torch does not know.
-    return _count(g) in _free and g.untyped_storage().resizable()
+    return _count(g) in free_counts() and g.untyped_storage().resizable()
 
 
 def _count(g: Tensor) -> tuple:
@@ -63,12 +61,15 @@ def _through(g: Tensor) -> tuple:
     return _count(g)
 
 
-def find_out() -> None:
-    """Count the holders of gradients that are free; once in a process."""
-    if _found or functorch_active() or sys.gettrace() is not None or not holders(torch.zeros(1)):
+@functools.cache
+def free_counts() -> frozenset[tuple]:
+    """What free gradients count, one that is no view and one that is; nothing where it cannot be told.
+
+    Called when a model is attached, so that it is known by the time of a backward.
+    """
+    if functorch_active() or sys.gettrace() is not None or not holders(torch.zeros(1)):
         # A debugger holds what the frames it looks at hold, and its count would allow for one holder more.
-        return
-    _found.append(True)
+        return frozenset()
     with torch.inference_mode(False), torch.enable_grad():
         found: list[tuple] = []
         x = torch.ones(2, 3, device="cpu", requires_grad=True)
@@ -80,5 +81,4 @@ def find_out() -> None:
         held = _Probe.apply(x, shared)
         held.register_hook(kept.append)
         (held * 2.0).sum().backward()
-    if shared[0] not in found:
-        _free.update(found)
+    return frozenset() if shared[0] in found else frozenset(found)

@@ -31,7 +31,7 @@ from ._errors import bad_leaves, explain
 from ._escape import Attributes, Shown, check_closed
 from ._kept import KeptView, check_kept, may_keep
 from ._pipeline import Pipeline
-from ._spare import find_out
+from ._spare import free_counts
 from ._units import Units
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -86,7 +86,7 @@ class Sight:
         self.residents: dict[str, Tensor] = {}
         self.keeps = self.scaled and units is None and pipe.cut == len(pipe.stages)
         if self.scaled:
-            find_out()
+            free_counts()
 
     def active(self) -> bool:
         """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
