@@ -84,13 +84,11 @@ class _Owner:
 
     def __init__(self, opt: Optimizer | None = None):
         self.opt: Callable[[], Optimizer | None] = lambda: None
-        self.leave: Callable[[], Callable[[], None] | None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
         if opt is not None:
             # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
             self.opt = (lambda: opt) if opt._pipe.groups else weakref.ref(opt)
-            # Hooks hold it, where there is anything to undo. Held from here it would never be collected, since
-            # views that it keeps hold the parameter in a way that Python's collector does not see.
-            self.leave = weakref.WeakMethod(opt._home.leave)
+            self.leave = opt._home.leave
 
     def __reduce__(self):
         return _Owner, ()
@@ -521,9 +519,7 @@ def _taken(p: nn.Parameter) -> bool:
     if owner is None or owner.opt() is not None:
         return owner is not None
     # Its optimizer was dropped without detach(): what it had hooked would act a second time.
-    leave = owner.leave()
-    if leave is not None:
-        leave()
+    owner.leave()
     return False
 
 

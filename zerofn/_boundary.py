@@ -83,19 +83,6 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def divided(g: Tensor, scale: Tensor, spare: bool | None) -> Tensor:
-    """`g` over the scale, in fp32 at least.
-
-    Args:
-        g: a cotangent.
-        scale: under `vmap` each member has its own, so that nothing can be written in place.
-        spare: whether `g` itself may be overwritten; `None` where even what is made of it may not.
-            Another tensor of a gradient's size costs more than the division: its memory is fresh.
-    """
-    x = wide(g)
-    return x.div_(scale) if spare or (spare is not None and x is not g) else x / scale
-
-
 def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """The same values as another tensor, as a Function must return."""
     return x.view_as(x)
@@ -116,7 +103,7 @@ class LeafView:
             seen = stage.view(seen, self.leaf)
         return identity(seen) if seen is x else seen
 
-    def back(self, g: Tensor, scale: Tensor | None, spare: bool | None = None) -> Tensor:
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """A cotangent of the seen parameter to a true gradient of the stored one."""
         narrow = g
         for stage in reversed(self.stages):
@@ -124,9 +111,9 @@ class LeafView:
                 narrow = stage.pull(narrow, self.leaf)
         if scale is not None:
             # Divided in fp32 and rounded once: after a cast to fp16 small gradients would be gone.
-            narrow = divided(narrow, scale, spare if narrow is g or spare is None else False)
+            narrow = wide(narrow) / scale
         narrow = narrow.to(self.grad_dtype)
-        return identity(narrow) if narrow is g and spare is None else narrow
+        return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """The differentiable view; `x` itself where there is nothing to see it through."""
@@ -147,10 +134,10 @@ class ExitMap:
         # under a Function, and silently wrong under a tensor hook.
         return y.to(self.dtype) if self.dtype not in (None, y.dtype) else y.clone()
 
-    def back(self, g: Tensor, scale: Tensor | None, spare: bool | None = None) -> Tensor:
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         out = g if scale is None else wide(g) * scale
         out = out.to(self.inner)
-        return identity(out) if out is g and spare is None else out
+        return identity(out) if out is g else out
 
 
 @dataclass(frozen=True)
@@ -163,10 +150,10 @@ class EntryMap:
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
         return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
 
-    def back(self, g: Tensor, scale: Tensor | None, spare: bool | None = None) -> Tensor:
-        out = g if scale is None else divided(g, scale, spare)
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g if scale is None else wide(g) / scale
         out = out.to(self.outer)
-        return identity(out) if out is g and spare is None else out
+        return identity(out) if out is g else out
 
 
 def differentiable(x: Tensor) -> bool:

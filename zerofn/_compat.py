@@ -147,10 +147,3 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
 def is_shape_only(x: Tensor) -> bool:
     """Whether a tensor was made inside `shape_only`."""
     return isinstance(x, FakeTensor)
-
-
-def holders(x: Tensor) -> tuple[int, ...]:
-    """How many hold a tensor, and how many its storage; nothing where torch does not tell."""
-    if not hasattr(x, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
-        return ()
-    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # type: ignore[attr-defined]

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ._boundary import LinearMap, untracked
+from ._boundary import LinearMap
 from ._errors import explain
-from ._spare import is_spare
 
 # Calls whose graphs may still be alive. A graph older than that is taken for one made outside.
 REMEMBERED = 4096
@@ -21,21 +20,7 @@ class Edge(Protocol):
 
     def forth(self, x: Tensor, scale: Tensor | None, /) -> Tensor: ...
 
-    def back(self, g: Tensor, scale: Tensor | None, spare: bool | None = None, /) -> Tensor: ...
-
-
-class Passage(LinearMap):
-    """The node of a crossing: a linear map whose backward, where nobody differentiates it, is a plain call."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        crossing: Crossing = ctx.back.__self__
-        if untracked():
-            spare = is_spare(g)
-            return crossing.bring_back(g, spare), None, None, None
-        # Anew, since a node that is kept may be differentiated again under another scale.
-        again = crossing.anew()
-        return LinearMap.apply(g, None, again.back, again.forth), None, None, None
+    def back(self, g: Tensor, scale: Tensor | None, /) -> Tensor: ...
 
 
 class Crossing:
@@ -66,11 +51,7 @@ class Crossing:
 
     def cross(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
-        return Passage.apply(x, None, self.forth, self.back)
-
-    def anew(self) -> Crossing:
-        """The same crossing, of which no derivative has been taken yet."""
-        return Crossing(self.owner, self.edge, self.inward, self.scale, self.noticed)
+        return LinearMap.apply(x, None, self.forth, self.back)
 
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
         """The value; and, once a first derivative exists, the derivative of `back`."""
@@ -87,14 +68,10 @@ class Crossing:
 
     def back(self, g: Tensor, _: Tensor | None) -> Tensor:
         """The cotangent, with the loss scale or without it again."""
-        return self.bring_back(g, None)
-
-    def bring_back(self, g: Tensor, spare: bool | None) -> Tensor:
-        """`back`, which may write what it is given if that is `spare`."""
         self.used = self.scale()
         if self.noticed is not None:
             self.noticed(self)
-        return self.edge.back(g, self.used, spare)
+        return self.edge.back(g, self.used)
 
 
 def crossing_of(node: Any, owner: Any) -> Crossing | None:

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._boundary import EntryMap, ExitMap, LeafView, differentiable
-from ._compat import differentiating, executing, functorch_active, graph_task, next_sequence, outside_compile
+from ._compat import differentiating, executing, graph_task, next_sequence, outside_compile
 from ._containers import map_outputs, map_tensors
 from ._crossing import Crossing, Edge, Spans, crossing_of
 from ._errors import bad_leaves, explain
 from ._escape import Attributes, Shown, check_closed
-from ._kept import KeptView, check_kept, may_keep
 from ._pipeline import Pipeline
-from ._spare import free_counts
 from ._units import Units
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -81,12 +79,6 @@ class Sight:
         self.ends: dict[int, int] = {}
         self.shows: dict[int, int] = {}
         self.undo: list[Callable[[], Any]] = []
-        # By path: views that outlive a call, of the parameters that the model was attached with.
-        self.kept: dict[str, KeptView] = {}
-        self.residents: dict[str, Tensor] = {}
-        self.keeps = self.scaled and units is None and pipe.cut == len(pipe.stages)
-        if self.scaled:
-            free_counts()
 
     def active(self) -> bool:
         """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
@@ -124,8 +116,6 @@ class Sight:
             view = _of_another(view, stored)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
-        if (kept := self._keep(path, view, stored)) is not None:
-            return kept.view
         if not self.local.calls:
             return self._through(view, stored)
         key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -137,22 +127,8 @@ class Sight:
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
         return self._crossing(view, True).cross(stored)
 
-    def _keep(self, path: str, view: LeafView, stored: Tensor) -> KeptView | None:
-        """The view that is kept of a parameter, if one may be."""
-        kept = self.kept.get(path)
-        if kept is not None:
-            return kept if kept.serves(stored) else None
-        if not self.keeps or view.stages or stored is not self.residents.get(path):
-            return None
-        if functorch_active() or not may_keep(stored, view.grad_dtype):
-            return None
-        kept = self.kept[path] = KeptView(self, view, stored)
-        return kept
-
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
-        if path in self.kept and self.kept[path].view is x:
-            return self.kept[path].stored
         view, stored = self.local.given.get(path, (lambda: None, None))
         return stored if view() is x else None
 
@@ -234,17 +210,9 @@ class SeenParameters(dict):
         self.beside = beside
         # Put here by the model during a call (torch.func.functional_call): of the inside already.
         self.inner: set[str] = set()
-        # By name, those of `sight.kept` that have been asked for.
-        self.kept: dict[str, KeptView] = {}
 
     def __getitem__(self, name: str) -> Any:
         stored = super().__getitem__(name)
-        kept = self.kept.get(name)
-        if kept is not None and not is_dynamo_compiling():
-            # What `_seen` would come to as well, later.
-            now = self.sight.local.calls and torch.is_grad_enabled() and not self.inner
-            if now and kept.serves(stored):
-                return kept.view
         if stored is None or name not in self.paths or name in self.inner:
             return stored
         return _seen(self, name, stored)
@@ -291,10 +259,6 @@ def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
         return stored
     path = parameters.paths[name]
     seen = sight.look(path, stored)
-    kept = sight.kept.get(path)
-    if kept is not None and kept.view is seen and parameters.beside in (None, seen.dtype):
-        parameters.kept[name] = kept
-        return seen
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
     sight.local.given[path] = (weakref.ref(seen), stored)
@@ -391,7 +355,6 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         plain = module._parameters
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
         if names:
-            sight.residents.update((paths[id(p)], p) for p in plain.values() if p is not None)
             module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
             sight.undo.append(functools.partial(_restore, module, plain))
         pre = _Begin(sight, module)
@@ -498,7 +461,6 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
                 sight.attributes.show(sight.show, call.start)
             sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
             _check_unwritten(seen)
-            check_kept(sight.kept)
             if sight.units is not None:
                 sight.units.end_of_call()
 
