@@ -37,7 +37,7 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
         tx: a transform, or a chain, with an optimizer in it.
         in_backward: update each leaf as soon as its gradient has arrived, and let the gradient go: no
             gradient tree ever exists. `step()` then only closes the step. For pipelines that treat leaves
-            alone, and one backward for each step.
+            alone, groups of `partition` and `masked` too, and one backward for each step.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on; a `torch.optim.Optimizer` to whoever asks.

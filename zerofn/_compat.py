@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Function
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
@@ -108,11 +109,11 @@ outside_compile = torch._disable_dynamo  # type: ignore[attr-defined]
 def apply_function(cls: Any, *args: Any) -> Any:
     """`Function.apply` for a full list of positional arguments."""
     if functorch_active() or torch.compiler.is_compiling():
-        return super(cls, cls).apply(*args)
+        return Function.apply.__func__(cls, *args)  # type: ignore[attr-defined]
     # What that does too, once it has looked up defaults that nobody needs. A tensor that torch.func wrapped
     # may outlive its transform.
     live = [_functorch.unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
-    return super(torch.autograd.Function, cls).apply(*live)  # type: ignore[attr-defined]
+    return super(Function, cls).apply(*live)  # type: ignore[attr-defined]
 
 
 class _Reinterpret(torch.autograd.Function):

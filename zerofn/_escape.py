@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from ._crossing import Spans, crossing_of
 from ._errors import explain
 
 # Attributes that every module has.
-ORDINARY = frozenset(nn.Module().__dict__)
+ORDINARY = tuple(nn.Module().__dict__)
+# What `_replace` looks into.
+HOLDERS = frozenset((Tensor, tuple, list, dict))
 
 # Longer lists in attributes are vocabularies rather than losses.
 LONGEST = 256
@@ -68,7 +71,9 @@ class Attributes:
 
         def let_out(t: Tensor) -> Tensor:
             node = t.grad_fn
-            if node is None or node._sequence_nr() < start or is_outside(node, self.owner, start):
+            if node is None or (node._sequence_nr() < start and crossing_of(node, self.owner) is None):
+                return t
+            if is_outside(node, self.owner, start):
                 return t
             return leave(t)
 
@@ -105,12 +110,24 @@ class Attributes:
                 changed.append((holder, key, value, new))
 
         for module in self.modules:
-            for name, value in list(module.__dict__.items()):
-                if name not in ORDINARY:
-                    visit(module.__dict__, name, value)
+            for name, value in _attributes(module):
+                visit(module.__dict__, name, value)
             for name, value in list(module._buffers.items()):
                 visit(module._buffers, name, value)
         return changed
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What may hold a tensor, of what a module has beyond every module's own.
+
+    This is run over all modules before and after each call of the model, so it begins where those end.
+    """
+    attributes = module.__dict__
+    rest = islice(attributes.items(), len(ORDINARY) - 1, None)
+    last, _ = next(rest, ("", None))
+    if last == ORDINARY[-1]:
+        return [item for item in rest if type(item[1]) in HOLDERS]
+    return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
 
 
 def _holds(holder: Any, key: Any, value: Any) -> bool:

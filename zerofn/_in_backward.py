@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ._errors import explain
+from ._one_leaf import OneByOne, members
 from ._pipeline import GRAD_NORM, Pipeline
-from ._run import segment
 from ._state import State
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState
+from ._types import Context, Role, Scope, Transform
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
@@ -28,14 +28,16 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     if len([p for p in pipe.parts if p.role in (Role.SCATTER, Role.REDUCE)]) > 1 and pipe.cut < len(pipe.stages):
         raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
     for part in parts:
-        if reason := _reason(part):
-            raise ValueError(
-                explain(
-                    f"attach(model, chain(..., {part.name}, ...), in_backward=True)",
-                    f"{part.name} {reason}, but in backward each leaf is updated and its gradient freed at once",
-                    f"attach without in_backward, or a pipeline without {part.name}; clip_by_value treats leaves alone",
+        for where, inner in members(part, part.name):
+            if reason := _reason(inner):
+                raise ValueError(
+                    explain(
+                        f"attach(model, chain(..., {where}, ...), in_backward=True)",
+                        f"{inner.name} {reason}, but in backward each leaf is updated and its gradient freed at once",
+                        f"attach without in_backward, or a pipeline without {inner.name}; clip_by_value treats "
+                        "leaves alone",
+                    )
                 )
-            )
     return parts
 
 
@@ -65,10 +67,12 @@ class InBackward:
     def __init__(self, pipe: Pipeline, state: Callable[[], State], context: Callable[[], Context]):
         self.parts = leafwise_updates(pipe)
         self.state, self.context = state, context
-        self.prepared: list[Prepared] = []
         self.ctx: Context | None = None
-        self.changed: dict[str, TransformState] = {}
+        self.under_way: OneByOne | None = None
         self.done: set[str] = set()
+        self.apart = ""
+        if pipe.sharded_use:
+            self.apart = "; under shard, ranks that use other blocks than each other hand in their parts apart"
 
     @torch.no_grad()
     def arrived(self, path: str, grad: Tensor) -> None:
@@ -81,29 +85,25 @@ class InBackward:
             raise RuntimeError(
                 explain(
                     f"a second gradient of {path} before opt.step(), with in_backward=True",
-                    "its first gradient has been used and is gone, so they cannot be added up",
+                    "its first gradient has been used and is gone, so they cannot be added up" + self.apart,
                     "one backward for each step (add the losses), or attach without in_backward",
                 )
             )
         state = self.state()
-        if self.ctx is None:
+        if self.under_way is None:
             self.ctx = self.context()
             leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.leaves if leaf.trainable}
-            self.prepared = [p.prepare_fn(state.transforms[p.name], None, leaves, self.ctx) for p in self.parts]
-            self.changed = {p.name: {} for p in self.parts}
+            self.under_way = OneByOne(self.parts, state.transforms, leaves, self.ctx)
         stored = state.leaves[path]
-        out, own = segment(self.parts, self.prepared, {path: grad}, state.transforms, {path: stored}, self.ctx)
-        for name, entries in own.items():
-            for slot, value in entries.items():
-                self.changed[name].setdefault(slot, {}).update({path: value[path]})
-        if out is not None and out[path] is not stored:
-            stored.copy_(out[path])
+        new = self.under_way.update(path, grad, stored)
+        if new is not None and new is not stored:
+            stored.copy_(new)
         self.done.add(path)
 
     def finish(self) -> tuple[State, dict[str, Tensor]]:
         """Close the step: counters, and the state entries that the leaves left behind."""
         state = self.state()
-        if self.ctx is None:
+        if self.ctx is None or self.under_way is None:
             raise ValueError(
                 explain(
                     "a step in which no parameter has a gradient",
@@ -111,15 +111,10 @@ class InBackward:
                     "loss.backward() before opt.step()",
                 )
             )
-        transforms = dict(state.transforms)
-        for part, prepared in zip(self.parts, self.prepared, strict=True):
-            entries = dict(transforms[part.name])
-            for slot, leaves in self.changed[part.name].items():
-                entries[slot] = {**entries[slot], **leaves}
-            transforms[part.name] = {**entries, **prepared.state}
+        transforms = self.under_way.states()
         step = state.step + 1
         new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
-        self.ctx, self.prepared, self.changed = None, [], {}
+        self.ctx = self.under_way = None
         self.done.clear()
         return new, metrics

@@ -92,7 +92,7 @@ def segment(
         signal = {p: grads[p] for p in paths if p in grads}
         here = {p: params[p] for p in paths}
         for part, p in zip(parts, prepared, strict=True):
-            state = states[part.name] if whole else {k: _slice(v, paths) for k, v in states[part.name].items()}
+            state = states[part.name] if whole else {k: slice_entry(v, paths) for k, v in states[part.name].items()}
             signal, own = part.update_fn(signal, state, here, p.carry, ctx)
             _merge(changed[part.name], own, states[part.name])
             if p.emit is False or signal is None:
@@ -103,7 +103,8 @@ def segment(
     return (None if held else out), changed
 
 
-def _slice(entry: Any, paths: list[str]) -> Any:
+def slice_entry(entry: Any, paths: list[str]) -> Any:
+    """What of a state's entry belongs to some leaves; a shared one as it is."""
     return {p: entry[p] for p in paths if p in entry} if isinstance(entry, dict) else entry
 
 

@@ -15,18 +15,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._boundary import EntryMap, ExitMap, LeafView, differentiable
-from ._compat import executing, graph_task, next_sequence, outside_compile
+from ._compat import differentiating, executing, graph_task, next_sequence, outside_compile
 from ._containers import map_outputs, map_tensors
 from ._crossing import Crossing, Edge, Spans, crossing_of
-from ._errors import bad_leaves
+from ._errors import bad_leaves, explain
 from ._escape import Attributes, Shown, check_closed
 from ._pipeline import Pipeline
 from ._units import Units
@@ -67,6 +68,7 @@ class Sight:
 
     def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module):
         self.pipe = pipe
+        self.scaled = pipe.scale is not None
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)
@@ -183,10 +185,6 @@ class Sight:
             if local.backwards & (local.backwards - 1) == 0:
                 check_closed(self, self.spans)
 
-    @property
-    def scaled(self) -> bool:
-        return self.pipe.scale is not None
-
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
     """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
@@ -254,7 +252,7 @@ class SeenParameters(dict):
 
 
 def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return _seen_eagerly(parameters, name, stored)
     sight = parameters.sight
     if not sight.active():
@@ -279,7 +277,7 @@ class _Hook:
         self.fn = fn
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return _call_eagerly(self.fn, *args)
         return None if self.fn is None else self.fn(*args)
 
@@ -288,6 +286,43 @@ class _Hook:
 
     def __reduce__(self):
         return _Hook, (None,)
+
+
+class _Begin(_Hook):
+    """The hook before each call of one module. Most calls are inside of another one, and need no notice.
+
+    One that does gets a hook for its end as well.
+    """
+
+    def __init__(self, sight: Sight, module: nn.Module):
+        super().__init__(functools.partial(_before, sight))
+        self.sight = sight
+        self.plain = not isinstance(module, nn.RNNBase) and module is not sight.model()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.plain and not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            # Only ours is at the end of the call: no hook of the user's is to be shown anything.
+            quiet = not self.sight.scaled or len(module._forward_hooks) == (id(module) in self.sight.ends)
+            if quiet and calls and not any(call.module is module for call in calls):
+                return None
+        return super().__call__(module, args, kwargs)
+
+
+class _End(_Hook):
+    """The hook after each call of one module."""
+
+    def __init__(self, sight: Sight):
+        super().__init__(functools.partial(_after, sight))
+        self.sight = sight
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            if not calls or calls[-1].module is not module:
+                # It was not noticed, or a hook of the user's raised before it could be.
+                return None
+        return super().__call__(module, args, output)
 
 
 @outside_compile
@@ -322,18 +357,36 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         if names:
             module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
             sight.undo.append(functools.partial(_restore, module, plain))
-        pre = _Hook(functools.partial(_before, sight))
-        post = _Hook(functools.partial(_after, sight))
+        pre = _Begin(sight, module)
         sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
-        handle = module.register_forward_hook(post, always_call=True)
-        sight.undo.append(handle.remove)
-        sight.ends[id(module)] = handle.id
+    # Before any hook of the user's, who sees outputs in the dtype they have outside.
+    _end(sight, model)
 
     def uninstall() -> None:
         for action in reversed(sight.undo):
             action()
 
     return uninstall
+
+
+def _saved(units: Units) -> AbstractContextManager:
+    """Gathered parameters are saved for backward as notes, and leaves that the model makes as other tensors.
+
+    What is saved through hooks is held by Python, so that a leaf would look like one that somebody holds (`_escape`).
+    Autograd remembers by itself whose derivative it is.
+    """
+
+    def pack(t: Tensor) -> Any:
+        note = units._pack(t)
+        return t.detach() if note is t and t.is_leaf and t.requires_grad else note
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, units._unpack)
+
+
+def _end(sight: Sight, module: nn.Module) -> None:
+    handle = module.register_forward_hook(_End(sight), always_call=True)
+    sight.undo.append(handle.remove)
+    sight.ends[id(module)] = handle.id
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
@@ -351,6 +404,17 @@ def _restore(module: nn.Module, plain: dict) -> None:
 def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
     local = sight.local
+    if sight.units is not None and differentiating():
+        raise RuntimeError(
+            explain(
+                "torch.func.grad, vjp or jvp of a function that calls an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "zf.bind(fn, tx, state) for torch.func, zf.vjp(fn, tx, state, *inputs), or plain torch.autograd.grad",
+            )
+        )
+    if id(module) not in sight.ends:
+        # Only now, for most modules are never called from outside, and to run it takes time.
+        _end(sight, module)
     if local.calls and module is sight.model() and not _calls_itself(module):
         # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
         sight.forget_calls()
@@ -360,7 +424,7 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         sight.attributes.hide(sight.admit)
     local.calls.append(call)
     if outermost and sight.units is not None:
-        call.undo.enter_context(sight.units.saved())
+        call.undo.enter_context(_saved(sight.units))
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
@@ -378,7 +442,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     """Let the outputs of the outermost call out. Runs after an exception too."""
     local = sight.local
     if not local.calls or local.calls[-1].module is not module:
-        # A hook of the user's raised before the call was noted.
+        # Asked for by compiled code.
         return None
     call = local.calls.pop()
     call.undo.close()

@@ -7,8 +7,9 @@ Both run in one process, in turns: what disturbs one round disturbs both. The ra
 ratio within a round, in brackets its quartiles. Where the arithmetic is the same, gradients are compared first.
 
 A pipeline without a cast and without a loss scale leaves forward and backward alone, so its rows measure noise and
-the hooks that are not there. `scale_loss` keeps the arithmetic and adds the boundary: hooks at every module, a view of
-every parameter. That is the honest price of loss scaling without a call, and it shows where layers are tiny.
+the hooks that are not there. `scale_loss` keeps the arithmetic and adds the boundary: a hook at every module, a node of
+autograd and a division for every parameter. That is the honest price of loss scaling without a call, and it shows
+where layers are tiny.
 
 The second table is the whole step with the update after backward and within it (`attach(in_backward=True)`), and the
 most bytes of tensors that live at once in a step beyond states.

@@ -269,9 +269,6 @@ REFUSED: dict[str, Callable[[int, int, str], bool]] = {
     "functional_transforms": sharded,
     # The function takes a parameter of the model outside of any call, where under `shard` it is a flat part.
     "function_of_the_user": sharded,
-    # With a loss scale under `shard` a model is refused that differentiates with respect to an input which
-    # requires no gradient until the model says so: such an input must be given with requires_grad=True.
-    "force_loss": lambda size, stage, precision: sharded(size, stage, precision) and precision == "fp16",
 }
 
 

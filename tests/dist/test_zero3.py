@@ -231,3 +231,20 @@ def test_a_call_with_other_parameters_uses_those():
         assert (y, weight, bias) == ([[4.0, 4.0]], [[0.0, 1.0, 2.0]] * 2, [1.0, 1.0])
         assert alone and step == 1
         assert "weight: given in shape (3,), in full it is (2, 3)" in message and "opt.gathered()" in message
+
+
+def functional_gradient():
+    model = nn.Linear(3, 1)
+    zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    with pytest.raises(RuntimeError) as error:
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 3))
+    # The refused call has left nothing behind.
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    return str(error.value), x.grad
+
+
+def test_torch_func_over_a_sharded_model_is_refused_with_what_to_write():
+    for message, grad in zf.launch(functional_gradient, 2, timeout=LIMIT):
+        assert "sharded" in message and "zf.bind(fn, tx, state)" in message and "zf.vjp(fn, tx, state" in message
+        assert grad.any()

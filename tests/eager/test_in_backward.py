@@ -28,6 +28,28 @@ PIPELINES = {
         )
         for r in ("nearest", "stochastic", "kahan")
     },
+    "partition": lambda: zf.partition(
+        {
+            "matrices": zf.chain(zf.clip_by_value(0.02), zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 6))),
+            "vectors": zf.adamw(3e-2, weight_decay=0.0),
+        },
+        lambda path: "matrices" if path.endswith("weight") and "norm" not in path else "vectors",
+    ),
+    "masked": lambda: zf.chain(
+        zf.masked(zf.clip_by_value(0.001), lambda path: "layer" in path), zf.adamw(1e-2), zf.ema(0.9)
+    ),
+    "partition in partition, bf16": lambda: zf.chain(
+        zf.precision(store_dtype=BF16),
+        zf.partition(
+            {
+                "embed": zf.low_precision_adam(1e-2, weight_decay=0.3),
+                "rest": zf.partition(
+                    {"a.b": zf.adamw(1e-2), "c": zf.sgd(1e-1)}, lambda p: "c" if "bias" in p else "a.b"
+                ),
+            },
+            lambda path: "embed" if "embed" in path else "rest",
+        ),
+    ),
     "bf16 all over": lambda: zf.chain(
         zf.precision(store_dtype=BF16, param_dtype=BF16, output_dtype=torch.float32), zf.low_precision_adam(1e-2)
     ),
@@ -85,11 +107,28 @@ def test_equals_the_update_after_backward_bit_for_bit(name):
         assert torch.equal(value, other[path]), path
         assert torch.equal(value, begun[path].to(value)) == path.startswith("frozen"), f"{path} is the wrong way round"
     assert torch.equal(a.state.step, b.state.step) and int(b.state.step) == 5
-    for part, entries in a.state.transforms.items():
-        for slot, kept in entries.items():
-            for path, value in kept.items() if isinstance(kept, dict) else [("", kept)]:
-                mine = b.state.transforms[part][slot]
-                assert torch.equal(value, mine[path] if path else mine), (part, slot, path)
+    mine, theirs = flat(a.state.transforms), flat(b.state.transforms)
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        assert torch.equal(value, theirs[key]), key
+    assert a.metrics.keys() - {"grad_norm"} == b.metrics.keys()
+
+
+def flat(entries, prefix=""):
+    """Tensors of a state by where they stand."""
+    if isinstance(entries, torch.Tensor):
+        return {prefix: entries}
+    return {k: v for name, entry in entries.items() for k, v in flat(entry, f"{prefix}/{name}").items()}
+
+
+def test_leaves_of_no_group_stay():
+    model = Net()
+    tx = zf.chain(zf.masked(zf.adamw(1e-2, weight_decay=0.1), lambda path: "layer" in path), zf.ema(0.9))
+    opt = zf.attach(model, tx, in_backward=True)
+    before = values(model)
+    train(model, opt, 2)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"layer.weight", "layer.bias"}
 
 
 def test_no_gradient_is_left_where_a_user_would_read_it():
@@ -143,6 +182,13 @@ def test_peak_gradient_bytes_are_those_of_one_leaf(tmp_path, capfd):
 
 
 REFUSED = {
+    "partition(clip_by_global_norm)": (
+        lambda: zf.partition(
+            {"a": zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2)), "b": zf.sgd(1e-1)},
+            lambda path: "a" if "layer" in path else "b",
+        ),
+        "clip_by_global_norm needs a number of the whole",
+    ),
     "clip_by_global_norm": (lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2)), "a number of the whole"),
     "accumulate": (lambda: zf.chain(zf.accumulate(2), zf.adamw(1e-2)), "keeps gradients for a later step"),
     "scale_loss": (lambda: zf.chain(zf.scale_loss("dynamic"), zf.adamw(1e-2)), "look at every gradient for overflow"),
