@@ -18,9 +18,10 @@ import atexit
 import itertools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
+
+from ._lane import Lane, Passage, open_lane
 
 __all__ = [
     "Group",
@@ -132,6 +135,7 @@ class Group:
     purpose: Hashable = ""
     pg: dist.ProcessGroup | None = field(default=None, repr=False)
     traffic: Traffic = field(default_factory=Traffic, repr=False)
+    lane: Lane | None = field(default=None, repr=False)  # between processes of one machine
 
     def __copy__(self) -> Group:
         return self
@@ -258,7 +262,10 @@ def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Gr
     me = dist.get_rank()
     if me not in ranks or not isinstance(pg, dist.ProcessGroup):
         return None
-    return Group(ranks.index(me), len(ranks), ranks, device, purpose, pg)
+    group = Group(ranks.index(me), len(ranks), ranks, device, purpose, pg)
+    if device.type != "cpu":
+        return group
+    return replace(group, lane=open_lane(group.rank, group.size, lambda x: gather_objects(x, group)), traffic=Traffic())
 
 
 def mesh_group(mesh: DeviceMesh, axis: str | None = None, purpose: Hashable = "") -> Group:
@@ -379,8 +386,7 @@ def release(group: Group) -> None:
     groups = _registry.current()
     for key in [k for k, g in groups.items() if g is group]:
         barrier(group)
-        if group.pg is not None:
-            dist.destroy_process_group(group.pg)
+        _close(group)
         del groups[key]
 
 
@@ -400,12 +406,19 @@ def shutdown() -> None:
 
 def _close_all() -> None:
     for group in list(_registry.groups.values()):
-        if group and group.pg:
-            dist.destroy_process_group(group.pg)
+        if group:
+            _close(group)
     _registry.groups.clear()
     if _registry.ours:
         dist.destroy_process_group()
     _registry.current()
+
+
+def _close(group: Group) -> None:
+    if group.lane is not None:
+        group.lane.close()
+    if group.pg is not None:
+        dist.destroy_process_group(group.pg)
 
 
 def _leave() -> None:
@@ -436,6 +449,9 @@ class _Done:
     def is_completed(self) -> bool:
         return True
 
+    def ready_within(self, seconds: float) -> bool:
+        return True
+
 
 _DONE = _Done()
 
@@ -453,7 +469,7 @@ def _gone(group: Group) -> list[int]:
 
 
 class _Watched:
-    """A work handle of gloo that looks, when a wait is long, whether the ranks it waits for are still there.
+    """A work handle of gloo, or a lane's, that looks, when a wait is long, whether the others are still there.
 
     A rank whose loop was shorter has left for good; without this the others would wait for half an hour.
     """
@@ -481,12 +497,78 @@ class _Watched:
     def is_completed(self) -> bool:
         return self.work.is_completed()
 
+    def ready_within(self, seconds: float) -> bool:
+        if isinstance(self.work, Passage):
+            return self.work.ready_within(seconds)
+        end = time.monotonic() + seconds
+        while not self.work.is_completed():
+            if time.monotonic() > end:
+                return False
+            time.sleep(2e-4)  # torch's handles cannot be waited for in part
+        return True
+
+
+class _Landing:
+    """The work handle of parts that are on their way, to be put in place once they are here."""
+
+    def __init__(self, work: Any, land: Callable[[], None]) -> None:
+        self.work, self.land = work, land
+
+    def wait(self) -> bool:
+        if self.work is not None:
+            self.work.wait()
+            with torch.no_grad():
+                self.land()
+            self.work = self.land = None  # type: ignore[assignment]
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def ready_within(self, seconds: float) -> bool:
+        return self.work is None or self.work.ready_within(seconds)
+
 
 def _run(work: Any, what: str, group: Group, async_op: bool) -> Any:
     """Wait for a collective that was begun, or hand it on."""
     if group.device.type == "cpu":
         work = _Watched(work, what, group)
     return work if async_op else work.wait() and None
+
+
+def _publish(t: Tensor, what: str, group: Group, land: Callable[[list[Tensor]], None], async_op: bool) -> Any:
+    """A collective over shared memory: what every rank has published is handed to `land`."""
+    assert group.lane is not None
+    passage = group.lane.publish(t)
+
+    def read() -> None:
+        land(passage.parts(t))
+        passage.close()
+
+    work = _Landing(_Watched(passage, what, group), read)
+    return work if async_op else work.wait() and None
+
+
+def ready_within(work: Any, seconds: float) -> bool:
+    """Whether a collective has arrived everywhere, now or in a moment."""
+    if isinstance(work, _Watched | _Landing | _Done):
+        return work.ready_within(seconds)
+    return work.is_completed() or not seconds
+
+
+def _add_up(parts: list[Tensor], out: Tensor) -> None:
+    """The sum in the order of ranks; 16-bit floats are added in fp32 and rounded once."""
+    if len(parts) == 2 and out.is_floating_point():
+        torch.add(*parts, out=out)
+    else:
+        torch.sum(torch.stack(parts), 0, dtype=out.dtype, out=out)
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
+    """A buffer, not initialised, for what is to be sent over a group: one that travels without another copy."""
+    if group.lane is not None and torch.Size(shape).numel():
+        return group.lane.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=group.device)
 
 
 def _bytes_of(t: Tensor) -> Tensor:
@@ -509,8 +591,56 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if group.size == 1 or not out.numel():
         return _DONE if async_op else None
     group.traffic.count("all_gather", group.size, out.numel() * out.element_size())
+    if group.lane is not None:
+
+        def land(parts: list[Tensor]) -> None:
+            for into, part in zip(out.detach().view(-1).chunk(group.size), parts, strict=True):
+                into.copy_(part)
+
+        return _publish(inp, "all_gather", group, land, async_op)
     work = _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
     return _run(work, "all_gather", group, async_op)
+
+
+class Rows:
+    """One row of each rank, to be read where it lies: a gather whose result is put together by the caller.
+
+    Attributes:
+        mine: this rank's, to be filled before `begin`.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, group: Group) -> None:
+        self.group, self.work, self.found = group, None, None
+        self.shared = group.size > 1 and group.lane is not None and torch.Size(shape).numel() > 0
+        if self.shared:
+            self.mine = scratch(shape, dtype, group)
+        else:
+            self.all = torch.empty((group.size, *shape), dtype=dtype, device=group.device)
+            self.mine = self.all[group.rank]
+
+    def begin(self) -> Rows:
+        """Tell the others that this rank's is there."""
+        group, mine = self.group, self.mine
+        if not self.shared:
+            self.work = all_gather_into(self.all.view(-1), mine.view(-1), group, async_op=True)
+            return self
+        assert group.lane is not None
+        group.traffic.count("all_gather", group.size, group.size * mine.numel() * mine.element_size())
+        self.found = group.lane.publish(mine)
+        self.work = _Watched(self.found, "all_gather", group)
+        return self
+
+    def read(self) -> list[Tensor]:
+        """Every rank's, until `close`."""
+        self.work.wait()
+        if self.found is None:
+            return list(self.all)
+        return [part.view(self.mine.shape) for part in self.found.parts(self.mine)]
+
+    def close(self) -> None:
+        """They have been read."""
+        if self.found is not None:
+            self.found.close()
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -527,31 +657,22 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
     if group.device.type != "cpu":
         return _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg, async_op=async_op)
+    if group.lane is not None:
+
+        def land(parts: list[Tensor]) -> None:
+            _add_up([p.chunk(group.size)[group.rank] for p in parts], out.detach().view(-1))
+
+        return _publish(inp, "reduce_scatter", group, land, async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
-    parts = torch.empty_like(inp)
-    work = _run(dist.all_to_all_single(parts, inp, group=group.pg, async_op=True), "reduce_scatter", group, True)
-    scattered = _Scattered(work, parts, inp, out, group.size)
-    return scattered if async_op else scattered.wait() and None
+    received = torch.empty_like(inp)
+    sent = dist.all_to_all_single(received, inp, group=group.pg, async_op=True)
 
+    def add() -> None:
+        parts = received.reshape(group.size, *out.shape)
+        torch.sum(parts, 0, dtype=out.dtype, out=out.detach())
 
-class _Scattered:
-    """The work handle of parts that are on their way, to be added up once they are here."""
-
-    def __init__(self, work: Any, parts: Tensor, sent: Tensor, out: Tensor, size: int) -> None:
-        self.work, self.parts, self.sent, self.out, self.size = work, parts, sent, out, size
-
-    def wait(self) -> bool:
-        if self.work is not None:
-            self.work.wait()
-            assert self.parts is not None
-            parts = self.parts.reshape(self.size, *self.out.shape)
-            with torch.no_grad():
-                torch.sum(parts, 0, dtype=self.out.dtype, out=self.out.detach())
-            self.work = self.parts = self.sent = None  # type: ignore[assignment]
-        return True
-
-    def is_completed(self) -> bool:
-        return self.work is None or self.work.is_completed()
+    work = _Landing(_Watched(sent, "reduce_scatter", group), add)
+    return work if async_op else work.wait() and None
 
 
 def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
@@ -562,8 +683,36 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
         return _DONE if async_op else None
     _no_fp8(t, "all_reduce")
     group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
+    if _at_once(t, group):
+
+        def land(parts: list[Tensor]) -> None:
+            whole = t.detach()
+            if op == "sum":
+                _add_up([p.view(t.shape) for p in parts], whole)
+            else:
+                stacked = torch.stack([p.view(t.shape) for p in parts])
+                whole.copy_(stacked.amax(0) if op == "max" else stacked.amin(0))
+
+        return _publish(t, "all_reduce", group, land, async_op)
     work = dist.all_reduce(t, op=_REDUCE[op], group=group.pg, async_op=True)
     return _run(work, "all_reduce", group, async_op)
+
+
+def _at_once(t: Tensor, group: Group) -> bool:
+    """Whether each rank reads all of what the others send: from three ranks on, only if that is little."""
+    few = group.size == 2 or t.numel() * t.element_size() <= 1 << 16
+    return group.lane is not None and few and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
+
+
+def all_reduce_into(buffer: Tensor, group: Group, async_op: bool = False) -> tuple[Any, Tensor]:
+    """The sum over ranks of a buffer from `scratch`, which is used up; (work handle, where the sum will be)."""
+    if group.size == 1 or not _at_once(buffer, group) or not buffer.numel():
+        return all_reduce_(buffer, group, async_op=async_op), buffer
+    _no_fp8(buffer, "all_reduce")
+    group.traffic.count("all_reduce", group.size, buffer.numel() * buffer.element_size())
+    out = torch.empty_like(buffer)
+    flat = out.view(-1)
+    return _publish(buffer, "all_reduce", group, lambda parts: _add_up(parts, flat), async_op), out
 
 
 def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:

@@ -17,7 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ._collectives import Group, all_gather_into, all_reduce_, mesh_group, reduce_scatter_into, world_group
+from ._collectives import (
+    Group,
+    Rows,
+    all_reduce_,
+    all_reduce_into,
+    mesh_group,
+    reduce_scatter_into,
+    scratch,
+    world_group,
+)
 from ._errors import explain
 from ._factory import transform
 from ._tree import Layout, Leaf
@@ -89,19 +98,20 @@ class Sharding:
         size = self.group.size
         tail = shards[0].shape[1:]
         widths = [_width(leaf, size) for leaf in leaves]
-        # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
-        rows = shards[0].new_empty((size, sum(widths), *tail))
-        mine = rows[self.group.rank]
-        for x, part in zip(shards, mine.split(widths), strict=True):
+        # Each rank's row holds its range of every leaf.
+        rows = Rows((sum(widths), *tail), shards[0].dtype, self.group)
+        for x, part in zip(shards, rows.mine.split(widths), strict=True):
             part[: len(x)] = x
-        all_gather_into(rows.reshape(-1, *tail), mine, self.group)
-        fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
-        for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
-            whole = len(full) // width if width else 0
-            full[: whole * width].view(whole, width, *tail).copy_(block[:whole])
-            if whole * width < len(full):
-                full[whole * width :] = block[whole, : len(full) - whole * width]
-        return list(fulls)
+        rows.begin()
+        fulls = list(into) if into else [shards[0].new_empty((leaf.numel, *tail)) for leaf in leaves]
+        for r, row in enumerate(rows.read()):
+            for full, part, width, x in zip(fulls, row.split(widths), widths, shards, strict=True):
+                here = full[r * width : (r + 1) * width]
+                # The shard of a resident parameter is a part of it.
+                if r != self.group.rank or x.data_ptr() != here.data_ptr():
+                    here.copy_(part[: here.shape[0]])
+        rows.close()
+        return fulls
 
     def pack(
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
@@ -113,7 +123,7 @@ class Sharding:
         size = self.group.size
         tail = next((x.shape[1:] for x in fulls if x is not None), torch.Size())
         widths = [_width(leaf, size) for leaf in leaves]
-        rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
+        rows = scratch((size, sum(widths) + len(leaves), *tail), dtype, self.group)
         blocks = rows.split([*widths, len(leaves)], dim=1)
         for x, leaf, width, block in zip(fulls, leaves, widths, blocks, strict=False):
             whole = leaf.numel // width if width else 0
@@ -130,7 +140,7 @@ class Sharding:
 
     def send(self, rows: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Sum the rows over ranks; (work handle, this rank's row)."""
-        mine = rows.new_empty(rows.shape[1:])
+        mine = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
         return reduce_scatter_into(mine, rows.reshape(-1, *rows.shape[2:]), self.group, async_op), mine
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
@@ -184,7 +194,7 @@ class Flat:
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         lengths = [self.numels[leaf.path] for leaf in leaves]
-        flat = torch.empty(sum(lengths) + len(leaves), dtype=dtype, device=device)
+        flat = scratch((sum(lengths) + len(leaves),), dtype, self.group)
         *blocks, flags = flat.split([*lengths, len(leaves)])
         for x, block in zip(fulls, blocks, strict=True):
             _ = block.zero_() if x is None else _over(x, self.group.size, block)
@@ -192,7 +202,7 @@ class Flat:
         return flat
 
     def send(self, flat: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        return all_reduce_(flat, self.group, async_op=async_op), flat
+        return all_reduce_into(flat, self.group, async_op)
 
     def unpack(self, flat: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
         lengths = [self.numels[leaf.path] for leaf in leaves]

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._collectives import Group, all_gather_into
+from ._collectives import Group, all_gather_into, ready_within
 from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
 from ._tree import Leaf
 
-# Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
-IN_FLIGHT = 2
+# Buckets under way at once. Each holds one buffer; more would make a full gradient of them. Backward reaches the end
+# of the next bucket later than the last one is there, so that two were no faster.
+IN_FLIGHT = 1
 # Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
 # under way: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
 # way there by a collective of the user's that waits for this very rank.
@@ -129,12 +130,12 @@ class Stream:
 
     def _hold_back(self) -> None:
         """Keep few buckets under way, but do not wait for ever: see `PATIENCE`."""
+        while self.flying and self.flying[0][0].is_completed():
+            self._land()
         deadline = time.monotonic() + self.patience
         while len(self.flying) > IN_FLIGHT:
-            if self.flying[0][0].is_completed():
+            if ready_within(self.flying[0][0], max(0.0, deadline - time.monotonic())):
                 self._land()
-            elif time.monotonic() < deadline:
-                time.sleep(5e-5)
             else:
                 # Most likely the program is one where it happens at each step.
                 self.patience /= 4
