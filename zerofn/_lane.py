@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
@@ -33,7 +32,6 @@ from torch import Tensor
 
 READY, READ, FORGET = 0, 1, 2
 _HEAD = struct.Struct("=Bqqq")  # kind, number in the sequence, region, bytes
-_RANK = struct.Struct("=q")
 _FD = struct.Struct("=i")
 _FD_SPACE = socket.CMSG_LEN(_FD.size) if hasattr(socket, "CMSG_LEN") else 0
 # Bytes up to which a tensor travels in the message itself.
@@ -43,9 +41,6 @@ SPARE = 3
 PAGE = 4096
 # Seconds after which a rank that waits gives up, which is what torch grants a process group.
 PATIENCE = 1800.0
-# How long ranks have to find each other once all of them are on their way.
-MEETING = 60.0
-SWITCH = "ZEROFN_SHARED_MEMORY"
 
 
 class Region:
@@ -258,65 +253,3 @@ class Passage:
 
 def _mapped(fd: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-
-
-def open_lane(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> Lane | None:
-    """A lane between ranks that all are processes of one machine and one user; otherwise None, on all of them.
-
-    Args:
-        rank: of this process.
-        size: of the group.
-        exchange: gives every rank's object, in the order of ranks.
-    """
-    sockets: dict[int, socket.socket] = {}
-    listener, offer = _listen(size)
-    offers = exchange(offer)
-    done = False
-    if listener is not None:
-        if None not in offers and len({machine for machine, _ in offers}) == 1:
-            with suppress(OSError, struct.error):
-                _meet(rank, listener, [name for _, name in offers], sockets)
-                done = len(sockets) == size - 1
-        listener.close()
-    if all(exchange(done)):
-        return Lane(rank, sockets)
-    for s in sockets.values():
-        s.close()
-    return None
-
-
-def _listen(size: int) -> tuple[socket.socket | None, tuple[str, str] | None]:
-    """A socket that others may connect to, and what tells them where: the machine, and a name on it."""
-    if os.environ.get(SWITCH, "1") == "0" or not (hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")):
-        return None, None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            machine = file.read() + os.readlink("/proc/self/ns/net")
-        name = f"\0zerofn-{secrets.token_hex(16)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(name)
-        listener.listen(size)
-    except OSError:
-        return None, None
-    return listener, (machine, name)
-
-
-def _meet(rank: int, listener: socket.socket, names: list[str], sockets: dict[int, socket.socket]) -> None:
-    """Connect to the ranks before this one and let those after it connect. No connect waits for an accept."""
-    for r in range(rank):
-        s = sockets[r] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        s.settimeout(MEETING)
-        s.connect(names[r])
-        s.send(_RANK.pack(rank))
-    listener.settimeout(MEETING)
-    for _ in range(len(names) - 1 - rank):
-        s, _ = listener.accept()
-        s.settimeout(MEETING)
-        (r,) = _RANK.unpack(s.recv(_RANK.size))
-        sockets[r] = s
-    for s in sockets.values():
-        # The name cannot be guessed, but it can be listed by any user of the machine.
-        peer = s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", peer)[1] != os.getuid():
-            raise OSError("the socket belongs to another user")
-        s.setblocking(True)

@@ -17,18 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ._collectives import (
-    Group,
-    Rows,
-    all_reduce_,
-    all_reduce_into,
-    mesh_group,
-    reduce_scatter_into,
-    scratch,
-    world_group,
-)
 from ._errors import explain
 from ._factory import transform
+from ._group import Group
+from ._groups import mesh_group, world_group
+from ._transfers import Rows, all_reduce_, all_reduce_into, reduce_scatter_into, scratch
 from ._tree import Layout, Leaf
 from ._types import Role, Stage, Transform
 

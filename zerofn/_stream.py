@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._collectives import Group, all_gather_into, ready_within
+from ._group import Group
 from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
+from ._transfers import all_gather_into
 from ._tree import Leaf
+from ._waiting import ready_within
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them. Backward reaches the end
 # of the next bucket later than the last one is there, so that two were no faster.
