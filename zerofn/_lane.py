@@ -103,13 +103,11 @@ class Lane:
     def publish(self, t: Tensor) -> Passage:
         """Show a tensor to the other ranks; from now on it must not be written to, until they have read it."""
         data = t.detach().contiguous().view(-1).view(torch.uint8)
-        number, size = self.number, len(data)
-        self.number += 1
+        size = len(data)
         if size <= INLINE:
-            held = bytes(data.tolist())
-            for r in self.sockets:
-                self._say(r, _HEAD.pack(READY, number, -1, size) + held)
-            return Passage(self, number, Arrival(-1, size, held))
+            return self.tell(bytes(data.tolist()))
+        number = self.number
+        self.number += 1
         region = self.regions.get(data.data_ptr())
         if region is None or region.readers:
             region = self._region(size)
@@ -121,6 +119,15 @@ class Lane:
         region.shared()
         self.theirs[self.rank, region.key] = region.bytes
         return Passage(self, number, Arrival(region.key, size, b""))
+
+    def tell(self, data: bytes) -> Passage:
+        """Show the other ranks a few bytes."""
+        number = self.number
+        self.number += 1
+        message = _HEAD.pack(READY, number, -1, len(data)) + data
+        for r in self.sockets:
+            self._say(r, message)
+        return Passage(self, number, Arrival(-1, len(data), data))
 
     def _region(self, size: int) -> Region:
         """The smallest that is free and large enough, or a new one."""
@@ -229,15 +236,24 @@ class Passage:
     def parts(self, like: Tensor) -> list[Tensor]:
         """What each rank has published, in the dtype of `like`; to be read before `close`."""
         found = []
-        for r in range(self.lane.size):
-            key, size, data = self.mine if r == self.lane.rank else self.lane.arrived[r][self.number]
-            if size != self.mine.size:
-                raise RuntimeError(
-                    f"this rank takes part in a collective of {self.mine.size} bytes and rank {r} of the group in one "
-                    f"of {size}; every rank must issue the same sequence of collectives"
-                )
+        for r, (key, size, data) in enumerate(self._arrivals()):
             memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if key < 0 else self.lane.theirs[r, key]
             found.append(memory[:size].view(like.dtype))
+        return found
+
+    def told(self) -> list[bytes]:
+        """What each rank has told."""
+        return [x.data for x in self._arrivals()]
+
+    def _arrivals(self) -> list[Arrival]:
+        lane = self.lane
+        found = [self.mine if r == lane.rank else lane.arrived[r][self.number] for r in range(lane.size)]
+        for r, x in enumerate(found):
+            if x.size != self.mine.size:
+                raise RuntimeError(
+                    f"this rank takes part in a collective of {self.mine.size} bytes and rank {r} of the group in one "
+                    f"of {x.size}; every rank must issue the same sequence of collectives"
+                )
         return found
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._group import Group
 from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
-from ._transfers import all_gather_into
+from ._transfers import Numbers
 from ._tree import Leaf
 from ._waiting import ready_within
 
@@ -65,7 +65,7 @@ class Stream:
         self.next = 0
         self.rounds = 0
         # The question whether there is a round after `rounds`, once it is asked, and the answers.
-        self.question: tuple[Any, Tensor, Tensor] | None = None
+        self.question: Numbers | None = None
         self.allowed = 1
         self.patience = PATIENCE
         self.dropping = False
@@ -93,23 +93,18 @@ class Stream:
         if self.question is None:
             self._ask(True, {})
         assert self.question is not None
-        if self.question[0].is_completed():
+        if self.question.is_completed():
             self._answer()
         return self.rounds < self.allowed
 
     def _ask(self, more: bool, marks: dict[str, int]) -> None:
-        mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
-        mine = mine.to(self.control.device)
-        every = mine.new_empty(self.control.size * len(mine))
-        self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
+        self.question = Numbers([int(more), *(marks or dict.fromkeys(self.marks, 0)).values()], self.control)
 
     def _answer(self) -> list[list[int]]:
         """What all ranks said; another round is allowed if any wants one."""
         assert self.question is not None
-        work, every, mine = self.question
-        work.wait()
+        rows = self.question.read()
         self.question = None
-        rows = every.reshape(-1, len(mine)).tolist()
         self.allowed += any(row[0] for row in rows)
         return rows
 
@@ -190,10 +185,7 @@ class Stream:
 
 def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
     """The largest `value` of any rank, after a check that all ranks have the same marks."""
-    mine = torch.tensor([value, *marks.values()], dtype=torch.int64, device=control.device)
-    every = mine.new_empty(control.size * len(mine))
-    all_gather_into(every, mine, control)
-    rows = every.reshape(control.size, len(mine)).tolist()
+    rows = Numbers([value, *marks.values()], control).read()
     check_marks([row[1:] for row in rows], list(marks), control)
     return max(row[0] for row in rows)
 

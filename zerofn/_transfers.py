@@ -5,6 +5,7 @@ Sums only: an average is the caller's division *before* the sum, where fp16 cann
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import _collectives as raw
 from ._group import Group
-from ._lane import Passage
+from ._lane import INLINE, Passage
 from ._waiting import DONE, Landing, Watched, run
 
 
@@ -69,6 +70,36 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
         return _publish(inp, "all_gather", group, land, async_op)
     work = raw.begin_gather(out, inp, group)
     return run(work, "all_gather", group, async_op)
+
+
+class Numbers:
+    """A few whole numbers of each rank, on their way."""
+
+    def __init__(self, mine: Sequence[int], group: Group) -> None:
+        self.group = group
+        self.told: Passage | None = None
+        self.form = struct.Struct(f"={len(mine)}q")
+        if group.size > 1 and group.lane is not None and self.form.size <= INLINE:
+            group.traffic.count("all_gather", group.size, group.size * self.form.size)
+            self.told = group.lane.tell(self.form.pack(*mine))
+            self.work: Any = Watched(self.told, "all_gather", group)
+            return
+        # The buffers must live until the work is done.
+        self.sent = torch.tensor(list(mine), dtype=torch.int64, device=group.device)
+        self.every = self.sent.new_empty((group.size, len(mine)))
+        self.work = all_gather_into(self.every.view(-1), self.sent, group, async_op=True)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def read(self) -> list[list[int]]:
+        """Every rank's."""
+        self.work.wait()
+        if self.told is None:
+            return self.every.tolist()
+        found = [list(self.form.unpack(data)) for data in self.told.told()]
+        self.told.close()
+        return found
 
 
 class Rows:
