@@ -71,7 +71,7 @@ class Sharding:
         batch = g.shape[: g.ndim - len(leaf.shape)]
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], self.reduce_dtype or g.dtype, g.device)
-        (mine,) = self.unpack(self.send(buffer)[1], [leaf])
+        (mine,) = summed(self, buffer, [leaf])
         assert mine is not None
         return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
 
@@ -131,10 +131,16 @@ class Sharding:
         _flag(blocks[-1], fulls)
         return rows
 
-    def send(self, rows: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Sum the rows over ranks; (work handle, this rank's row)."""
+    def send(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor | None] = ()) -> tuple[Any, Tensor]:
+        """Sum the rows over ranks; (work handle, this rank's row).
+
+        Args:
+            rows: of `pack`; used up.
+            leaves: what is in them.
+            into: this rank's full leaves, whose memory may take the sums. It does not: a shard would keep it alive.
+        """
         mine = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
-        return reduce_scatter_into(mine, rows.reshape(-1, *rows.shape[2:]), self.group, async_op), mine
+        return reduce_scatter_into(mine, rows.reshape(-1, *rows.shape[2:]), self.group, async_op=True), mine
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
@@ -194,12 +200,16 @@ class Flat:
         _flag(flags.unsqueeze(0), fulls)
         return flat
 
-    def send(self, flat: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        return all_reduce_into(flat, self.group, async_op)
-
-    def unpack(self, flat: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
+    def send(self, flat: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor | None]) -> tuple[Any, Sequence[Tensor]]:
         lengths = [self.numels[leaf.path] for leaf in leaves]
-        *blocks, flags = flat.split([*lengths, len(leaves)])
+        # Fresh memory costs more than the sum: a page fault for each 4 KiB.
+        blocks = [
+            flat.new_empty(n) if x is None or x.dtype != flat.dtype else x for x, n in zip(into, lengths, strict=True)
+        ]
+        return all_reduce_into(flat, [*blocks, flat.new_empty(len(leaves))], self.group)
+
+    def unpack(self, sums: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor | None]:
+        *blocks, flags = sums
         return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
 
 
@@ -280,10 +290,17 @@ def pull_all(stage: Stage, gs: dict[str, Tensor], leaves: Sequence[Leaf], like: 
         first = like[bucket[0].path]
         fulls = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
         buffer = wire.pack(fulls, bucket, stage.reduce_dtype or first.dtype, first.device)
-        for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket), strict=True):
+        for leaf, g in zip(bucket, summed(wire, buffer, bucket), strict=True):
             if g is not None:
                 out[leaf.path] = g if isinstance(stage, Sharding) else g.reshape(like[leaf.path].shape)
     return out
+
+
+def summed(wire: Any, buffer: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
+    """What comes back of a buffer that `wire` (of `wire_of`) has packed, by leaf. What it was packed from stays."""
+    work, out = wire.send(buffer, leaves, [None] * len(leaves))
+    work.wait()
+    return wire.unpack(out, leaves)
 
 
 def like_after(stage: Stage, leaf: Leaf, before: Like) -> Like:

@@ -69,7 +69,7 @@ class Stream:
         self.allowed = 1
         self.patience = PATIENCE
         self.dropping = False
-        self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
+        self.flying: deque[tuple[Any, Any, Tensor, int]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -116,8 +116,9 @@ class Stream:
         with torch.no_grad():
             flat = [None if g is None else g.reshape(-1) for g in grads]
             buffer = self.wire.pack(flat, bucket, self.stage.reduce_dtype or first.dtype, first.device)
+        # The gradients belong to this stream, so their memory may take the sums.
+        work, out = self.wire.send(buffer, bucket, flat)
         del grads, flat
-        work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = len(bucket)

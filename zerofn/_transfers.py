@@ -206,15 +206,23 @@ def _at_once(t: Tensor, group: Group) -> bool:
     return group.lane is not None and few and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
 
 
-def all_reduce_into(buffer: Tensor, group: Group, async_op: bool = False) -> tuple[Any, Tensor]:
-    """The sum over ranks of a buffer from `scratch`, which is used up; (work handle, where the sum will be)."""
+def all_reduce_into(buffer: Tensor, blocks: Sequence[Tensor], group: Group) -> tuple[Any, Sequence[Tensor]]:
+    """The sum over ranks of a buffer from `scratch`, which is used up; (work handle, where the sum will be).
+
+    Args:
+        blocks: flat tensors that, end to end, have room for it: it is in them, or in as many parts of the buffer.
+    """
     if group.size == 1 or not _at_once(buffer, group) or not buffer.numel():
-        return all_reduce_(buffer, group, async_op=async_op), buffer
+        return all_reduce_(buffer, group, async_op=True), buffer.split([len(x) for x in blocks])
     _no_fp8(buffer, "all_reduce")
     group.traffic.count("all_reduce", group.size, buffer.numel() * buffer.element_size())
-    out = torch.empty_like(buffer)
-    flat = out.view(-1)
-    return _publish(buffer, "all_reduce", group, lambda parts: _add_up(parts, flat), async_op), out
+
+    def land(parts: list[Tensor]) -> None:
+        cut = (p.split([len(x) for x in blocks]) for p in parts)
+        for block, *found in zip(blocks, *cut, strict=True):
+            _add_up(found, block)
+
+    return _publish(buffer, "all_reduce", group, land, True), blocks
 
 
 def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:

@@ -40,9 +40,10 @@ def every_collective(shared):
             all_reduce_(total, group)
             buffer = scratch(whole.shape, dtype, group)
             buffer.copy_(whole)
-            work, sums = all_reduce_into(buffer, group, async_op=True)
+            into = [torch.empty(k, dtype=dtype) for k in (numel, (n - 1) * numel)]
+            work, sums = all_reduce_into(buffer, into, group)
             work.wait()
-            assert torch.equal(sums, total)
+            assert torch.equal(torch.cat(tuple(sums)), total)
             top = whole.clone()
             all_reduce_(top, group, "max")
             out += [full, part, total, top]
@@ -104,7 +105,7 @@ def scratch_is_kept_apart():
     c = scratch((1000,), torch.float32, group)
     b.fill_(group.rank)
     c.fill_(10)
-    work, sums = all_reduce_into(b, group, async_op=True)
+    work, (sums,) = all_reduce_into(b, [torch.empty(1000)], group)
     d = scratch((1000,), torch.float32, group).fill_(7)
     work.wait()
     return c.data_ptr() == address, sums[0].item(), d.data_ptr() not in (b.data_ptr(), c.data_ptr())
