@@ -92,7 +92,7 @@ class Sharding:
         tail = shards[0].shape[1:]
         widths = [_width(leaf, size) for leaf in leaves]
         # Each rank's row holds its range of every leaf.
-        rows = Rows((sum(widths), *tail), shards[0].dtype, self.group)
+        rows = Rows((sum(widths), *tail), shards[0].dtype, shards[0].device, self.group)
         for x, part in zip(shards, rows.mine.split(widths), strict=True):
             part[: len(x)] = x
         rows.begin()
@@ -116,7 +116,7 @@ class Sharding:
         size = self.group.size
         tail = next((x.shape[1:] for x in fulls if x is not None), torch.Size())
         widths = [_width(leaf, size) for leaf in leaves]
-        rows = scratch((size, sum(widths) + len(leaves), *tail), dtype, self.group)
+        rows = scratch((size, sum(widths) + len(leaves), *tail), dtype, device, self.group)
         blocks = rows.split([*widths, len(leaves)], dim=1)
         for x, leaf, width, block in zip(fulls, leaves, widths, blocks, strict=False):
             whole = leaf.numel // width if width else 0
@@ -193,7 +193,7 @@ class Flat:
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         lengths = [self.numels[leaf.path] for leaf in leaves]
-        flat = scratch((sum(lengths) + len(leaves),), dtype, self.group)
+        flat = scratch((sum(lengths) + len(leaves),), dtype, device, self.group)
         *blocks, flags = flat.split([*lengths, len(leaves)])
         for x, block in zip(fulls, blocks, strict=True):
             _ = block.zero_() if x is None else _over(x, self.group.size, block)

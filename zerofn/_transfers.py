@@ -39,11 +39,11 @@ def _add_up(parts: list[Tensor], out: Tensor) -> None:
         torch.sum(torch.stack(parts), 0, dtype=out.dtype, out=out)
 
 
-def scratch(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
     """A buffer, not initialised, for what is to be sent over a group: one that travels without another copy."""
-    if group.lane is not None and torch.Size(shape).numel():
+    if group.lane is not None and device.type == "cpu" and torch.Size(shape).numel():
         return group.lane.empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=group.device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _no_fp8(t: Tensor, what: str) -> None:
@@ -61,7 +61,7 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
     group.traffic.count("all_gather", group.size, out.numel() * out.element_size())
-    if group.lane is not None:
+    if group.lane is not None and out.is_cpu:
 
         def land(parts: list[Tensor]) -> None:
             for into, part in zip(out.detach().view(-1).chunk(group.size), parts, strict=True):
@@ -109,15 +109,15 @@ class Rows:
         mine: this rank's, to be filled before `begin`.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, group: Group) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group) -> None:
         self.group = group
         self.work: Any = None
         self.found: Passage | None = None
-        self.shared = group.size > 1 and group.lane is not None and torch.Size(shape).numel() > 0
+        self.shared = group.lane is not None and device.type == "cpu" and torch.Size(shape).numel() > 0
         if self.shared:
-            self.mine = scratch(shape, dtype, group)
+            self.mine = scratch(shape, dtype, device, group)
         else:
-            self.all = torch.empty((group.size, *shape), dtype=dtype, device=group.device)
+            self.all = torch.empty((group.size, *shape), dtype=dtype, device=device)
             self.mine = self.all[group.rank]
 
     def begin(self) -> Rows:
@@ -159,7 +159,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
     if group.device.type != "cpu":
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
-    if group.lane is not None:
+    if group.lane is not None and out.is_cpu:
 
         def land(parts: list[Tensor]) -> None:
             _add_up([p.chunk(group.size)[group.rank] for p in parts], out.detach().view(-1))
@@ -203,7 +203,9 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
 def _at_once(t: Tensor, group: Group) -> bool:
     """Whether each rank reads all of what the others send: from three ranks on, only if that is little."""
     few = group.size == 2 or t.numel() * t.element_size() <= 1 << 16
-    return group.lane is not None and few and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
+    return (
+        group.lane is not None and t.is_cpu and few and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
+    )
 
 
 def all_reduce_into(buffer: Tensor, blocks: Sequence[Tensor], group: Group) -> tuple[Any, Sequence[Tensor]]:

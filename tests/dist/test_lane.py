@@ -31,14 +31,14 @@ def every_collective(shared):
             full, part = torch.empty_like(whole), torch.empty(numel, dtype=dtype)
             all_gather_into(full, whole[:numel].clone(), group)
             reduce_scatter_into(part, whole, group)
-            rows = Rows((numel,), dtype, group)
+            rows = Rows((numel,), dtype, group.device, group)
             rows.mine.copy_(whole[:numel])
             same = all(torch.equal(a, b) for a, b in zip(rows.begin().read(), full.chunk(n), strict=True))
             rows.close()
             assert same
             total = whole.clone()
             all_reduce_(total, group)
-            buffer = scratch(whole.shape, dtype, group)
+            buffer = scratch(whole.shape, dtype, group.device, group)
             buffer.copy_(whole)
             into = [torch.empty(k, dtype=dtype) for k in (numel, (n - 1) * numel)]
             work, sums = all_reduce_into(buffer, into, group)
@@ -98,15 +98,15 @@ def test_memory_is_used_again():
 
 def scratch_is_kept_apart():
     group = world_group("here")
-    a, b = scratch((1000,), torch.float32, group), scratch((1000,), torch.float32, group)
+    a, b = scratch((1000,), torch.float32, group.device, group), scratch((1000,), torch.float32, group.device, group)
     assert a.data_ptr() != b.data_ptr()
     address = a.data_ptr()
     del a
-    c = scratch((1000,), torch.float32, group)
+    c = scratch((1000,), torch.float32, group.device, group)
     b.fill_(group.rank)
     c.fill_(10)
     work, (sums,) = all_reduce_into(b, [torch.empty(1000)], group)
-    d = scratch((1000,), torch.float32, group).fill_(7)
+    d = scratch((1000,), torch.float32, group.device, group).fill_(7)
     work.wait()
     return c.data_ptr() == address, sums[0].item(), d.data_ptr() not in (b.data_ptr(), c.data_ptr())
 
