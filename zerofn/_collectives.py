@@ -1,7 +1,7 @@
 """The one module that imports `torch.distributed`: process groups, collectives as torch has them, feature-tested names.
 
-Nothing here waits for more than it says, counts, or knows about shared memory: `_transfers` does, and is what the
-library uses. Equally, groups are opened by `_groups`, which keeps them.
+Nothing here counts what is sent, or watches whether it arrives: `_transfers` does, and is what the library uses. Groups
+are opened by `_groups`, which keeps them.
 """
 
 from __future__ import annotations

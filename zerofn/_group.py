@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from ._lane import Lane
-
 
 class Traffic:
     """What one rank sent over one group: calls and bytes, by collective.
@@ -78,7 +76,6 @@ class Group:
     purpose: Hashable = ""
     pg: Any = field(default=None, repr=False)  # torch's process group
     traffic: Traffic = field(default_factory=Traffic, repr=False)
-    lane: Lane | None = field(default=None, repr=False)  # between processes of one machine
 
     def __copy__(self) -> Group:
         return self

@@ -12,15 +12,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from . import _collectives as raw
-from ._group import Group, Traffic
-from ._meeting import open_lane
+from ._group import Group
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 
@@ -110,12 +108,7 @@ def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Gr
     pg = raw.make_group(ranks)  # by every rank of the world, in the group or not
     if pg is None:
         return None
-    group = Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
-    if device.type != "cpu":
-        return group
-    return replace(
-        group, lane=open_lane(group.rank, group.size, lambda x: raw.gather_objects(x, group)), traffic=Traffic()
-    )
+    return Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
 
 
 def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Group:
@@ -206,7 +199,8 @@ def release(group: Group) -> None:
     groups = _registry.current()
     for key in [k for k, g in groups.items() if g is group]:
         raw.barrier(group)
-        _close(group)
+        if group.pg is not None:
+            raw.destroy(group.pg)
         del groups[key]
 
 
@@ -226,19 +220,12 @@ def shutdown() -> None:
 
 def _close_all() -> None:
     for group in list(_registry.groups.values()):
-        if group:
-            _close(group)
+        if group and group.pg is not None:
+            raw.destroy(group.pg)
     _registry.groups.clear()
     if _registry.ours:
         raw.destroy(None)
     _registry.current()
-
-
-def _close(group: Group) -> None:
-    if group.lane is not None:
-        group.lane.close()
-    if group.pg is not None:
-        raw.destroy(group.pg)
 
 
 def _leave() -> None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ._group import Group
-from ._transfers import Numbers
+from ._transfers import all_gather_into
 
 REST = 0
 # Where a rank rests: between two calls of the model, or at a step.
@@ -60,5 +62,8 @@ class Rounds:
 
     def _exchange(self, kind: int, unit: int) -> tuple[list[tuple[int, int]], list[int]]:
         """What any rank asks for, once each in a fixed order, and where the others rest."""
-        rows = [(k, u) for k, u in Numbers((kind, unit), self.control).read()]
+        sent = torch.tensor((kind, unit), dtype=torch.int64, device=self.control.device)
+        every = sent.new_empty(2 * self.control.size)
+        all_gather_into(every, sent, self.control)
+        rows = [(int(k), int(u)) for k, u in every.reshape(-1, 2).tolist()]
         return sorted({r for r in rows if r[0] != REST}), [u for k, u in rows if k == REST]

@@ -21,7 +21,7 @@ from ._errors import explain
 from ._factory import transform
 from ._group import Group
 from ._groups import mesh_group, world_group
-from ._transfers import Rows, all_reduce_, all_reduce_into, reduce_scatter_into, scratch
+from ._transfers import all_gather_into, all_reduce_, reduce_scatter_into
 from ._tree import Layout, Leaf
 from ._types import Role, Stage, Transform
 
@@ -71,7 +71,7 @@ class Sharding:
         batch = g.shape[: g.ndim - len(leaf.shape)]
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], self.reduce_dtype or g.dtype, g.device)
-        (mine,) = summed(self, buffer, [leaf])
+        (mine,) = self.unpack(self.send(buffer)[1], [leaf])
         assert mine is not None
         return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
 
@@ -91,20 +91,19 @@ class Sharding:
         size = self.group.size
         tail = shards[0].shape[1:]
         widths = [_width(leaf, size) for leaf in leaves]
-        # Each rank's row holds its range of every leaf.
-        rows = Rows((sum(widths), *tail), shards[0].dtype, shards[0].device, self.group)
-        for x, part in zip(shards, rows.mine.split(widths), strict=True):
+        # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
+        rows = shards[0].new_empty((size, sum(widths), *tail))
+        mine = rows[self.group.rank]
+        for x, part in zip(shards, mine.split(widths), strict=True):
             part[: len(x)] = x
-        rows.begin()
-        fulls = list(into) if into else [shards[0].new_empty((leaf.numel, *tail)) for leaf in leaves]
-        for r, row in enumerate(rows.read()):
-            for full, part, width, x in zip(fulls, row.split(widths), widths, shards, strict=True):
-                here = full[r * width : (r + 1) * width]
-                # The shard of a resident parameter is a part of it.
-                if r != self.group.rank or x.data_ptr() != here.data_ptr():
-                    here.copy_(part[: here.shape[0]])
-        rows.close()
-        return fulls
+        all_gather_into(rows.reshape(-1, *tail), mine, self.group)
+        fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
+        for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
+            whole = len(full) // width if width else 0
+            full[: whole * width].view(whole, width, *tail).copy_(block[:whole])
+            if whole * width < len(full):
+                full[whole * width :] = block[whole, : len(full) - whole * width]
+        return list(fulls)
 
     def pack(
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
@@ -116,7 +115,7 @@ class Sharding:
         size = self.group.size
         tail = next((x.shape[1:] for x in fulls if x is not None), torch.Size())
         widths = [_width(leaf, size) for leaf in leaves]
-        rows = scratch((size, sum(widths) + len(leaves), *tail), dtype, device, self.group)
+        rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split([*widths, len(leaves)], dim=1)
         for x, leaf, width, block in zip(fulls, leaves, widths, blocks, strict=False):
             whole = leaf.numel // width if width else 0
@@ -131,16 +130,10 @@ class Sharding:
         _flag(blocks[-1], fulls)
         return rows
 
-    def send(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor | None] = ()) -> tuple[Any, Tensor]:
-        """Sum the rows over ranks; (work handle, this rank's row).
-
-        Args:
-            rows: of `pack`; used up.
-            leaves: what is in them.
-            into: this rank's full leaves, whose memory may take the sums. It does not: a shard would keep it alive.
-        """
-        mine = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
-        return reduce_scatter_into(mine, rows.reshape(-1, *rows.shape[2:]), self.group, async_op=True), mine
+    def send(self, rows: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Sum the rows over ranks; (work handle, this rank's row)."""
+        mine = rows.new_empty(rows.shape[1:])
+        return reduce_scatter_into(mine, rows.reshape(-1, *rows.shape[2:]), self.group, async_op), mine
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
@@ -193,23 +186,19 @@ class Flat:
         self, fulls: Sequence[Tensor | None], leaves: Sequence[Leaf], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         lengths = [self.numels[leaf.path] for leaf in leaves]
-        flat = scratch((sum(lengths) + len(leaves),), dtype, device, self.group)
+        flat = torch.empty(sum(lengths) + len(leaves), dtype=dtype, device=device)
         *blocks, flags = flat.split([*lengths, len(leaves)])
         for x, block in zip(fulls, blocks, strict=True):
             _ = block.zero_() if x is None else _over(x, self.group.size, block)
         _flag(flags.unsqueeze(0), fulls)
         return flat
 
-    def send(self, flat: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor | None]) -> tuple[Any, Sequence[Tensor]]:
-        lengths = [self.numels[leaf.path] for leaf in leaves]
-        # Fresh memory costs more than the sum: a page fault for each 4 KiB.
-        blocks = [
-            flat.new_empty(n) if x is None or x.dtype != flat.dtype else x for x, n in zip(into, lengths, strict=True)
-        ]
-        return all_reduce_into(flat, [*blocks, flat.new_empty(len(leaves))], self.group)
+    def send(self, flat: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        return all_reduce_(flat, self.group, async_op=async_op), flat
 
-    def unpack(self, sums: Sequence[Tensor], leaves: Sequence[Leaf]) -> list[Tensor | None]:
-        *blocks, flags = sums
+    def unpack(self, flat: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
+        lengths = [self.numels[leaf.path] for leaf in leaves]
+        *blocks, flags = flat.split([*lengths, len(leaves)])
         return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
 
 
@@ -290,17 +279,10 @@ def pull_all(stage: Stage, gs: dict[str, Tensor], leaves: Sequence[Leaf], like: 
         first = like[bucket[0].path]
         fulls = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
         buffer = wire.pack(fulls, bucket, stage.reduce_dtype or first.dtype, first.device)
-        for leaf, g in zip(bucket, summed(wire, buffer, bucket), strict=True):
+        for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket), strict=True):
             if g is not None:
                 out[leaf.path] = g if isinstance(stage, Sharding) else g.reshape(like[leaf.path].shape)
     return out
-
-
-def summed(wire: Any, buffer: Tensor, leaves: Sequence[Leaf]) -> list[Tensor | None]:
-    """What comes back of a buffer that `wire` (of `wire_of`) has packed, by leaf. What it was packed from stays."""
-    work, out = wire.send(buffer, leaves, [None] * len(leaves))
-    work.wait()
-    return wire.unpack(out, leaves)
 
 
 def like_after(stage: Stage, leaf: Leaf, before: Like) -> Like:

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from ._group import Group
 from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
-from ._transfers import Numbers
+from ._transfers import all_gather_into
 from ._tree import Leaf
-from ._waiting import ready_within
 
-# Buckets under way at once. Each holds one buffer; more would make a full gradient of them. Backward reaches the end
-# of the next bucket later than the last one is there, so that two were no faster.
-IN_FLIGHT = 1
+# Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
+IN_FLIGHT = 2
 # Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
 # under way: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
 # way there by a collective of the user's that waits for this very rank.
@@ -65,11 +63,11 @@ class Stream:
         self.next = 0
         self.rounds = 0
         # The question whether there is a round after `rounds`, once it is asked, and the answers.
-        self.question: Numbers | None = None
+        self.question: tuple[Any, Tensor, Tensor] | None = None
         self.allowed = 1
         self.patience = PATIENCE
         self.dropping = False
-        self.flying: deque[tuple[Any, Any, Tensor, int]] = deque()
+        self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -93,18 +91,23 @@ class Stream:
         if self.question is None:
             self._ask(True, {})
         assert self.question is not None
-        if self.question.is_completed():
+        if self.question[0].is_completed():
             self._answer()
         return self.rounds < self.allowed
 
     def _ask(self, more: bool, marks: dict[str, int]) -> None:
-        self.question = Numbers([int(more), *(marks or dict.fromkeys(self.marks, 0)).values()], self.control)
+        mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
+        mine = mine.to(self.control.device)
+        every = mine.new_empty(self.control.size * len(mine))
+        self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
 
     def _answer(self) -> list[list[int]]:
         """What all ranks said; another round is allowed if any wants one."""
         assert self.question is not None
-        rows = self.question.read()
+        work, every, mine = self.question
+        work.wait()
         self.question = None
+        rows = every.reshape(-1, len(mine)).tolist()
         self.allowed += any(row[0] for row in rows)
         return rows
 
@@ -116,9 +119,8 @@ class Stream:
         with torch.no_grad():
             flat = [None if g is None else g.reshape(-1) for g in grads]
             buffer = self.wire.pack(flat, bucket, self.stage.reduce_dtype or first.dtype, first.device)
-        # The gradients belong to this stream, so their memory may take the sums.
-        work, out = self.wire.send(buffer, bucket, flat)
         del grads, flat
+        work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = len(bucket)
@@ -128,12 +130,12 @@ class Stream:
 
     def _hold_back(self) -> None:
         """Keep few buckets under way, but do not wait for ever: see `PATIENCE`."""
-        while self.flying and self.flying[0][0].is_completed():
-            self._land()
         deadline = time.monotonic() + self.patience
         while len(self.flying) > IN_FLIGHT:
-            if ready_within(self.flying[0][0], max(0.0, deadline - time.monotonic())):
+            if self.flying[0][0].is_completed():
                 self._land()
+            elif time.monotonic() < deadline:
+                time.sleep(5e-5)
             else:
                 # Most likely the program is one where it happens at each step.
                 self.patience /= 4
@@ -186,7 +188,10 @@ class Stream:
 
 def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
     """The largest `value` of any rank, after a check that all ranks have the same marks."""
-    rows = Numbers([value, *marks.values()], control).read()
+    mine = torch.tensor([value, *marks.values()], dtype=torch.int64, device=control.device)
+    every = mine.new_empty(control.size * len(mine))
+    all_gather_into(every, mine, control)
+    rows = every.reshape(control.size, len(mine)).tolist()
     check_marks([row[1:] for row in rows], list(marks), control)
     return max(row[0] for row in rows)
 

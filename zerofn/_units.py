@@ -28,7 +28,7 @@ from ._group import Group
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import Rounds
-from ._shard import Averaging, Sharding, cut, summed
+from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
@@ -215,7 +215,7 @@ class Units:
             dtype = self.stage.reduce_dtype or self._seen_dtype(bucket[0])
             flat = [named[leaf.path].reshape(-1) if leaf.path in named else None for leaf in bucket]
             rows = self.stage.pack(flat, bucket, dtype, self.params[bucket[0].path].device)
-            for leaf, g in zip(bucket, summed(self.stage, rows, bucket), strict=True):
+            for leaf, g in zip(bucket, self.stage.unpack(self.stage.send(rows)[1], bucket), strict=True):
                 if g is not None:
                     true = g if scale is None else wide(g) / scale
                     out[leaf.path] = true.to(self.pipe.resident_grad_dtype(leaf), copy=true is g)

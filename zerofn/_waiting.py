@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from ._group import Group
 from ._groups import gone
-from ._lane import Passage
 
 _LOOK = timedelta(seconds=2)  # after which a rank that waits looks whether the others are still there
 
@@ -25,12 +23,9 @@ class Done:
     def is_completed(self) -> bool:
         return True
 
-    def ready_within(self, seconds: float) -> bool:
-        return True
-
 
 class Watched:
-    """A work handle of gloo, or a lane's, that looks, when a wait is long, whether the others are still there.
+    """A work handle of gloo that looks, when a wait is long, whether the others are still there.
 
     A rank whose loop was shorter has left for good; without this the others would wait for half an hour.
     """
@@ -58,16 +53,6 @@ class Watched:
     def is_completed(self) -> bool:
         return self.work.is_completed()
 
-    def ready_within(self, seconds: float) -> bool:
-        if isinstance(self.work, Passage):
-            return self.work.ready_within(seconds)
-        end = time.monotonic() + seconds
-        while not self.work.is_completed():
-            if time.monotonic() > end:
-                return False
-            time.sleep(2e-4)  # torch's handles cannot be waited for in part
-        return True
-
 
 class Landing:
     """The work handle of parts that are on their way, to be put in place once they are here."""
@@ -87,9 +72,6 @@ class Landing:
     def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
 
-    def ready_within(self, seconds: float) -> bool:
-        return self.work is None or self.work.ready_within(seconds)
-
 
 DONE = Done()
 
@@ -99,10 +81,3 @@ def run(work: Any, what: str, group: Group, async_op: bool) -> Any:
     if group.device.type == "cpu":
         work = Watched(work, what, group)
     return work if async_op else work.wait() and None
-
-
-def ready_within(work: Any, seconds: float) -> bool:
-    """Whether a collective has arrived everywhere, now or in a moment."""
-    if isinstance(work, Watched | Landing | Done):
-        return work.ready_within(seconds)
-    return work.is_completed() or not seconds
