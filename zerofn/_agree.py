@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._collectives import Group, agree, gather_objects
+from ._collectives import gather_objects
 from ._errors import bad_leaves, explain
+from ._group import Group
 from ._pipeline import Pipeline, mean_over
 from ._tree import Leaves
 
@@ -92,3 +94,37 @@ def fingerprint(x: Tensor) -> int:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def agree(what: str, value: str | bytes, group: Group) -> None:
+    """Raises `ValueError` on *every* rank unless all ranks hold the same `value` (a digest, a short text).
+
+    >>> agree("the pipeline", "shard,adam", Group())
+    """
+    text = value.hex() if isinstance(value, bytes) else value
+    answers = gather_objects((what, text), group)
+    if len(set(answers)) == 1:
+        return
+    if len({asked for asked, _ in answers}) > 1:
+        told = _by_value([asked for asked, _ in answers], group)
+        raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
+    told = _by_value([text for _, text in answers], group)
+    raise ValueError(
+        f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "
+        "whatever is random alike)"
+    )
+
+
+def _by_value(values: Sequence[str], group: Group) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(group.ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    # Values are cut for the eye, but never so that two different ones look the same.
+    width = 16
+    while width < max(map(len, holders)) and len({v[:width] for v in holders}) < len(holders):
+        width *= 2
+    return ", ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        f"ha{'ve' if len(ranks) > 1 else 's'} {v[:width] + ('...' if len(v) > width else '')!r}"
+        for v, ranks in holders.items()
+    )

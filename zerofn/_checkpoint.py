@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ._attach import Optimizer
-from ._collectives import Group, all_gather_into, gather_objects, world_group
+from ._collectives import gather_objects
 from ._entries import Entry, entries, rebuild
 from ._errors import bad_leaves, explain
+from ._group import Group
+from ._groups import world_group
 from ._state import State
+from ._transfers import all_gather_into
 from ._tree import Placement
 
 SMALL = 4096  # elements of a tensor that is compared between ranks

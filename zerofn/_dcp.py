@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from . import _manifest
-from ._collectives import Group, checkpoint_library
+from ._collectives import checkpoint_library
+from ._group import Group
 from ._manifest import Lock, damaged
 
 dcp = checkpoint_library()

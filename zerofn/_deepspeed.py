@@ -12,11 +12,11 @@ import torch
 from ._accumulate import accumulate
 from ._adam import adam, adamw
 from ._clip import clip_by_global_norm
-from ._collectives import world_group
 from ._compose import chain
 from ._deepspeed_keys import Reader
 from ._deepspeed_schedules import schedule_of
 from ._errors import explain
+from ._groups import world_group
 from ._loss_scale import scale_loss
 from ._low_precision import low_precision_adam
 from ._offload import offload

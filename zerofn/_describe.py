@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._collectives import Group
 from ._compat import shape_only
 from ._compose import as_transform
 from ._entries import Entry, entries
 from ._errors import explain
+from ._group import Group
 from ._pipeline import pipeline
 from ._run import counter
 from ._shard import OverRanks

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._collectives import Group, as_distributed
+from ._collectives import as_distributed
+from ._group import Group
 from ._state import State
 from ._tree import flatten, tree_keys, unflatten
 

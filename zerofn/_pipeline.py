@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ._boundary import LeafView, wide
-from ._collectives import Group, all_reduce_
 from ._compose import as_transform, complete
+from ._group import Group
 from ._norms import squared_norm
 from ._order import check_complete
 from ._precision import Cast, cast_of
 from ._shard import Averaging, Like, Sharding, like_after, pull_all, view_all
+from ._transfers import all_reduce_
 from ._tree import Layout, Leaf, Leaves, Placement
 from ._types import Context, OneProcess, Prepared, Reduction, Role, Scope, Stage, Transform, TransformState
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ._agree import agree_on_start
-from ._collectives import Group, channel, joint_channel
 from ._compat import set_grad_dtype
+from ._group import Group
+from ._groups import channel, joint_channel
 from ._in_backward import InBackward
 from ._pipeline import Pipeline
 from ._precision import Cast

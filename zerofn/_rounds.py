@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ._collectives import Group, all_gather_into
+from ._group import Group
+from ._transfers import all_gather_into
 
 REST = 0
 # Where a rank rests: between two calls of the model, or at a step.

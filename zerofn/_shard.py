@@ -17,9 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ._collectives import Group, all_gather_into, all_reduce_, mesh_group, reduce_scatter_into, world_group
 from ._errors import explain
 from ._factory import transform
+from ._group import Group
+from ._groups import mesh_group, world_group
+from ._transfers import all_gather_into, all_reduce_, reduce_scatter_into
 from ._tree import Layout, Leaf
 from ._types import Role, Stage, Transform
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._collectives import Group, all_gather_into
+from ._group import Group
 from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
+from ._transfers import all_gather_into
 from ._tree import Leaf
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.

@@ -23,8 +23,8 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import wide
-from ._collectives import Group
 from ._compat import after_this_node, at_end_of_backward, in_backward
+from ._group import Group
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import Rounds

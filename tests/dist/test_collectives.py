@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from zerofn import _collectives as C
+from zerofn._adjoint import all_gather, all_reduce, reduce_scatter, replicate
+from zerofn._adjoint_trees import all_gather_tree, all_reduce_tree, reduce_scatter_tree, replicate_tree
+from zerofn._agree import agree
+from zerofn._collectives import barrier, gather_objects
+from zerofn._group import Traffic
+from zerofn._groups import mesh_group, release, shutdown, world_group
+from zerofn._transfers import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
 from zerofn._launch import RankError, launch
 
 LIMIT = 60
@@ -39,7 +45,7 @@ class World:
     n, batch = 3, 5
 
     def __init__(self, purpose="test"):
-        self.group = C.world_group(purpose)
+        self.group = world_group(purpose)
         self.rank, self.size = self.group.rank, self.group.size
         gen = torch.Generator().manual_seed(0)
 
@@ -60,12 +66,12 @@ class World:
         """The distributed map, the map on all ranks' inputs at once, inputs, tangents, mixers and samples."""
         if name == "all_gather":
             return (
-                lambda x: C.all_gather(x, self.group),
+                lambda x: all_gather(x, self.group),
                 lambda xs: [torch.cat(tuple(xs))] * self.size,
                 (self.shards, self.v_shards, self.mix_full, self.samples_full),
             )
         return (
-            lambda x: C.reduce_scatter(x, self.group),
+            lambda x: reduce_scatter(x, self.group),
             lambda xs: list(sum(xs).chunk(self.size)),
             (self.fulls, self.v_fulls, self.mix_shard, self.samples_shard),
         )
@@ -163,7 +169,7 @@ def tensor_parallel():
     r = w.rank
 
     def local(x, a, b, c):
-        y = C.all_reduce(b.T @ torch.tanh(a @ C.replicate(x, w.group)), w.group)
+        y = all_reduce(b.T @ torch.tanh(a @ replicate(x, w.group)), w.group)
         return (torch.sin(y) * y * c).sum()  # the same number on every rank
 
     def whole(x, a, b, c):
@@ -191,11 +197,11 @@ def tensor_parallel():
 
     def along(x, a, b):  # <gradient, v>: what differs by rank has to be summed to be one number
         gx, ga, gb = grad(local, args)(x, a, b, c)
-        return (gx * vx).sum() + C.all_reduce((ga * v1[r]).sum() + (gb * v2[r]).sum(), w.group)
+        return (gx * vx).sum() + all_reduce((ga * v1[r]).sum() + (gb * v2[r]).sum(), w.group)
 
     close(grad(along, args)(*mine[:3]), want_hv)
     first = torch.autograd.grad(local(*leaves, c), leaves, create_graph=True)
-    inner = (first[0] * vx).sum() + C.all_reduce((first[1] * v1[r]).sum() + (first[2] * v2[r]).sum(), w.group)
+    inner = (first[0] * vx).sum() + all_reduce((first[1] * v1[r]).sum() + (first[2] * v2[r]).sum(), w.group)
     close(torch.autograd.grad(inner, leaves), want_hv)
     batch = torch.stack([c, 2 * c, x])
     each = [torch.stack(t) for t in zip(*(pick(*grad(whole, args)(x, w1, w2, s)) for s in batch), strict=True)]
@@ -205,7 +211,7 @@ def tensor_parallel():
     close(jacrev(lambda x: local(x, *mine[1:]))(x), want[0])
     if w.size > 1:
         with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            C.replicate(x.clone().requires_grad_(), w.group).add_(1)
+            replicate(x.clone().requires_grad_(), w.group).add_(1)
 
 
 def trees():
@@ -217,10 +223,10 @@ def trees():
     wide["d"] = wide["d"].float()
     narrow = {k: t[: t.shape[0] // w.size].clone() for k, t in wide.items()}
     pairs = [
-        (C.all_gather_tree, C.all_gather, narrow, "all_gather"),
-        (C.reduce_scatter_tree, C.reduce_scatter, wide, "reduce_scatter"),
-        (C.replicate_tree, C.replicate, narrow, None),
-        (C.all_reduce_tree, C.all_reduce, narrow, "all_reduce"),
+        (all_gather_tree, all_gather, narrow, "all_gather"),
+        (reduce_scatter_tree, reduce_scatter, wide, "reduce_scatter"),
+        (replicate_tree, replicate, narrow, None),
+        (all_reduce_tree, all_reduce, narrow, "all_reduce"),
     ]
     for tree_op, op, tree, name in pairs:
         w.group.traffic.reset()
@@ -256,16 +262,16 @@ def trees():
         leaves = {k: t.clone().requires_grad_() for k, t in tree.items()}
         loss(leaves, by_tree).backward()
         close({k: t.grad for k, t in leaves.items()}, grad(loss)(tree, by_leaf))
-        if tree_op in (C.replicate_tree, C.all_reduce_tree):  # one leaf batched, the others not
+        if tree_op in (replicate_tree, all_reduce_tree):  # one leaf batched, the others not
             some = {**tree, "b": torch.stack([tree["b"], 3 * tree["b"]])}
             mixed = vmap(by_tree, ({k: 0 if k == "b" else None for k in tree},))(some)
             close(mixed["b"][1], op(3 * tree["b"], w.group))
         assert tree_op({}, w.group) == {}
     if w.size > 1:
         with pytest.raises(ValueError, match=rf"axis 0 that divides by {w.size}, got shape \({w.size + 1},\)"):
-            C.reduce_scatter(torch.ones(w.size + 1), w.group)
+            reduce_scatter(torch.ones(w.size + 1), w.group)
         with pytest.raises(ValueError, match="axis 0"):
-            C.all_gather(torch.ones(()), w.group)
+            all_gather(torch.ones(()), w.group)
 
 
 def dtypes():
@@ -275,43 +281,43 @@ def dtypes():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x = (torch.arange(4, dtype=dtype) + 1) * (w.rank + 1)
         x.requires_grad_()
-        full = C.all_gather(x, w.group)
+        full = all_gather(x, w.group)
         close(full.detach(), torch.cat([(torch.arange(4, dtype=dtype) + 1) * (s + 1) for s in range(n)]))
         (full * full * (w.rank + 1)).sum().backward()  # 2 x sum(rank + 1), small integers: exact
         close(x.grad, (2 * x * n * (n + 1) / 2).detach())
         y = torch.full((2 * n,), float(w.rank + 1), dtype=dtype, requires_grad=True)
-        part = C.reduce_scatter(y, w.group)
+        part = reduce_scatter(y, w.group)
         close(part.detach(), torch.full((2,), n * (n + 1) / 2, dtype=dtype))
         (part * (w.rank + 1)).sum().backward()
         close(y.grad, torch.arange(1, n + 1, dtype=dtype).repeat_interleave(2))
-        z = C.all_reduce(x.detach(), w.group)
+        z = all_reduce(x.detach(), w.group)
         close(z, (torch.arange(4, dtype=dtype) + 1) * (n * (n + 1) / 2))
 
     # 256 + 1 needs nine bits: bfloat16 has eight. In float32 the sum of small parts survives.
     master = torch.ones(2, requires_grad=True)
     tiny = 2.0**-8 if w.rank else 1.0
-    seen = C.all_gather(master, w.group, dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    seen = all_gather(master, w.group, dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert seen.dtype == torch.bfloat16
     (seen * tiny).sum().backward()
     close(master.grad, torch.full((2,), 1 + (n - 1) * 2.0**-8))  # float32 all the way back
     coarse = torch.ones(2, requires_grad=True)
-    (C.all_gather(coarse, w.group, dtype=torch.bfloat16) * tiny).sum().backward()
+    (all_gather(coarse, w.group, dtype=torch.bfloat16) * tiny).sum().backward()
     if n == 2:
         close(coarse.grad, torch.ones(2))  # added in bfloat16: the small part is lost
     # Half of a float16 maximum from each of three ranks: only a wider sum holds it.
     big = torch.full((n,), 30000.0, dtype=torch.float16)
-    wide = C.reduce_scatter(big, w.group, dtype=torch.float32, reduce_dtype=torch.float32)
+    wide = reduce_scatter(big, w.group, dtype=torch.float32, reduce_dtype=torch.float32)
     close(wide, torch.full((1,), 30000.0 * n))
     repl = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
-    (C.replicate(repl, w.group, reduce_dtype=torch.float32) * tiny).sum().backward()
+    (replicate(repl, w.group, reduce_dtype=torch.float32) * tiny).sum().backward()
     close(repl.grad, torch.full((3,), 1 + (n - 1) * 2.0**-8).bfloat16())
     eighth = torch.full((2,), float(w.rank)).to(torch.float8_e4m3fn)
     moved = torch.empty(2 * n, dtype=torch.float8_e4m3fn)
-    C.all_gather_into(moved, eighth, w.group)
+    all_gather_into(moved, eighth, w.group)
     close(moved.float(), torch.arange(n).float().repeat_interleave(2))
     if n > 1:
         with pytest.raises(TypeError, match="reduce_dtype"):
-            C.all_reduce_(eighth, w.group)
+            all_reduce_(eighth, w.group)
 
 
 def raw():
@@ -322,31 +328,31 @@ def raw():
     buffer = torch.full((3 * n,), -1.0)
     mine = buffer[3 * r : 3 * r + 3]
     mine.fill_(r)
-    C.all_gather_into(buffer, mine, group)  # in place: the input is a part of the output
+    all_gather_into(buffer, mine, group)  # in place: the input is a part of the output
     close(buffer, torch.arange(n).float().repeat_interleave(3))
-    work = C.all_gather_into(buffer, torch.full((3,), r + 1.0), group, async_op=True)
+    work = all_gather_into(buffer, torch.full((3,), r + 1.0), group, async_op=True)
     work.wait()
     close(buffer, torch.arange(1, n + 1).float().repeat_interleave(3))
     total = torch.arange(3.0 * n) * (r + 1)
-    C.reduce_scatter_into(total[3 * r : 3 * r + 3], total, group)
+    reduce_scatter_into(total[3 * r : 3 * r + 3], total, group)
     close(total[3 * r : 3 * r + 3], torch.arange(3.0 * n)[3 * r : 3 * r + 3] * n * (n + 1) / 2)
     out = torch.empty(3)
-    C.reduce_scatter_into(out, torch.ones(3 * n), group, async_op=True).wait()
+    reduce_scatter_into(out, torch.ones(3 * n), group, async_op=True).wait()
     close(out, torch.full((3,), float(n)))
     for op, want in (("sum", n * (n + 1) / 2), ("max", n), ("min", 1)):
         t = torch.tensor([r + 1.0])
-        C.all_reduce_(t, group, op)
+        all_reduce_(t, group, op)
         assert t.item() == want
-        C.all_reduce_(t, group, "max", async_op=True).wait()
+        all_reduce_(t, group, "max", async_op=True).wait()
     t = torch.full((2,), float(r))
-    C.broadcast_(t, group, src=n - 1)
+    broadcast_(t, group, src=n - 1)
     close(t, torch.full((2,), n - 1.0))
     for empty in (torch.empty(0),):
-        C.all_gather_into(empty, empty, group)
-        C.reduce_scatter_into(empty, empty, group)
-        C.all_reduce_(empty, group)
-    C.barrier(group)
-    assert C.gather_objects({"rank": r}, group) == [{"rank": s} for s in range(n)]
+        all_gather_into(empty, empty, group)
+        reduce_scatter_into(empty, empty, group)
+        all_reduce_(empty, group)
+    barrier(group)
+    assert gather_objects({"rank": r}, group) == [{"rank": s} for s in range(n)]
     if n > 1:
         ring = (n - 1) * 12  # (n - 1) / n of 3 n float32
         calls = {
@@ -363,30 +369,30 @@ def raw():
     else:
         assert group.traffic.calls == group.traffic.bytes == 0
     with pytest.raises(ValueError, match="division before the sum"):
-        C.all_reduce_(t, group, "avg")
+        all_reduce_(t, group, "avg")
 
 
 def agreement():
     group = World("agree").group
     n, r = group.size, group.rank
-    C.agree("the pipeline", "same", group)
-    C.agree("the pipeline", b"\x00\x01", group)
+    agree("the pipeline", "same", group)
+    agree("the pipeline", b"\x00\x01", group)
     if n == 1:
         return
     with pytest.raises(ValueError, match=r"disagree on the pipeline: .*rank 0 has 'adam'"):
-        C.agree("the pipeline", "adam" if r == 0 else "sgd", group)
+        agree("the pipeline", "adam" if r == 0 else "sgd", group)
     with pytest.raises(ValueError, match=rf"ranks? .*{n - 1} ha(s|ve) 'b{'0' * 15}"):
         # Values that are alike in their first characters are told at full enough length.
-        C.agree("the step", "b" + "0" * 40 + ("1" if r == n - 1 else "0"), group)
+        agree("the step", "b" + "0" * 40 + ("1" if r == n - 1 else "0"), group)
     with pytest.raises(ValueError, match=r"different points: rank 0 has 'the parameters', .*'the step'"):
-        C.agree("the parameters" if r == 0 else "the step", "x", group)
-    C.agree("the pipeline", "still usable", group)
+        agree("the parameters" if r == 0 else "the step", "x", group)
+    agree("the pipeline", "still usable", group)
 
 
 def groups():
     """One channel per purpose, our own, closed and opened again."""
     default = dist.group.WORLD
-    a, b, again = C.world_group("a"), C.world_group("b"), C.world_group("a")
+    a, b, again = world_group("a"), world_group("b"), world_group("a")
     assert a is again and a is not b and deepcopy({"g": a})["g"] is a
     n = a.size
     assert (a.rank, a.size) == (dist.get_rank(), dist.get_world_size()) and a.ranks == tuple(range(n))
@@ -396,24 +402,24 @@ def groups():
     assert a.pg is not default and b.pg is not a.pg
     with pytest.raises(TypeError, match="pickle what it was made from"):
         pickle.dumps(a)
-    C.release(a)
-    assert C.world_group("a") is not a
-    C.all_reduce_(torch.ones(1), C.world_group("a"))
-    C.shutdown()
+    release(a)
+    assert world_group("a") is not a
+    all_reduce_(torch.ones(1), world_group("a"))
+    shutdown()
     assert dist.is_initialized(), "the default group is not ours to close"
     dist.all_reduce(torch.ones(1))
     t = torch.ones(1)
-    C.all_reduce_(t, C.world_group("a"))
+    all_reduce_(t, world_group("a"))
     assert t.item() == n
     # The user closes everything and starts over: groups made before are not handed out again.
-    stale = C.world_group("a")
+    stale = world_group("a")
     dist.barrier()
     dist.destroy_process_group()
-    fresh = C.world_group("a")  # initialises from the environment, as under torchrun
+    fresh = world_group("a")  # initialises from the environment, as under torchrun
     assert fresh is not stale and dist.is_initialized()
-    C.all_reduce_(t, fresh)
+    all_reduce_(t, fresh)
     assert t.item() == n * n
-    C.shutdown()
+    shutdown()
     assert not dist.is_initialized(), "that one was ours"
 
 
@@ -441,55 +447,55 @@ def meshes():
     if r in (0, 1):  # a group that only some ranks belong to: names must not depend on how many those are
         dist.new_group([0, 1], use_local_synchronization=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard, repl = C.mesh_group(mesh["shard"]), C.mesh_group(mesh, "replicate")
-    assert shard is C.mesh_group(mesh, "shard") and shard.pg is not mesh.get_group("shard")
-    assert shard is not C.mesh_group(mesh["shard"], purpose="other")
+    shard, repl = mesh_group(mesh["shard"]), mesh_group(mesh, "replicate")
+    assert shard is mesh_group(mesh, "shard") and shard.pg is not mesh.get_group("shard")
+    assert shard is not mesh_group(mesh["shard"], purpose="other")
     assert (shard.size, shard.rank, shard.ranks) == (2, r % 2, (0, 1) if r < 2 else (2, 3))
     assert (repl.size, repl.rank, repl.ranks) == (2, r // 2, (0, 2) if r % 2 == 0 else (1, 3))
     x = torch.tensor([10.0 * r])
-    close(C.all_gather(x, shard), torch.tensor([0.0, 10.0]) if r < 2 else torch.tensor([20.0, 30.0]))
-    close(C.all_gather(x, repl), torch.tensor([0.0, 20.0]) if r % 2 == 0 else torch.tensor([10.0, 30.0]))
+    close(all_gather(x, shard), torch.tensor([0.0, 10.0]) if r < 2 else torch.tensor([20.0, 30.0]))
+    close(all_gather(x, repl), torch.tensor([0.0, 20.0]) if r % 2 == 0 else torch.tensor([10.0, 30.0]))
     t = torch.tensor([float(r)])
-    C.broadcast_(t, repl, src=1)
+    broadcast_(t, repl, src=1)
     assert t.item() == (2 if r % 2 == 0 else 3)
 
-    whole = C.mesh_group(init_device_mesh("cpu", (4,)))
+    whole = mesh_group(init_device_mesh("cpu", (4,)))
     assert whole.size == 4
-    row = C.mesh_group(init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"])
+    row = mesh_group(init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"])
     assert row.size == 1 and row.pg is None and row.ranks == (r,)
 
     with pytest.raises(ValueError, match=r"shape \(2, 2\).*mesh\['shard'\]"):
-        C.mesh_group(mesh)
+        mesh_group(mesh)
     with pytest.raises(ValueError, match=r"no axis 'tensor'; it has \['replicate', 'shard'\]"):
-        C.mesh_group(mesh, "tensor")
+        mesh_group(mesh, "tensor")
     with pytest.raises(TypeError, match="DeviceMesh, got str"):
-        C.mesh_group("shard")
+        mesh_group("shard")
     some = dist.device_mesh.DeviceMesh("cpu", [0, 1, 2])
     for _ in range(2):
         if r == 3:
             with pytest.raises(ValueError, match="rank 3 is not in the mesh of ranks"):
-                C.mesh_group(some)
+                mesh_group(some)
         else:
-            assert C.mesh_group(some).size == 3
+            assert mesh_group(some).size == 3
     one = dist.device_mesh.DeviceMesh("cpu", [2])
     if r == 2:
-        assert C.mesh_group(one).size == 1
+        assert mesh_group(one).size == 1
     else:
         with pytest.raises(ValueError, match="not in the mesh"):
-            C.mesh_group(one)
+            mesh_group(one)
     crossed = mesh["shard"] if r == 0 else mesh["replicate"]
     with pytest.raises(ValueError, match="the ranks disagree on the mesh"):
-        C.mesh_group(crossed, purpose="crossed")
+        mesh_group(crossed, purpose="crossed")
     stale = mesh["shard"]
     dist.barrier()
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="its process group is gone"):
-        C.mesh_group(stale)
+        mesh_group(stale)
     os.environ["WORLD_SIZE"] = "1"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     foreign = pytest.raises(ValueError, match=r"the mesh names rank \d, but the world has 1 rank;")
     with foreign if r < 2 else pytest.raises((ValueError, IndexError, AssertionError)):
-        C.mesh_group(stale)
+        mesh_group(stale)
     return True
 
 
@@ -501,19 +507,19 @@ def test_meshes():
 
 
 def test_a_world_of_one_needs_nothing():
-    group = C.world_group()
+    group = world_group()
     assert group.size == 1 and group.pg is None and not dist.is_initialized()
     x = torch.ones(3, requires_grad=True)
-    for op in (C.all_gather, C.reduce_scatter, C.replicate, C.all_reduce):
+    for op in (all_gather, reduce_scatter, replicate, all_reduce):
         assert op(x, group) is x
-    assert C.all_gather(x, group, dtype=torch.bfloat16).dtype == torch.bfloat16
-    C.barrier(group)
-    C.shutdown()
-    C.agree("anything", "x", group)
+    assert all_gather(x, group, dtype=torch.bfloat16).dtype == torch.bfloat16
+    barrier(group)
+    shutdown()
+    agree("anything", "x", group)
 
 
 def test_traffic():
-    traffic = C.Traffic()
+    traffic = Traffic()
     traffic.count("all_reduce", 4, 400)
     traffic.count("reduce_scatter", 4, 400)
     assert traffic.by_op == {"all_reduce": 600, "reduce_scatter": 300}
@@ -525,11 +531,12 @@ def test_traffic():
 TORCHRUN = """
 import torch, torch.distributed as dist
 import zerofn
-from zerofn import _collectives as C
+from zerofn._groups import world_group
+from zerofn._transfers import all_reduce_
 assert not dist.is_initialized(), "nothing at import"
-group = C.world_group("script")
+group = world_group("script")
 t = torch.tensor([group.rank + 1.0])
-C.all_reduce_(t, group)
+all_reduce_(t, group)
 print(f"sum {t.item()} of {group.size}\\n", end="", flush=True)
 """
 
@@ -556,7 +563,7 @@ def test_torchrun(tmp_path):
 
 
 def disagree():
-    C.agree("the parameters", str(dist.get_rank()), C.world_group())
+    agree("the parameters", str(dist.get_rank()), world_group())
 
 
 def test_a_disagreement_reaches_the_caller():

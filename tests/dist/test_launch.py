@@ -182,7 +182,7 @@ def test_a_rank_that_raises(which, tmp_path):
     error = caught.value
     assert error.rank == which and error.exitcode == 1
     assert "KeyError: 'a key that is missing'" in error.traceback and "raise_on" in error.traceback
-    assert "zerofn/_launch.py" not in error.traceback, "the user's frames only"
+    assert "zerofn/_rank.py" not in error.traceback, "the user's frames only"
     assert gone(pids(tmp_path, 3), within=0)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.rank, str(copy)) == (which, str(error))

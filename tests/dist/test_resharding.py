@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zerofn as zf
-from zerofn._collectives import world_group
+from zerofn._groups import world_group
 from zerofn._entries import entries
 from zerofn._launch import RankError, launch
 

@@ -194,7 +194,7 @@ def test_a_collective_of_the_user_between_backward_and_step_never_waits_for_a_bu
 def gathered_buffers():
     """A gathered leaf of one element must not keep the buffer of its neighbours alive."""
     leaves = zf._tree.make_layout({"a": torch.ones(1), "b": torch.ones(50), "c": torch.ones(())})[0].leaves
-    stage = zf._shard.Sharding(zf._collectives.world_group())
+    stage = zf._shard.Sharding(zf._groups.world_group())
     xs = {leaf.path: torch.arange(float(leaf.numel)) for leaf in leaves}
     got = stage.gather([stage.store(xs[leaf.path], leaf) for leaf in leaves], leaves)
     assert all(torch.equal(g, xs[leaf.path]) for g, leaf in zip(got, leaves, strict=True))

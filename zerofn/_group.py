@@ -1,0 +1,92 @@
+"""One axis of ranks as the rest of the library sees it, and what was sent over it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+class Traffic:
+    """What one rank sent over one group: calls and bytes, by collective.
+
+    Bytes are those of a ring, which is optimal and what backends use for large buffers: (N-1)/N of the
+    full buffer for a gather and for a scatter, twice that for an all-reduce. Object collectives and
+    barriers count as calls without bytes.
+
+    >>> t = Traffic()
+    >>> t.count("all_gather", 4, 800)
+    >>> t.bytes, t.calls, t.by_op
+    (600, 1, {'all_gather': 600})
+    """
+
+    __slots__ = ("_bytes", "_calls")
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+
+    def count(self, op: str, size: int, full_bytes: int) -> None:
+        rounds = 2 if op == "all_reduce" else 1
+        self._bytes[op] += rounds * (size - 1) * full_bytes // size
+        self._calls[op] += 1
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes.total()
+
+    @property
+    def calls(self) -> int:
+        return self._calls.total()
+
+    @property
+    def by_op(self) -> dict[str, int]:
+        return dict(self._bytes)
+
+    @property
+    def calls_by_op(self) -> dict[str, int]:
+        return dict(self._calls)
+
+    def reset(self) -> None:
+        self._bytes.clear()
+        self._calls.clear()
+
+    def __repr__(self) -> str:
+        return f"Traffic(bytes={self.bytes}, calls={self.calls_by_op})"
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One axis of ranks, and a channel between them that nobody else uses.
+
+    Equality is identity: two groups over the same ranks are two channels, and a collective waits for its
+    partner on the same channel only. A group of one has no process group and needs no environment.
+
+    >>> Group().size, Group().rank, Group().device
+    (1, 0, device(type='cpu'))
+    """
+
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)  # the members, as ranks of the world, in the order of `rank`
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    purpose: Hashable = ""
+    pg: Any = field(default=None, repr=False)  # torch's process group
+    traffic: Traffic = field(default_factory=Traffic, repr=False)
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a channel is shared by whatever holds it: copies of a model talk on the same one
+
+    def __reduce__(self) -> Any:
+        if self.size == 1:
+            return (Group, (0, 1, self.ranks, self.device, self.purpose))
+        raise TypeError(
+            "a Group is an open channel between running processes and cannot be pickled; "
+            "pickle what it was made from (the transform, the mesh) and open it again on arrival"
+        )
