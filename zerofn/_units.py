@@ -112,7 +112,9 @@ class Units:
         entry = self.known.get(t.untyped_storage()._cdata)
         # An address may be used again once the storage that had it is gone.
         if entry is None or entry[0].expired():
-            return t
+            # What goes through hooks is held by Python, so that a leaf that the model makes would look like one that
+            # somebody holds (`_escape`). Autograd remembers by itself whose derivative it is.
+            return t.detach() if t.is_leaf and t.requires_grad else t
         _, i, j = entry
         return Note(i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -369,20 +369,6 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
     return uninstall
 
 
-def _saved(units: Units) -> AbstractContextManager:
-    """Gathered parameters are saved for backward as notes, and leaves that the model makes as other tensors.
-
-    What is saved through hooks is held by Python, so that a leaf would look like one that somebody holds (`_escape`).
-    Autograd remembers by itself whose derivative it is.
-    """
-
-    def pack(t: Tensor) -> Any:
-        note = units._pack(t)
-        return t.detach() if note is t and t.is_leaf and t.requires_grad else note
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, units._unpack)
-
-
 def _end(sight: Sight, module: nn.Module) -> None:
     handle = module.register_forward_hook(_End(sight), always_call=True)
     sight.undo.append(handle.remove)
@@ -424,7 +410,7 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         sight.attributes.hide(sight.admit)
     local.calls.append(call)
     if outermost and sight.units is not None:
-        call.undo.enter_context(_saved(sight.units))
+        call.undo.enter_context(sight.units.saved())
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]

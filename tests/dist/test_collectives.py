@@ -16,12 +16,22 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from zerofn._adjoint import all_gather, all_reduce, reduce_scatter, replicate
-from zerofn._adjoint_trees import all_gather_tree, all_reduce_tree, reduce_scatter_tree, replicate_tree
 from zerofn._agree import agree
 from zerofn._collectives import barrier, gather_objects
 from zerofn._group import Traffic
-from zerofn._groups import mesh_group, release, shutdown, world_group
+from zerofn._groups import release, shutdown
+from zerofn.collectives import (
+    all_gather,
+    all_gather_tree,
+    all_reduce,
+    all_reduce_tree,
+    mesh_group,
+    reduce_scatter,
+    reduce_scatter_tree,
+    replicate,
+    replicate_tree,
+    world_group,
+)
 from zerofn._transfers import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
 from zerofn._launch import RankError, launch
 
