@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -147,17 +148,19 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
         bad = _differences(wanted, manifest)
         if bad:
             raise ValueError(_misfit_message(directory, bad))
-        sources = {e.key: _source(e, manifest, placement, group.rank) for e in wanted if e.key in new}
         return {
-            name: Piece(flat[e.key], e.offset or 0, e.shape) for e in wanted if (name := sources.get(e.key)) is not None
+            _source(e, manifest, placement, group.rank): Piece(flat[e.key], e.offset or 0, e.shape)
+            for e in wanted
+            if e.key in new
         }
 
     manifest = load_pieces(Path(directory), group, choose)
+    if manifest["ranks"] != placement.together:
+        own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"]]
+        _share_windows(own, flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
     for key, x in new.items():
         if not x.is_contiguous():
             x.copy_(flat[key].view(x.shape))
-    if manifest["ranks"] != placement.together:
-        _empty_windows(wanted, new, manifest, placement, directory)
     state = rebuild(model, lambda e: new[e.key] if e.key in new else manifest["values"][e.key])
     if isinstance(like, Optimizer):
         like.load_state(state, manifest["param_groups"])
@@ -224,14 +227,12 @@ def _version() -> str:
         return "unknown"
 
 
-def _source(e: Entry, manifest: dict[str, Any], placement: Placement, rank: int) -> str | None:
-    """Under which name an entry of `like` stands in the checkpoint; `None` where it begins anew."""
+def _source(e: Entry, manifest: dict[str, Any], placement: Placement, rank: int) -> str:
+    """Under which name an entry of `like` stands in the checkpoint."""
     if e.key in manifest["tensors"]:
         return e.key
-    if manifest["ranks"] == placement.together:
-        return _name(e, rank)
-    # Counters are the same on every rank.
-    return None if e.path else _name(e, 0)
+    # Of another number of ranks the first one's, to which the others' are added.
+    return _name(e, rank if manifest["ranks"] == placement.together else 0)
 
 
 def _differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
@@ -282,24 +283,43 @@ def _misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
     return bad_leaves(f"the checkpoint in {directory} does not fit this state", bad, right)
 
 
-def _empty_windows(
-    wanted: list[Entry], new: dict[str, Tensor], manifest: dict[str, Any], placement: Placement, directory: Any
+def _share_windows(
+    own: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
 ) -> None:
-    """Begin anew what each rank had for itself, provided that nothing was under way."""
-    apart = {e.owner for e in wanted if f"{e.key}@0" in manifest["tensors"]} | set(placement.apart)
-    busy = [e.key for e in wanted if e.owner in apart and not e.path and bool(new[e.key].any())]
-    if busy:
-        raise ValueError(
-            explain(
-                f"{directory} was saved by {manifest['ranks']} ranks and is loaded by {placement.together}",
-                f"it was saved within an accumulation window ({', '.join(busy)} is not zero), and each rank "
-                "has a sum of its own that is not yet reduced",
-                f"load it on {manifest['ranks']} ranks, or save when opt.metrics['updated'] is true",
-            )
-        )
-    for e in wanted:
-        if e.owner in apart and e.path:
-            new[e.key].zero_()
+    """Give every rank the mean of what each of the ranks that saved had for itself, on its way to a reduction.
+
+    The reduction is a mean over ranks, and the mean of equal things is any of them: so it comes out as it would have.
+    One rank's are read at a time.
+
+    Args:
+        own: what ranks had for themselves.
+        flat: by key, what to write into; holds the first rank's.
+        manifest: of the checkpoint.
+        read: fills the pieces that its argument gives for a manifest.
+    """
+    from ._dcp import Piece
+
+    if not own:
+        return
+    ranks = manifest["ranks"]
+    total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in own}
+    for rank in range(ranks):
+        here = {e.key: torch.empty_like(flat[e.key]) for e in own}
+        names = {_name(e, rank): Piece(here[e.key], 0, e.shape) for e in own}
+        if read(lambda _, names=names: names) != manifest:
+            raise ValueError("the checkpoint was written anew while it was read; load it again.")
+        for e in own:
+            seen = here.get("/".join((e.owner, "seen", e.path)))
+            # `accumulate` does not clear a sum that it has forgotten.
+            if seen is None or bool(seen.any()):
+                total[e.key] += here[e.key].to(total[e.key].dtype)
+    for key, x in total.items():
+        into = flat[key]
+        into.copy_(x / ranks if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // ranks)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64
 
 
 def _unwritten(directory: Any, error: OSError) -> OSError:

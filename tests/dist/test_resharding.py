@@ -179,22 +179,59 @@ def test_any_world_to_any_other(saved, n, m, tmp_path):
                 torch.testing.assert_close(later[k] - x, last[k] - x, rtol=0, atol=tolerance)
 
 
-def test_a_window_belongs_to_its_ranks(saved):
-    """Sums before a late reduction are each rank's own; those after it are one sum in shards."""
+def test_a_window_that_is_open(saved):
+    """Sums before a late reduction are each rank's own; those after it are one sum in shards. Read, they are one."""
     directory, _ = saved
-    for n, name in ((2, "zero1"), (3, "zero1")):
-        _, like, _ = pure(name)
-        with pytest.raises(ValueError, match=rf"saved by {n} ranks and is loaded by 1[\s\S]*accumulate/count"):
-            zf.load(directory / str(n) / f"{name}5", like=like)
-    for name in ("low", "zero2"):
+    for n, name in ((3, "low"), (3, "zero2"), (2, "zero1"), (3, "zero1")):
         _, like, step = pure(name)
-        state = zf.load(directory / "3" / f"{name}5", like=like)
+        state = zf.load(directory / str(n) / f"{name}5", like=like)
         assert int(state.transforms["accumulate"]["count"]) == 1
-        alone = run(step, zf.load(directory / "3" / f"{name}4", like=like), range(4, 5))
+        alone = run(step, zf.load(directory / str(n) / f"{name}4", like=like), range(4, 5))
+        assert state.transforms["accumulate"]["seen"] == alone.transforms["accumulate"]["seen"]
         for k, x in state.transforms["accumulate"]["sum"].items():
             # In bf16 each rank rounds its gradient to 8 bits before they are summed.
             tolerance = 2e-3 if name == "low" else 1e-6
             torch.testing.assert_close(x, alone.transforms["accumulate"]["sum"][k], rtol=1e-5, atol=tolerance)
+
+
+def close_window(directory):
+    tx, like, step = pure("zero1", seed=1)
+    state = zf.load(directory, like=like)
+    return full(tx, state), full(tx, run(step, state, range(5, 8)))
+
+
+@pytest.mark.parametrize("n, m", [(1, 2), (3, 2), (2, 4)])
+def test_an_open_window_is_closed_by_another_world(saved, n, m):
+    directory, answers = saved
+    where = directory / str(n) / "zero15"
+    _, last = close_window(where)
+    for params, later in launch(close_window, m, str(where), timeout=LIMIT):
+        for k, x in params.items():
+            # Those who saved it closed it too.
+            torch.testing.assert_close(later[k] - x, last[k] - x, rtol=0, atol=1e-5)
+            torch.testing.assert_close(later[k] - x, answers[n][0]["zero1", 5][1][k] - x, rtol=0, atol=1e-5)
+        assert any(float((later[k] - x).abs().max()) > 1e-4 for k, x in params.items())
+
+
+def unused_on_a_rank(directory):
+    tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0))
+    state = zf.init(tx, {"a": torch.zeros(5), "b": torch.zeros(3)})
+    rank = world_group("test").rank
+    for i in range(3):
+        # In the window that stays open rank 1 has no gradient of b, but still the sum of the last window.
+        b = None if i == 2 and rank == 1 else torch.full((3,), 4.0 * (i + 1))
+        state, _ = zf.update(tx, {"a": torch.full((5,), 1.0 + rank), "b": b}, state)
+    zf.save(directory, state)
+
+
+def test_an_open_window_without_what_is_forgotten(tmp_path):
+    launch(unused_on_a_rank, 2, str(tmp_path), timeout=LIMIT)
+    tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0))
+    state = zf.load(tmp_path, like=zf.init(tx, {"a": torch.zeros(5), "b": torch.zeros(3)}))
+    sums = state.transforms["accumulate"]["sum"]
+    assert torch.equal(sums["a"], torch.full((5,), 1.5)) and torch.equal(sums["b"], torch.full((3,), 6.0))
+    closed, _ = zf.update(tx, {"a": torch.full((5,), 1.5), "b": None}, state)
+    assert torch.equal(state.params["b"] - closed.params["b"], torch.full((3,), 3.0))
 
 
 # ---------------------------------------------------------------------------------- tables over ranks
