@@ -4,8 +4,8 @@ import functools
 import gc
 import time
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 import torch.distributed as dist
 from torch import nn

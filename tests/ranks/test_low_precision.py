@@ -2,8 +2,8 @@
 
 import functools
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 
 import zerofn as zf

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zerofn as zf
-from zerofn._groups import world_group
 from zerofn._entries import entries
+from zerofn._groups import world_group
 from zerofn._launch import RankError, launch
 
 LIMIT = 120

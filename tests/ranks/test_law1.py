@@ -1,6 +1,6 @@
 """Placement does not change the update: any pipeline on any ranks is that pipeline in one process on all the data."""
 
-import programs as P
+import rank_programs as P
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def build(plan, stage):
 
 
 def train(plan, stage, route):
-    rank, size = P.rank_and_size()
+    rank, _size = P.rank_and_size()
     dtype = EXACT.get(plan["kind"], torch.float32)
     model = Leaves(plan["shapes"], dtype)
     tx = build(plan, stage)

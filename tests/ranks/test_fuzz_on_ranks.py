@@ -9,8 +9,8 @@ import os
 import random
 import traceback
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

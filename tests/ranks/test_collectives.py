@@ -20,6 +20,8 @@ from zerofn._agree import agree
 from zerofn._collectives import barrier, gather_objects
 from zerofn._group import Traffic
 from zerofn._groups import release, shutdown
+from zerofn._launch import RankError, launch
+from zerofn._transfers import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
 from zerofn.collectives import (
     all_gather,
     all_gather_tree,
@@ -32,8 +34,6 @@ from zerofn.collectives import (
     replicate_tree,
     world_group,
 )
-from zerofn._transfers import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
-from zerofn._launch import RankError, launch
 
 LIMIT = 60
 WORLDS = [1, 2, 3, 4]

@@ -66,9 +66,7 @@ def train(stage: int, last: str, in_backward: bool) -> tuple[dict[str, Tensor], 
         left.append(any(p.grad is not None for p in model.parameters()))
         opt.step()
         opt.zero_grad()
-    state = {
-        f"{part}/{k}": v.detach().clone() for part, e in opt.state.transforms.items() for k, v in flat(e).items()
-    }
+    state = {f"{part}/{k}": v.detach().clone() for part, e in opt.state.transforms.items() for k, v in flat(e).items()}
     stored = {path: x.detach().clone() for path, x in opt.state.leaves.items()}
     opt.detach()
     return stored, state, left

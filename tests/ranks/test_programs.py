@@ -4,8 +4,8 @@ import contextlib
 import functools
 import traceback
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

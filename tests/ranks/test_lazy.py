@@ -3,8 +3,8 @@
 import gc
 import random
 
-import programs as P
 import pytest
+import rank_programs as P
 import test_zero3 as Z
 import torch
 from torch import nn
@@ -402,7 +402,10 @@ def pipelines(size):
         "plain": lambda: zf.chain(zf.shard(), zf.accumulate(2), zf.clip_by_global_norm(0.1), zf.adamw(0.01)),
         "bf16 compute": lambda: zf.chain(zf.shard(), zf.precision(param_dtype=bf16), zf.adamw(0.01)),
         "fp16 compute": lambda: zf.chain(
-            zf.shard(), zf.precision(param_dtype=fp16, output_dtype=torch.float32), zf.scale_loss(1024.0), zf.adamw(0.01)
+            zf.shard(),
+            zf.precision(param_dtype=fp16, output_dtype=torch.float32),
+            zf.scale_loss(1024.0),
+            zf.adamw(0.01),
         ),
         "bf16 states": lambda: zf.chain(
             zf.shard(),
@@ -435,15 +438,19 @@ def both_routes(size):
         torch.manual_seed(0)
         other = zf.attach(Casts(), tx())
         state, dtype = other.state, other._home.pipe.cast.param_dtype or other._home.pipe.cast.store_dtype
-        step_fn = zf.make_step(lambda p, x, y: (functional_call(shadow, p, (x,)).float() - y).square().mean(), tx())
+        step_fn = zf.make_step(
+            lambda p, x, y, net=shadow: (functional_call(net, p, (x,)).float() - y).square().mean(), tx()
+        )
         for step in range(4):
             x, y = (normal(8, 7, seed=100 * step + 10 * rank + k, dtype=torch.float32) for k in (0, 1))
             (model(x).float() - y).square().mean().backward()
             opt.step()
             opt.zero_grad()
-            state, metrics = step_fn(state, x.to(dtype or x.dtype), y)
+            state, _metrics = step_fn(state, x.to(dtype or x.dtype), y)
         ours, theirs = zf.full_params(tx(), state), zf.full_params(tx(), opt.state)
-        moved = max(float((a - b.detach()).abs().max()) for a, b in zip(ours.values(), shadow.parameters(), strict=True))
+        moved = max(
+            float((a - b.detach()).abs().max()) for a, b in zip(ours.values(), shadow.parameters(), strict=True)
+        )
         out[name] = {n: torch.equal(ours[n], theirs[n]) for n in ours}, moved
     return out
 
@@ -505,7 +512,7 @@ def mistakes():
     assert torch.equal(grads["head"], torch.full_like(grads["head"], 2)) and grads["s"].tolist() in ([6.0], [])
     step = zf.make_step(lambda p: ((p["head"] ** 2).sum(), {"seen": p["head"]}), TX, donate=True)
     out, pullback = zf.vjp(lambda p: (p["head"] ** 2).sum(), TX, state)
-    new, metrics = step(state)
+    _new, metrics = step(state)
     assert torch.equal(metrics["aux"]["seen"], tree()["head"]) and type(metrics["aux"]["seen"]) is torch.Tensor
     try:
         pullback(torch.ones_like(out))
@@ -537,7 +544,7 @@ def compiled():
         state = zf.init(TX, tree())
         step = zf.make_step(lambda p, x, mm=mm: run_blocks(p, x, range(4), mm).square().mean(), TX)
         for i in range(2):
-            state, metrics = step(state, data(0, i))
+            state, _metrics = step(state, data(0, i))
         out.append(torch.utils._pytree.tree_leaves(zf.full_params(TX, state)))
     return out
 

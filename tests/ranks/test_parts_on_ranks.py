@@ -3,8 +3,8 @@
 import copy
 import functools
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-import programs as P
 import pytest
+import rank_programs as P
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
