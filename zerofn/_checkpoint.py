@@ -303,11 +303,13 @@ def _share_windows(
         return
     ranks = manifest["ranks"]
     total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in own}
+    here = flat
     for rank in range(ranks):
-        here = {e.key: torch.empty_like(flat[e.key]) for e in own}
-        names = {_name(e, rank): Piece(here[e.key], 0, e.shape) for e in own}
-        if read(lambda _, names=names: names) != manifest:
-            raise ValueError("the checkpoint was written anew while it was read; load it again.")
+        if rank:
+            here = {e.key: torch.empty_like(flat[e.key]) for e in own}
+            names = {_name(e, rank): Piece(here[e.key], 0, e.shape) for e in own}
+            if read(lambda _, names=names: names) != manifest:
+                raise ValueError("the checkpoint was written anew while it was read; load it again.")
         for e in own:
             seen = here.get("/".join((e.owner, "seen", e.path)))
             # `accumulate` does not clear a sum that it has forgotten.

@@ -116,7 +116,7 @@ def apply_function(cls: Any, *args: Any) -> Any:
     return super(Function, cls).apply(*live)  # type: ignore[attr-defined]
 
 
-class _Reinterpret(torch.autograd.Function):
+class _Reinterpret(Function):
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.view(dtype)

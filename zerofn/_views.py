@@ -309,22 +309,6 @@ class _Begin(_Hook):
         return super().__call__(module, args, kwargs)
 
 
-class _End(_Hook):
-    """The hook after each call of one module."""
-
-    def __init__(self, sight: Sight):
-        super().__init__(functools.partial(_after, sight))
-        self.sight = sight
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if not is_dynamo_compiling():
-            calls = self.sight.local.calls
-            if not calls or calls[-1].module is not module:
-                # It was not noticed, or a hook of the user's raised before it could be.
-                return None
-        return super().__call__(module, args, output)
-
-
 @outside_compile
 def _call_eagerly(fn: Callable[..., Any] | None, *args: Any) -> Any:
     return None if fn is None else fn(*args)
@@ -370,7 +354,7 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
 
 
 def _end(sight: Sight, module: nn.Module) -> None:
-    handle = module.register_forward_hook(_End(sight), always_call=True)
+    handle = module.register_forward_hook(_Hook(functools.partial(_after, sight)), always_call=True)
     sight.undo.append(handle.remove)
     sight.ends[id(module)] = handle.id
 
@@ -428,7 +412,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     """Let the outputs of the outermost call out. Runs after an exception too."""
     local = sight.local
     if not local.calls or local.calls[-1].module is not module:
-        # Asked for by compiled code.
+        # It was not noticed, or a hook of the user's raised before it could be.
         return None
     call = local.calls.pop()
     call.undo.close()
