@@ -194,6 +194,8 @@ def check_closed(owner: Any, spans: Spans) -> None:
             if other is None or crossing_of(other, owner) is not None:
                 continue
             if owner.units is not None and getattr(other, "units", None) is owner.units:
+                if inside and other.i >= owner.units.blocks:
+                    _refuse_input("one of its parameters, held elsewhere,")
                 continue
             leaf = getattr(other, "variable", None)
             if leaf is not None:

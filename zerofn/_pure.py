@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
+from ._blocks import Blocks, settled
 from ._boundary import enter, leave
 from ._compat import differentiating, functorch_active, is_wrapped
 from ._errors import bad_leaves, explain
-from ._lazy import Blocks, settled
 from ._pipeline import Pipeline, pipeline
 from ._run import counter, finish, run
 from ._state import State

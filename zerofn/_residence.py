@@ -8,7 +8,7 @@ again after an update. Under `shard` its parameters are flat shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from ._compat import set_grad_dtype
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
+from ._outside import part
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._pure import check_finite
@@ -80,6 +81,8 @@ class Residence:
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
+        if self.units is not None:
+            self.undo += [part(p, functools.partial(self.units.look_alone, path)) for path, p in params.items()]
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -150,7 +153,8 @@ class Residence:
             return None
         group = self.groups[pipe.groups.index(pipe.sharding.group)]
         units = split(self.model, pipe.layout.leaves, self.params)
-        return Units(units, pipe, self.params, (group, channel(pipe.sharding.group)), self.scale, self._accept)
+        control = channel(pipe.sharding.group)
+        return Units(units, pipe, self.params, (group, control), self.scale, self._accept, pipe.layout.leaves)
 
     def _accept(self, leaf: Leaf, g: Tensor) -> None:
         if self.stream is not None:
@@ -202,7 +206,7 @@ class Residence:
     def refresh(self) -> None:
         """Resident parameters from the stored ones, one bucket at a time."""
         if self.units is not None:
-            self.units.drop()
+            self.units.renew()
         stages = self.pipe.stages[self.pipe.cut :]
         if not stages:
             return
@@ -220,31 +224,35 @@ class Residence:
         if self.units is None:
             versions = {path: p._version for path, p in self.params.items()}
             yield self.model
-            changed = [
+            self._write_back(
                 leaf for leaf in self.pipe.layout.leaves if self.params[leaf.path]._version != versions[leaf.path]
-            ]
-            self._write_back(changed)
+            )
             return
-        shards = {path: p.data for path, p in self.params.items()}
+        parts = {path: p.data for path, p in self.params.items()}
         for path, full in self.pipe.whole(self.state.leaves).items():
             self.params[path].data = full
         self.units.suspended = True
         try:
             yield self.model
-            self._write_back(self.pipe.layout.leaves)
+            if self._write_back(self.pipe.layout.leaves):
+                self.units.renew()
         finally:
             self.units.suspended = False
             self.units.drop()
             for path, p in self.params.items():
-                p.data = shards[path]
+                p.data = parts[path]
 
     @torch.no_grad()
-    def _write_back(self, leaves: Any) -> None:
+    def _write_back(self, leaves: Iterable[Leaf]) -> bool:
+        """Store what the model's parameters hold; whether that is something new."""
+        changed = False
         for leaf in leaves:
             mine = self.pipe.store(self.params[leaf.path].detach(), leaf)
             home = self.state.leaves[leaf.path]
             if mine.data_ptr() != home.data_ptr() or mine.dtype != home.dtype:
+                changed |= not torch.equal(mine.to(home.dtype), home)
                 home.copy_(mine)
+        return changed
 
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model."""

@@ -24,9 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import wide
 from ._compat import after_this_node, at_end_of_backward, in_backward
+from ._errors import explain
 from ._group import Group
+from ._lazy import Lazy
 from ._pipeline import Pipeline
-from ._precision import Cast
 from ._rounds import Rounds
 from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
@@ -41,6 +42,7 @@ SMALL = 1 << 18
 class Note(NamedTuple):
     """What is saved in place of a gathered parameter, or of a view of it."""
 
+    generation: int
     unit: int
     index: int
     size: tuple[int, ...]
@@ -58,6 +60,7 @@ class Units:
         groups: one for the data and one for the exchange before each collective.
         scale: the loss scale in force.
         accept: takes the gradient of a shard that other ranks' backward brought about.
+        alone: leaves that may be asked for one by one as well, as they are stored and outside of the loss scale.
     """
 
     def __init__(
@@ -68,22 +71,26 @@ class Units:
         groups: tuple[Group, Group],
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
+        alone: tuple[Leaf, ...] = (),
     ):
         data, control = groups
         stages = pipe.stages[: pipe.cut]
         found = next(s for s in stages if isinstance(s, Sharding))
         self.stage = Sharding(data, found.reduce_dtype)
         assert not any(isinstance(s, Averaging) for s in stages)
-        self.casts = [s for s in stages if isinstance(s, Cast)]
         self.pipe, self.params, self.scale, self.accept = pipe, params, scale, accept
         self.rounds = Rounds(control, self._join)
-        self.units = units
-        self.place = {leaf.path: (i, j) for i, unit in enumerate(self.units) for j, leaf in enumerate(unit)}
+        self.units = [*units, *([leaf] for leaf in alone)]
+        self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
+        self.blocks = len(units)
+        self.alone = {leaf.path: i for i, leaf in enumerate(alone, len(units))}
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.seen: dict[tuple, tuple[Tensor, ...]] = {}
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.waiting: set[int] = set()
         self.most_alive = 0
+        # Counts updates of the parameters.
+        self.generation = 0
         # Whether a backward has run since the last step.
         self.stirred = False
         # The parameters are full ones for a while, so that they are seen as they are.
@@ -104,6 +111,12 @@ class Units:
             self.live.move_to_end(i)
         return found[j]
 
+    def look_alone(self, path: str) -> Tensor | None:
+        """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
+        if self.suspended:
+            return None
+        return GatherUnit.apply(self, self.alone[path], PARAMETERS, self.params[path])[0]
+
     def saved(self) -> AbstractContextManager:
         """Inside, gathered parameters are saved for backward as notes."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -116,11 +129,12 @@ class Units:
             # somebody holds (`_escape`). Autograd remembers by itself whose derivative it is.
             return t.detach() if t.is_leaf and t.requires_grad else t
         _, i, j = entry
-        return Note(i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
+        return Note(self.generation, i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
     def _unpack(self, saved: Tensor | Note) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        self.check_current(saved.generation)
         with torch.no_grad():
             full = self.parameters(saved.unit)[saved.index]
         return full.as_strided(saved.size, saved.stride, saved.offset)
@@ -134,6 +148,11 @@ class Units:
             self._note(i)
         self.live.move_to_end(i)
         return self.live[i]
+
+    def lazies(self, i: int) -> list[Lazy]:
+        """The unit's full parameters before anything is computed with them."""
+        metas = [torch.empty(leaf.shape, dtype=self._seen_dtype(i, leaf), device="meta") for leaf in self.units[i]]
+        return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Gather something else of the parameters' layout."""
@@ -149,6 +168,22 @@ class Units:
             gone, _ = self.live.popitem(last=False)
             for key in [k for k in self.seen if k[0] == gone]:
                 del self.seen[key]
+
+    def renew(self) -> None:
+        """The parameters have changed."""
+        self.drop()
+        self.generation += 1
+
+    def check_current(self, generation: int) -> None:
+        """Refuse to gather for a graph that was made with other values; autograd knows of no version here."""
+        if generation != self.generation:
+            raise RuntimeError(
+                explain(
+                    "backward through a graph from before the parameters were updated",
+                    "under shard they are gathered again, and are no longer those of forward",
+                    "all backwards of a graph before opt.step(), or the forward again after it",
+                )
+            )
 
     def end_of_call(self) -> None:
         """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""
@@ -194,17 +229,18 @@ class Units:
         pairs = zip(self.units[i], shards, strict=True)
         return [torch.zeros_like(self.params[leaf.path]) if x is None else x for leaf, x in pairs]
 
-    def _seen_dtype(self, leaf: Leaf) -> torch.dtype:
-        return self.pipe.cast.param_dtype or self.pipe.cast.stored(leaf)
+    def _seen_dtype(self, i: int, leaf: Leaf) -> torch.dtype:
+        stored = self.pipe.cast.stored(leaf)
+        return stored if i >= self.blocks else self.pipe.cast.param_dtype or stored
 
     def _buckets(self, i: int) -> list[list[Leaf]]:
-        return cut(self.units[i], {leaf.path: self._seen_dtype(leaf) for leaf in self.units[i]}, 1 << 62)
+        return cut(self.units[i], {leaf.path: self._seen_dtype(i, leaf) for leaf in self.units[i]}, 1 << 62)
 
     def _gather(self, i: int, shards: list[Tensor]) -> list[Tensor]:
         named = dict(zip((leaf.path for leaf in self.units[i]), shards, strict=True))
         out: Leaves = {}
         for bucket in self._buckets(i):
-            cast = [named[leaf.path].to(self._seen_dtype(leaf)) for leaf in bucket]
+            cast = [named[leaf.path].to(self._seen_dtype(i, leaf)) for leaf in bucket]
             for leaf, full in zip(bucket, self.stage.gather(cast, bucket), strict=True):
                 out[leaf.path] = full.reshape(leaf.shape)
         return [out[leaf.path] for leaf in self.units[i]]
@@ -212,9 +248,9 @@ class Units:
     def _scatter(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
         out: dict[str, Tensor] = {}
-        scale = self.scale()
+        scale = self.scale() if i < self.blocks else None
         for bucket in self._buckets(i):
-            dtype = self.stage.reduce_dtype or self._seen_dtype(bucket[0])
+            dtype = self.stage.reduce_dtype or self._seen_dtype(i, bucket[0])
             flat = [named[leaf.path].reshape(-1) if leaf.path in named else None for leaf in bucket]
             rows = self.stage.pack(flat, bucket, dtype, self.params[bucket[0].path].device)
             for leaf, g in zip(bucket, self.stage.unpack(self.stage.send(rows)[1], bucket), strict=True):
@@ -237,6 +273,8 @@ class GatherUnit(Function):
 
     @staticmethod
     def forward(units: Units, i: int, kind: int, *shards: Tensor | None) -> tuple[Tensor, ...]:
+        if kind == PARAMETERS and i >= units.blocks:
+            return tuple(units.lazies(i))
         fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
         return tuple(full.view_as(full) for full in fulls)
 

@@ -260,15 +260,13 @@ ON_RANKS: dict[str, Callable[[Any], Any]] = {
 
 
 def sharded(size: int, stage: int, precision: str) -> bool:
-    """Where a parameter outside of a call of the model is this rank's flat part."""
+    """Where the model's parameters are gathered on use."""
     return size > 1 and stage == 3
 
 
 REFUSED: dict[str, Callable[[int, int, str], bool]] = {
     # Under `shard` a call of the model uses saved_tensors_hooks, which torch.func.grad refuses; zf.bind has none.
     "functional_transforms": sharded,
-    # The function takes a parameter of the model outside of any call, where under `shard` it is a flat part.
-    "function_of_the_user": sharded,
 }
 
 

@@ -1,0 +1,101 @@
+"""Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
+
+Under `shard` a parameter of an attached model is this rank's flat part, and `w.norm()` of that would be a
+wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
+the full one, gathered for the purpose and in the dtype it is stored in. What looks at it (`p.shape`,
+`p.data`, `p.grad`, `p.detach()`) or writes into it finds the part that is stored.
+
+A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
+object it was, as hooks, ties and `p.grad` require: its class is exchanged, as `torch.nn.parameter` does for
+lazy modules. Giving out the full tensor where the module is asked for its `weight` would be simpler,
+but `model.weight.grad` would always be `None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._lazy import Lazy
+
+# What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
+# fmt: off
+LOOKING = frozenset({
+    "__set__", "__delete__", "__len__", "__repr__", "__format__", "__dir__", "backward", "data_ptr", "detach", "dim",
+    "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "retain_grad", "size", "stride", "type",
+    "untyped_storage",
+})
+# fmt: on
+# Attributes that are computed.
+COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# What torch leaves to subclasses.
+BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
+BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
+PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
+# What `model.to(device)` does to every parameter, mostly without effect.
+CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
+
+
+class Parted(nn.Parameter):
+    """A parameter of which this rank has a part."""
+
+    whole: Callable[[], Tensor | None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            # An operator of torch.ops has its overload in its name.
+            name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
+                return func(*args, **kwargs)
+            written = 1 if _in_place(name) else 0
+            args = (*args[:written], *(_whole(x) for x in args[written:]))
+            return BY_VALUE.get(name, func)(*args, **{k: _whole(x) for k, x in kwargs.items()})
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _looks(func: Any, name: str) -> bool:
+    if name == "__get__":
+        return func.__self__.__name__ not in COMPUTED
+    return name in LOOKING or name in PRIVATE or name.startswith(BEGINNINGS) or name.endswith("_like")
+
+
+def _in_place(name: str) -> bool:
+    written = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    return name in written or (name.endswith("_") and not name.endswith("__"))
+
+
+def _whole(x: Any) -> Any:
+    if isinstance(x, Parted):
+        found = x.whole()
+        return x if found is None else found
+    return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
+
+
+def part(p: Tensor, whole: Callable[[], Tensor | None]) -> Callable[[], None]:
+    """Make `p` the full parameter to autograd; what is returned undoes it.
+
+    Args:
+        p: a parameter, which holds a part. One of a class of the user's stays as it is.
+        whole: the full parameter, differentiable; `None` where `p` is the full one for a while.
+    """
+    if type(p) is not nn.Parameter:
+        return lambda: None
+    p.__class__ = Parted
+    p.whole = whole  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        p.__class__ = nn.Parameter
+        del p.whole  # type: ignore[attr-defined]
+
+    return undo
