@@ -70,9 +70,6 @@ class InBackward:
         self.ctx: Context | None = None
         self.under_way: OneByOne | None = None
         self.done: set[str] = set()
-        self.apart = ""
-        if pipe.sharded_use:
-            self.apart = "; under shard, ranks that use other blocks than each other hand in their parts apart"
 
     @torch.no_grad()
     def arrived(self, path: str, grad: Tensor) -> None:
@@ -85,7 +82,7 @@ class InBackward:
             raise RuntimeError(
                 explain(
                     f"a second gradient of {path} before opt.step(), with in_backward=True",
-                    "its first gradient has been used and is gone, so they cannot be added up" + self.apart,
+                    "its first gradient has been used and is gone, so they cannot be added up",
                     "one backward for each step (add the losses), or attach without in_backward",
                 )
             )

@@ -68,6 +68,7 @@ class Residence:
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.homes = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
         self.reduced: Leaves = {}
+        self.held: Leaves = {}
         self.undo: list[Callable[[], Any]] = []
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         self.stream = self._stream()
@@ -133,10 +134,29 @@ class Residence:
             # A leaf of a gathered unit that no rank used.
             return
         grad, p.grad = p.grad.detach(), None
+        if self.in_backward is not None and self.units is not None and path in self.units.partial:
+            self._hold(path, grad)
+        else:
+            self._pass_on(path, grad)
+
+    def _pass_on(self, path: str, grad: Tensor) -> None:
         if self.stream is not None:
             self.stream.arrived(path, grad)
         elif self.in_backward is not None:
             self.in_backward.arrived(path, grad)
+
+    def _hold(self, path: str, grad: Tensor) -> None:
+        """Keep a part of a gradient until those of the other ranks' have come: what has been used is not added to."""
+        old = self.held.get(path)
+        self.held[path] = grad if old is None else old.add_(grad)
+
+    def _release(self) -> None:
+        """All parts have come, on all ranks."""
+        for leaf in self.pipe.layout.leaves if self.held else ():
+            if leaf.path in self.held:
+                self._pass_on(leaf.path, self.held.pop(leaf.path))
+        if self.units is not None:
+            self.units.partial.clear()
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
@@ -154,14 +174,23 @@ class Residence:
         group = self.groups[pipe.groups.index(pipe.sharding.group)]
         units = split(self.model, pipe.layout.leaves, self.params)
         control = channel(pipe.sharding.group)
-        return Units(units, pipe, self.params, (group, control), self.scale, self._accept, pipe.layout.leaves)
+        return Units(
+            units,
+            pipe,
+            self.params,
+            (group, control),
+            self.scale,
+            self._accept,
+            self._release,
+            pipe.layout.leaves,
+        )
 
     def _accept(self, leaf: Leaf, g: Tensor) -> None:
+        if self.in_backward is not None:
+            self._hold(leaf.path, g)
+            return
         if self.stream is not None:
             self.stream.arrived(leaf.path, g)
-            return
-        if self.in_backward is not None:
-            self.in_backward.arrived(leaf.path, g)
             return
         p = self.params[leaf.path]
         p.grad = g if p.grad is None else p.grad.add_(g)
@@ -181,6 +210,7 @@ class Residence:
             self.units.rounds.rest(STEP)
             self.units.stirred = False
             self.units.drop()
+            self._release()
         if self.stream is not None:
             self.stream.settle(marks)
             grads, self.reduced = self.reduced, {}
@@ -198,6 +228,8 @@ class Residence:
             # Another rank may be in a backward that this one has given up.
             self.units.rounds.rest()
             self.units.stirred = False
+            self.units.partial.clear()
+        self.held.clear()
         if self.stream is not None and not self.stream.idle:
             self.stream.discard(self._marks(None, dropped=True))
         self.reduced.clear()

@@ -35,12 +35,16 @@ class Rounds:
 
     def __init__(self, control: Group, join: Callable[[int, int], None]):
         self.control, self.join = control, join
+        # Whether all ranks asked for the same in the last round.
+        self.together = True
 
     def perform(self, kind: int, unit: int, work: Callable[[], Any]) -> Any:
         """Do `work`, the collective `(kind, unit)`, together with what other ranks ask for."""
         mine = (kind, unit)
         result: Any = None
-        for asked in self._exchange(kind, unit)[0]:
+        every, resting = self._exchange(kind, unit)
+        self.together = every == [mine] and not resting
+        for asked in every:
             if asked == mine:
                 result = work()
             else:

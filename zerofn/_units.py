@@ -60,6 +60,7 @@ class Units:
         groups: one for the data and one for the exchange before each collective.
         scale: the loss scale in force.
         accept: takes the gradient of a shard that other ranks' backward brought about.
+        ended: called at the end of a backward, when it has ended on all ranks.
         alone: leaves that may be asked for one by one as well, as they are stored and outside of the loss scale.
     """
 
@@ -71,6 +72,7 @@ class Units:
         groups: tuple[Group, Group],
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
+        ended: Callable[[], None] = lambda: None,
         alone: tuple[Leaf, ...] = (),
     ):
         data, control = groups
@@ -78,7 +80,7 @@ class Units:
         found = next(s for s in stages if isinstance(s, Sharding))
         self.stage = Sharding(data, found.reduce_dtype)
         assert not any(isinstance(s, Averaging) for s in stages)
-        self.pipe, self.params, self.scale, self.accept = pipe, params, scale, accept
+        self.pipe, self.params, self.scale, self.accept, self.ended = pipe, params, scale, accept, ended
         self.rounds = Rounds(control, self._join)
         self.units = [*units, *([leaf] for leaf in alone)]
         self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
@@ -91,6 +93,8 @@ class Units:
         self.most_alive = 0
         # Counts updates of the parameters.
         self.generation = 0
+        # Leaves of which other ranks may still bring a part of the gradient of this backward.
+        self.partial: set[str] = set()
         # Whether a backward has run since the last step.
         self.stirred = False
         # The parameters are full ones for a while, so that they are seen as they are.
@@ -160,7 +164,10 @@ class Units:
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
-        return self._perform(GRADIENTS, i, lambda: self._scatter(i, fulls))
+        found = self._perform(GRADIENTS, i, lambda: self._scatter(i, fulls))
+        if not self.rounds.together:
+            self.partial.update(leaf.path for leaf in self.units[i])
+        return found
 
     def drop(self, keep: int = 0) -> None:
         """Let gathered units go until `keep` are left."""
@@ -205,6 +212,7 @@ class Units:
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.rest_after_backward):
                 self.rounds.rest()
+                self.ended()
 
         task = torch._C._current_graph_task_id()
         if task not in self.waiting:

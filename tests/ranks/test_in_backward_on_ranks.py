@@ -9,12 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 
 BF16 = torch.bfloat16
 STEPS = 5
-FIRST = {0: [zf.all_reduce], 2: [zf.reduce_scatter], 3: [zf.shard]}
+
+
+def along(axis: str) -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))[axis]
+
+
+FIRST: dict[Any, list[Callable[[], zf.Transform]]] = {
+    0: [zf.all_reduce],
+    2: [zf.reduce_scatter],
+    3: [zf.shard],
+    "hybrid": [lambda: zf.shard(along("shard")), lambda: zf.all_reduce(along("replicate"))],
+}
 
 
 def by_shape(path: str) -> str:
@@ -52,14 +64,14 @@ class Net(nn.Module):
         return self.head(h).float()
 
 
-def train(stage: int, last: str, in_backward: bool) -> tuple[dict[str, Tensor], Any, list[bool]]:
+def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[dict[str, Tensor], Any, list[bool]]:
     """Stored parameters after a few steps, states, and whether any gradient was ever left."""
     model = Net()
     opt = zf.attach(model, zf.chain(*(f() for f in FIRST[stage]), *LAST[last]()), in_backward=in_backward)
     left = []
     for i in range(STEPS):
-        # Everybody leaves the last block out in one step, and one rank the first in another.
-        without = 2 if i == 1 else 0 if i == 3 and dist.get_rank() == 1 and stage < 3 else -1
+        # Everybody leaves the last block out in one step, and each rank another in others.
+        without = 2 if i == 1 else (i + dist.get_rank()) % 4 if i >= 3 and differing else -1
         x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(10 * dist.get_rank() + i))
         loss = nn.functional.cross_entropy(model(x, without).flatten(0, 1), x.roll(1).flatten())
         loss.backward()
@@ -78,14 +90,14 @@ def flat(entries: Any, prefix: str = "") -> dict[str, Tensor]:
     return {k: v for name, entry in entries.items() for k, v in flat(entry, f"{prefix}/{name}").items()}
 
 
-def both(stage: int) -> dict[str, Any]:
-    return {last: (train(stage, last, False), train(stage, last, True)) for last in LAST}
+def both(stage: Any, differing: bool) -> dict[str, Any]:
+    return {last: (train(stage, last, False, differing), train(stage, last, True, differing)) for last in LAST}
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_equals_the_update_after_backward_bit_for_bit(stage: int):
-    for rank, found in enumerate(zf.launch(both, 2, stage, timeout=200)):
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (2, 2), (3, 2), (3, 3), ("hybrid", 4)])
+def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int):
+    for rank, found in enumerate(zf.launch(both, ranks, stage, stage != "hybrid", timeout=200)):
         for last, ((after, states, _), (during, mine, left)) in found.items():
             where = f"rank {rank}, {last}"
             assert not any(left), f"{where}: a gradient was kept"
@@ -99,20 +111,60 @@ def test_equals_the_update_after_backward_bit_for_bit(stage: int):
             assert all(not torch.equal(during[p].float(), begun[p]) for p in moved), f"{where}: nothing moved"
 
 
-def differing() -> str:
-    """One rank leaves a block out under `shard`."""
+def hybrid(in_backward: bool) -> dict[str, Tensor]:
+    return train("hybrid", "adamw", in_backward, True)[0]
+
+
+@pytest.mark.timeout(240)
+def test_hybrid_sharding_with_other_blocks_on_each_rank():
+    during, after = zf.launch(hybrid, 4, True, timeout=100), zf.launch(hybrid, 4, False, timeout=100)
+    for mine, theirs in zip(during, after, strict=True):
+        for path, x in mine.items():
+            # Parts are added up before the replicas' are, and not after them: other last bits of a gradient.
+            torch.testing.assert_close(x, theirs[path], rtol=1e-5, atol=1e-6)
+
+
+def held_at_most(differing: bool) -> tuple[int, int]:
+    """How many gradients are kept during backward, and after it."""
     model = Net()
-    zf.attach(model, zf.chain(zf.shard(), zf.adamw(1e-2)), in_backward=True)
-    try:
-        model(torch.arange(4)[None], 0 if dist.get_rank() else -1).square().mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(1e-2)), in_backward=True)
+    held: list[int] = []
+    x = torch.arange(4)[None]
+    loss = model(x, dist.get_rank() if differing else -1).square().mean()
+    for block in model.blocks:
+        block.weight.register_hook(lambda g: held.append(len(opt._home.held)))
+    loss.backward()
+    after = len(opt._home.held)
+    opt.step()
+    return max(held), after
 
 
 @pytest.mark.timeout(120)
-def test_parts_of_a_gradient_that_come_apart_are_refused():
-    """What a rank hands in late could not be added to what has been used."""
-    for message in zf.launch(differing, 2, timeout=100):
-        assert "second gradient" in message and "ranks that use other blocks" in message
-        assert "attach without in_backward" in message
+def test_only_gradients_that_come_in_parts_are_kept_and_only_for_one_backward():
+    """Blocks 0 and 1 are each used by one of two ranks, block 2 and the rest by both."""
+    assert zf.launch(held_at_most, 2, False, timeout=100) == [(0, 0), (0, 0)]
+    for most, after in zf.launch(held_at_most, 2, True, timeout=100):
+        assert 1 <= most <= 4 and after == 0
+
+
+def half_way() -> bool:
+    """A backward that is given up leaves nothing for the next one, on any rank."""
+    model = Net()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(1e-2)), in_backward=True)
+    x = torch.arange(4)[None]
+
+    def fail(g: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = model.embed.weight.register_hook(fail)
+    try:
+        model(x, dist.get_rank()).square().mean().backward()
+    except ZeroDivisionError:
+        opt.zero_grad()
+    handle.remove()
+    return not opt._home.held and not opt._home.units.partial
+
+
+@pytest.mark.timeout(120)
+def test_a_backward_that_is_given_up_leaves_no_parts():
+    assert zf.launch(half_way, 2, timeout=100) == [True, True]
