@@ -13,7 +13,6 @@ from ._adam import adam as adam
 from ._adam import adamw as adamw
 from ._attach import Optimizer as Optimizer
 from ._attach import attach as attach
-from ._checkpoint import export_safetensors as export_safetensors
 from ._checkpoint import load as load
 from ._checkpoint import save as save
 from ._clip import clip_by_global_norm as clip_by_global_norm
@@ -25,6 +24,7 @@ from ._deepspeed import from_deepspeed as from_deepspeed
 from ._describe import describe as describe
 from ._describe import plan as plan
 from ._ema import ema as ema
+from ._export import export_safetensors as export_safetensors
 from ._factory import leafwise as leafwise
 from ._launch import RankError as RankError
 from ._launch import launch as launch

@@ -1,4 +1,4 @@
-"""Before the first collective of a pipeline: do all ranks mean the same one, and the same parameters?"""
+"""Before a state is made: are there numbers in it, and do all ranks mean the same pipeline and parameters?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._collectives import gather_objects
+from ._compat import is_wrapped
 from ._errors import bad_leaves, explain
 from ._group import Group
 from ._pipeline import Pipeline, mean_over
@@ -18,10 +19,11 @@ from ._tree import Leaves
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
-    """Raise on every rank, naming what differs where, if ranks have other pipelines, trees or values.
+    """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
 
     Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
     """
+    _check_finite(tensors)
     for group in pipe.groups:
         # The address of a function differs between processes that run the same code.
         tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
@@ -31,6 +33,21 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
         )
         agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
         _agree_on_values(tensors, group)
+
+
+def _check_finite(tensors: Leaves) -> None:
+    """NaN never goes away by training, so it is refused before it is trained on."""
+    bad = [
+        (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
+    ]
+    if bad:
+        raise ValueError(
+            bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint")
+        )
+
+
+def _has_nan(x: Tensor) -> bool:
+    return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
 
 
 def _agree_on_values(tensors: Leaves, group: Group) -> None:

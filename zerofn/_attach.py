@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ._agree import check_weight
+from ._apply import apply
 from ._collectives import as_local
 from ._compat import in_backward
 from ._entries import over_ranks
 from ._errors import bad_leaves, explain
 from ._factory import learning_rate
 from ._pipeline import Pipeline, pipeline
-from ._pure import apply
 from ._residence import Residence
 from ._state import State
 from ._tree import make_layout

@@ -1,4 +1,4 @@
-"""`save`, `load` and `export_safetensors`: a state on disk, by path, for any number of ranks."""
+"""`save` and `load`: a state on disk, by path, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ._errors import bad_leaves, explain
 from ._group import Group
 from ._groups import world_group
 from ._state import State
-from ._transfers import all_gather_into
 from ._tree import Placement
 
 SMALL = 4096  # elements of a tensor that is compared between ranks
@@ -58,9 +57,9 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     from ._dcp import Piece, save_pieces
 
     groups = state.state_dict()["param_groups"] if isinstance(state, Optimizer) else None
-    given = _state_of(state, "zf.save(directory, {})")
+    given = state_of(state, "zf.save(directory, {})")
     placement = given.layout.placement
-    group = _group(placement)
+    group = group_of(placement)
     pieces: dict[str, Piece] = {}
     tensors: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
@@ -131,9 +130,9 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     """
     from ._dcp import Piece, load_pieces
 
-    model = _state_of(like, "zf.load(directory, like={})")
+    model = state_of(like, "zf.load(directory, like={})")
     placement = model.layout.placement
-    group = _group(placement)
+    group = group_of(placement)
     wanted = entries(model)
     new: dict[str, Tensor] = {}
     flat: dict[str, Tensor] = {}
@@ -168,7 +167,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     return state
 
 
-def _state_of(given: Any, where: str) -> State:
+def state_of(given: Any, where: str) -> State:
     state = given.state if isinstance(given, Optimizer) else given
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
@@ -176,7 +175,7 @@ def _state_of(given: Any, where: str) -> State:
     return state
 
 
-def _group(placement: Placement) -> Group:
+def group_of(placement: Placement) -> Group:
     if placement.together == 1:
         return Group()
     group = world_group("checkpoint")
@@ -330,91 +329,3 @@ def _unwritten(directory: Any, error: OSError) -> OSError:
     where = "".join(f" {note}" for note in getattr(error, "__notes__", []))
     message = explain(f"zf.save({str(directory)!r}) could not write{where}", why, right)
     return type(error)(error.errno, message) if error.errno else type(error)(message)
-
-
-def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
-    """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
-
-    Of tied names the first is written, the others stand in the metadata as the name they are tied to:
-    `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
-    Buffers of a module, such as running means, are no parameters and not in a state.
-
-    With a sharded state every rank calls it; the first writes, and needs memory for the whole model.
-
-    Args:
-        path: of the file.
-        state: of `zf.init` or of a step, or an attached model's `opt`.
-        of: `"params"`, or the name of an `ema` for the averages.
-
-    Raises:
-        ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
-        OSError: it cannot be written. A file that was there is as it was.
-
-    >>> import tempfile, torch, zerofn as zf
-    >>> from safetensors.torch import load_file
-    >>> state = zf.init(zf.adamw(lr=1e-3), {"w": torch.arange(2.0)})
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.export_safetensors(f"{directory}/model.safetensors", state)
-    ...     load_file(f"{directory}/model.safetensors")
-    {'w': tensor([0., 1.])}
-    """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError(
-            explain(
-                "zf.export_safetensors(...)",
-                "the package safetensors is not installed",
-                "pip install 'zerofn[safetensors]'",
-            )
-        ) from error
-    given = _state_of(state, "zf.export_safetensors(path, {})")
-    owner, slot = ("params", "") if of == "params" else (of, "average")
-    found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
-    if not found:
-        names = [name for name, own in given.transforms.items() if "average" in own]
-        raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
-    group = _group(given.layout.placement)
-    # An ema watches trainable leaves; frozen ones are as they are.
-    params = {e.path: e for e in entries(given) if e.owner == "params"}
-    tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}
-    failure = None
-    if group.rank == 0:
-        layout = given.layout
-        names = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
-        tied = {name: kept for name, kept in names.items() if name != kept}
-        temporary = Path(f"{os.fspath(path)}.tmp")
-        try:
-            save_file(tensors, temporary, {"format": "pt", **tied})
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            failure = error
-        except Exception as error:
-            # The format's own errors: it reports a full disk as one.
-            failure = OSError(f"{os.fspath(path)} could not be written: {error}")
-        finally:
-            temporary.unlink(missing_ok=True)
-    failure = gather_objects(failure, group)[0]
-    if failure is not None:
-        raise failure
-
-
-def _gather(e: Entry, group: Group) -> Tensor:
-    """A whole tensor on the CPU of the first rank; an empty one elsewhere."""
-    x = e.value.detach()
-    if e.offset is not None:
-        numel = torch.Size(e.shape).numel()
-        places = gather_objects((e.offset, x.numel()), group)
-        width = max(n for _, n in places)
-        mine = x.new_zeros(width, device=group.device)
-        mine[: x.numel()] = x
-        rows = mine.new_empty((group.size, width))
-        all_gather_into(rows.view(-1), mine, group)
-        x = x.new_empty(numel if group.rank == 0 else 0, device="cpu")
-        if group.rank == 0:
-            for (offset, n), row in zip(places, rows, strict=True):
-                x[offset : offset + n] = row[:n]
-            x = x.view(e.shape)
-    return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)

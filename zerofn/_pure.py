@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
-from ._blocks import Blocks, settled
+from ._apply import Metrics, apply, check_grads
+from ._blocks import settled
 from ._boundary import enter, leave
-from ._compat import differentiating, functorch_active, is_wrapped
-from ._errors import bad_leaves, explain
+from ._compat import functorch_active
+from ._errors import explain
+from ._linearize import linearize
 from ._pipeline import Pipeline, pipeline
-from ._run import counter, finish, run
+from ._run import counter
 from ._state import State
-from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, tree_map, tree_paths, unflatten
-from ._types import Context, Transform, misshapen, select, split_grads
-
-Metrics = dict[str, Tensor]
+from ._tree import Layout, Leaf, Leaves, Tree, make_layout, tree_map
+from ._types import Transform, split_grads
 
 
 def init(tx: Transform, params: Tree) -> State:
@@ -52,25 +51,9 @@ def init(tx: Transform, params: Tree) -> State:
 
 def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
     """A state over `tensors`, which `take` makes its own."""
-    check_finite(tensors)
     agree_on_start(pipe, tensors)
     stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
-
-
-def check_finite(tensors: Leaves) -> None:
-    """NaN never goes away by training, so it is refused before it is trained on."""
-    bad = [
-        (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
-    ]
-    if bad:
-        raise ValueError(
-            bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint")
-        )
-
-
-def _has_nan(x: Tensor) -> bool:
-    return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
 
 
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
@@ -210,151 +193,6 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     return out, pullback
 
 
-def linearize(
-    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool
-) -> tuple[Any, Callable[..., tuple[Leaves, list[Tree]]]]:
-    """`fn` at the state's parameters and its pullback onto leaves by path.
-
-    Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
-    activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
-    composes.
-    """
-    scale = pipe.scale_of(state.transforms)
-    flat, spec = flatten(inputs)
-    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()] if keep else []
-    outer: dict[str, Any] = {}
-
-    def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
-        """`fn` between the edges, on lists of tensors, which are all that crosses to torch.func."""
-        args = list(flat)
-        for i, x in zip(chosen, given, strict=True):
-            args[i] = enter(x, scale, None)
-        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
-        leaves, outer["spec"] = flatten(out)
-        outer["out"] = leaves
-        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
-        return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
-
-    given = [flat[i] for i in chosen]
-    late = pipe.late or (pipe.sharded_use and not functorch_active())
-    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if late else state.leaves
-    ran = _with_func if functorch_active() else _with_blocks if pipe.sharded_use else _with_autograd
-    primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
-    leaves = list(outer["out"])
-    for i, y in zip(outer["tensors"], primals, strict=True):
-        leaves[i] = y
-    out = unflatten(
-        outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves]
-    )
-
-    def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
-        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
-        back: list[Any] = [None] * len(flat)
-        for i, g in zip(chosen, rest, strict=True):
-            back[i] = g
-        return grads, list(unflatten(spec, back))
-
-    return out, pull
-
-
-def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """Differentiate with respect to what the model sees, and pull that back by hand.
-
-    So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
-    """
-    stages = pipe.stages[: pipe.cut] if pipe.late else pipe.stages
-    with torch.no_grad():
-        seen = {p: x.detach() for p, x in pipe.see(stages, resident).items()}
-    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
-    for p in paths:
-        seen[p].requires_grad_()
-    inputs = [x.detach().requires_grad_() for x in given]
-    wanted = [*(seen[p] for p in paths), *inputs]
-    with torch.enable_grad():
-        primals = inner(seen, inputs)
-
-    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
-        found: Any = [None] * len(wanted)
-        if pairs:
-            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
-        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
-        with torch.no_grad():
-            return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
-
-    return primals, pull
-
-
-def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """As `_with_autograd`, of parameters that are gathered block by block, in forward and again in backward.
-
-    More and smaller messages than for the whole tree at once, and each gather is announced: that is what the
-    memory costs.
-    """
-    blocks = Blocks(pipe, resident, scale)
-    anchor = torch.zeros((), requires_grad=True)
-    inputs = [x.detach().requires_grad_() for x in given]
-    with torch.enable_grad(), blocks.evaluation():
-        primals = inner(blocks.handles(anchor), inputs)
-
-    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad and counts]
-
-        def run() -> Any:
-            if not pairs:
-                return [None] * len(given)
-            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
-
-        grads, rest = blocks.pull(run)
-        return grads, list(rest)
-
-    return primals, pull
-
-
-def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """Inside a torch.func transform the views are differentiated with everything else."""
-    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
-
-    def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        stored = {**resident, **dict(zip(paths, values, strict=True))}
-        return inner({p: view(stored[p], scale) for p, view in pipe.views.items()}, inputs)
-
-    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
-
-    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        grads, rest = pull_func(vectors)
-        return dict(zip(paths, grads, strict=True)), rest
-
-    return primals, pull
-
-
-def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
-    given, spec = flatten(cotangents)
-    primals, expected = flatten(out)
-    if spec != expected:
-        raise ValueError(
-            explain(
-                "pullback(cotangents)",
-                f"cotangents have the structure {spec}, the output {expected}",
-                "one tensor per output",
-            )
-        )
-    bad = [
-        (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
-        for i in tensors
-        if not isinstance(given[i], Tensor) or given[i].shape != primals[i].shape
-    ]
-    if bad:
-        raise ValueError(bad_leaves("cotangents do not fit the output", bad, "tensors of the outputs' shapes"))
-    return [given[i].to(primals[i].dtype) for i in tensors]
-
-
-def _shape(x: Any) -> str:
-    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-
-
 def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> tuple[State, Metrics]:
     """One micro-step through the update halves.
 
@@ -386,97 +224,6 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
     if not functorch_active():
         check_weight(pipe, weight)
     return apply(pipe, leaves, state, pipe.context(weight=weight))
-
-
-def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
-    """Gradients have the shape of what is stored and the dtype that `precision` says."""
-    bad = []
-    for leaf in pipe.layout.leaves:
-        g = grads.get(leaf.path)
-        if g is None:
-            continue
-        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.cast.gradient(leaf), stored[leaf.path].dtype}):
-            bad.append((leaf.path, reason))
-    if bad:
-        right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
-        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
-
-
-def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
-    if reason := misshapen(g, shape):
-        return reason
-    # fp32 loses nothing and is what sums are made in.
-    if g.dtype not in {*dtypes, torch.float32}:
-        return f"gradient in {g.dtype} instead of {' or '.join(sorted(map(str, dtypes)))}"
-    if not leaf.trainable:
-        return "a gradient for a frozen parameter"
-    return None
-
-
-def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
-    if not grads and not (pipe.late and pipe.groups):
-        raise ValueError(
-            explain(
-                "a step in which no parameter has a gradient",
-                "the loss does not depend on the parameters, or no backward ran since the last step",
-                "loss.backward() before opt.step(); a loss_fn that uses its params",
-            )
-        )
-    if ctx.weight is not None and not any(p.config.get("weighted") for p in pipe.parts):
-        raise ValueError(
-            explain(
-                "a step with weight= through a pipeline that weights nothing",
-                "only accumulate(weighted=True) has a use for it, so it would have no effect",
-                "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
-            )
-        )
-    sparse = [(p, misshapen(g, state.leaves[p].shape) or "") for p, g in grads.items() if g.layout != torch.strided]
-    if sparse:
-        raise ValueError(bad_leaves("gradients do not fit the parameters", sparse, "dense gradients"))
-    if differentiating() or any(x.requires_grad for x in state.leaves.values()):
-        raise RuntimeError(
-            explain(
-                "an update inside a function that is being differentiated",
-                "updates are written in place and fused, not recorded, so their derivative would be zero in silence",
-                "differentiate zf.bind(fn, tx, state), and update outside; torch.func.vmap over a step is fine",
-            )
-        )
-    trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
-    ctx = replace(ctx, micro_step=state.micro_step)
-    # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
-    given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
-    try:
-        with torch.no_grad():
-            signal, states, emitted = run(pipe.updates, grads, {**state.transforms, **given}, trainable, ctx)
-            leaves = {**state.leaves, **finish(signal, trainable, emitted)}
-    except (KeyError, RuntimeError) as error:
-        if wrong := misfits(pipe, state):
-            right = "state = zf.init(tx, params) with this very tx"
-            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
-        raise
-    step = select(emitted, state.step + 1, state.step)
-    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
-    defaults = {"skipped": torch.tensor(False)}
-    shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
-    return new, shown
-
-
-def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
-    """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
-    meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
-    expected, found = (_entries(s) for s in (pipe.init_transforms(meta), state.transforms))
-    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [
-        (k, "unexpected") for k in found.keys() - expected.keys()
-    ]
-    for k in expected.keys() & found.keys():
-        if expected[k] != found[k]:
-            bad.append((k, f"of shape {tuple(found[k])} instead of {tuple(expected[k])}"))
-    return sorted(bad)
-
-
-def _entries(states: Tree) -> dict[str, Any]:
-    return {p: x.shape for p, x in zip(tree_paths(states), flatten(states)[0], strict=True) if isinstance(x, Tensor)}
 
 
 def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) -> Callable[..., tuple[State, Metrics]]:

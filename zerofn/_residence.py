@@ -24,7 +24,6 @@ from ._in_backward import InBackward
 from ._outside import part
 from ._pipeline import Pipeline
 from ._precision import Cast
-from ._pure import check_finite
 from ._rounds import STEP
 from ._run import counter
 from ._shard import Averaging, Like, Sharding, cut
@@ -57,7 +56,6 @@ class Residence:
         context: Callable[[], Context] | None = None,
     ):
         self.model, self.pipe, self.params = model, pipe, params
-        check_finite(params)
         agree_on_start(pipe, params)
         self.groups: tuple[Group, ...] = ()
         self.control: Group | None = None

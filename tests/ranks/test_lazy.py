@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn._pure
+import zerofn._linearize
 from zerofn._blocks import Blocks, by_prefix
 from zerofn._lazy import Lazy
 
@@ -71,7 +71,7 @@ def repeated(weights, x, note):
 def count_alive(how, whole):
     rank, _ = P.rank_and_size()
     if whole:
-        zerofn._pure._with_blocks = zerofn._pure._with_autograd
+        zerofn._linearize._with_blocks = zerofn._linearize._with_autograd
     params, fn = counted_program(how)
     state = zf.init(TX, params)
     del params
