@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,13 @@ def test_torch_distributed_is_not_reached_around_the_import():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
                 assert module == "_collectives", f"{module}.py:{node.lineno} uses torch.distributed"
+
+
+def test_the_map_in_the_readme_names_every_module_once():
+    inside = (PACKAGE.parent / "README.md").read_text().partition("## Inside")[2]
+    lines = inside.split("```")[1].strip().splitlines()
+    named = [name for line in lines for name in re.split(" {3,}", line)[0].split()]
+    assert sorted(named) == sorted(MODULES.keys() - {"__init__"})
 
 
 def test_no_module_holds_mutable_state():

@@ -15,14 +15,15 @@ from ._agree import check_weight
 from ._apply import apply
 from ._collectives import as_local
 from ._compat import in_backward
-from ._entries import over_ranks
-from ._errors import bad_leaves, explain
-from ._factory import learning_rate
-from ._pipeline import Pipeline, pipeline
+from ._errors import explain
+from ._param_groups import ParamGroups
+from ._pipeline import pipeline
 from ._residence import Residence
 from ._state import State
+from ._state_dict import as_dict, pairs
 from ._tree import make_layout
 from ._types import Context, Role, Transform
+from ._watch import Owner, Watch, check_free, check_memory
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -79,21 +80,6 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     return Optimizer(model, tx, in_backward)
 
 
-class _Owner:
-    """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
-
-    def __init__(self, opt: Optimizer | None = None):
-        self.opt: Callable[[], Optimizer | None] = lambda: None
-        self.leave: Callable[[], None] = lambda: None
-        if opt is not None:
-            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
-            self.opt = (lambda: opt) if opt._pipe.groups else weakref.ref(opt)
-            self.leave = opt._home.leave
-
-    def __reduce__(self):
-        return _Owner, ()
-
-
 class Optimizer(torch.optim.Optimizer):
     """What `attach` returns.
 
@@ -108,10 +94,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
-        _check_free(named)
+        check_free(named)
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
         pipe = pipeline(tx, layout, "zf.attach")
-        _check_memory(params)
+        check_memory(params)
         self._home = Residence(model, pipe, params, self._context if in_backward else None)
         self.tx = tx
         self._model = model
@@ -125,22 +111,20 @@ class Optimizer(torch.optim.Optimizer):
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         self.lr_scheduler: Any = None
         self._attached = True
-        self._homes = _homes(model)
+        self._watch = Watch(model, layout, params)
         for p in params.values():
-            p._zerofn_owner = _Owner(self)  # type: ignore[attr-defined]
+            p._zerofn_owner = Owner(self, self._home.leave, bool(pipe.groups))  # type: ignore[attr-defined]
         self._holds = any(p.role is Role.ACCUMULATE and p.init_fn is not None and _every(p) > 1 for p in pipe.parts)
-        self._groups = _groups(pipe)
-        self.param_groups = [self._group(prefix, t, paths) for prefix, (t, paths) in self._groups.items()]
+        self._groups = ParamGroups(pipe, params)
         self.defaults = {"lr": self.param_groups[0]["lr"]}
-        self._shown = [g["lr"] for g in self.param_groups]
 
-    def _group(self, prefix: str, t: Transform, paths: list[str]) -> dict[str, Any]:
-        lr = t.config.get("lr", 0.0)
-        return {
-            "params": [self._params[p] for p in paths],
-            "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
-            "name": prefix.rstrip(".") or t.name,
-        }
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._groups.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups.groups = groups
 
     @property
     def state(self) -> State:  # type: ignore[override]
@@ -200,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_unchanged()
+        self._watch.check()
         if self._home.in_backward is not None:
             self._refuse_override(weight)
             self._home.collect(self._boundary)
@@ -209,14 +193,14 @@ class Optimizer(torch.optim.Optimizer):
             self._update(weight)
         if bool(self.metrics["updated"]):
             self._home.refresh()
-        self._show_rates()
+        self._groups.show(self.metrics)
         if self.lr_scheduler is not None and bool(self.metrics["updated"]):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
 
     def _update(self, weight: Any) -> None:
         """Run the update halves on the gradients that have arrived."""
-        rates = self._rates()
+        rates = self._groups.rates()
         grads = self._home.collect(self._boundary)
         check_weight(self._pipe, weight)
         averaged = self._averaged is not False
@@ -240,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
             self._averaged = None
 
     def _context(self) -> Context:
-        return self._pipe.context(donate=True, lr=self._rates())
+        return self._pipe.context(donate=True, lr=self._groups.rates())
 
     def _refuse_override(self, weight: Any) -> None:
         if weight is not None:
@@ -351,21 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
         them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
         """
-        return self._as_dict(self._state, self.param_groups)
-
-    def _as_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._pipe.groups:
-            first = self._pipe.groups[0]
-            shards = first if self._pipe.sharding is None else self._pipe.sharding.group
-            state = over_ranks(state, shards, first.ranks[first.rank])
-        return {
-            "format": 1,
-            "params": dict(state.leaves),
-            "transforms": {k: _nested(v) for k, v in state.transforms.items()},
-            "step": state.step,
-            "micro_step": state.micro_step,
-            "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
-        }
+        return as_dict(self._pipe, self._state, self.param_groups)
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -377,7 +347,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`.
         """
-        self.load_state_dict(self._as_dict(state, self.param_groups if param_groups is None else param_groups))
+        groups = self.param_groups if param_groups is None else param_groups
+        self.load_state_dict(as_dict(self._pipe, state, groups))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -388,31 +359,11 @@ class Optimizer(torch.optim.Optimizer):
                 named, and nothing is changed.
         """
         self._check_usable("load_state_dict")
-        own = self.state_dict()
-        mine, theirs = _flat(own), _flat(state_dict)
-        bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
-        for k in mine.keys() & theirs.keys():
-            a, b = mine[k], theirs[k]
-            if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
-                bad.append((k, f"{_what(b)} instead of {_what(a)}"))
-        if bad:
-            right = "the state_dict of this pipeline on this model"
-            if any(
-                isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()
-            ):
-                right += (
-                    "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
-                    "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
-                    "         opt = zf.attach(model, tx)"
-                )
-            raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
-        for k, a in mine.items():
-            if isinstance(a, Tensor):
-                as_local(a).copy_(as_local(theirs[k]))
+        for mine, theirs in pairs(self.state_dict(), state_dict):
+            if isinstance(mine, Tensor):
+                as_local(mine).copy_(as_local(theirs))
         self._home.refresh()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group["lr"] = saved["lr"]
-        self._shown = [g["lr"] for g in self.param_groups]
+        self._groups.load(state_dict["param_groups"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""
@@ -426,35 +377,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
-
-    def _rates(self) -> dict[str, float]:
-        """Learning rates by prefix, where the groups and not a schedule own them."""
-        rates = {}
-        for group, shown, (prefix, (t, _)) in zip(self.param_groups, self._shown, self._groups.items(), strict=True):
-            if useless := [k for k in group if k in t.config and k != "lr"]:
-                raise ValueError(
-                    explain(
-                        f"param_groups with {useless[0]} = {group[useless[0]]!r}",
-                        f"of a group only lr can be set; {useless[0]} is a part of the pipeline, {t!r}",
-                        f"zf.{t.name}({useless[0]}=...) before zf.attach",
-                    )
-                )
-            if "lr" in t.config and not callable(t.config["lr"]):
-                rates[prefix] = group["lr"]
-            elif group["lr"] != shown:
-                raise ValueError(
-                    explain(
-                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
-                        "that transform owns its learning rate, so what is set here would have no effect",
-                        "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone",
-                    )
-                )
-        return rates
-
-    def _show_rates(self) -> None:
-        for i, (group, (prefix, (t, _))) in enumerate(zip(self.param_groups, self._groups.items(), strict=True)):
-            if callable(t.config.get("lr")) and prefix + "lr" in self.metrics:
-                group["lr"] = self._shown[i] = float(self.metrics[prefix + "lr"])
 
     def _check_usable(self, what: str) -> None:
         if not self._attached:
@@ -470,117 +392,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
 
-    def _check_unchanged(self) -> None:
-        """A model that is no longer the one attached would be trained wrongly in silence."""
-        bad = []
-        for leaf in self._pipe.layout.leaves:
-            p, (address, shape, dtype, device) = self._params[leaf.path], self._home.homes[leaf.path]
-            if p.dtype != dtype or p.device != device:
-                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"))
-            elif p.data_ptr() != address or p.shape != shape:
-                bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
-            elif p.requires_grad != leaf.trainable:
-                bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
-        for where, parameters, expected in self._homes:
-            now = {n: id(p) for n, p in parameters().items() if p is not None}
-            if now != expected:
-                changed = sorted(
-                    {n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)}
-                )
-                bad.extend((f"{where}.{n}".lstrip("."), "added, removed or replaced") for n in changed)
-        if bad:
-            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
-            raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
-
-
-def _homes(model: nn.Module) -> list[tuple[str, Callable[[], dict], dict[str, int]]]:
-    """Where each parameter is registered: what to look at to see that the model is still the same."""
-    return [
-        (name, lambda m=module: m._parameters, {n: id(p) for n, p in module._parameters.items() if p is not None})
-        for name, module in model.named_modules()
-        if module._parameters
-    ]
-
-
-def _check_free(named: dict[str, nn.Parameter]) -> None:
-    taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
-    if taken:
-        raise ValueError(
-            bad_leaves(
-                "attach: parameters belong to another optimizer; two would both update them",
-                taken,
-                "opt.detach() on the first, or one pipeline for both with zf.partition",
-            )
-        )
-
-
-def _taken(p: nn.Parameter) -> bool:
-    owner = getattr(p, "_zerofn_owner", None)
-    if owner is None or owner.opt() is not None:
-        return owner is not None
-    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
-    owner.leave()
-    return False
-
-
-def _check_memory(params: dict[str, Tensor]) -> None:
-    """Two different parameters over one memory would be updated twice; tied ones are one object."""
-    seen: dict[int, str] = {}
-    bad = []
-    for path, p in params.items():
-        if p.is_meta:
-            bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
-        elif p.numel():
-            first = seen.setdefault(p.data_ptr(), path)
-            if first != path:
-                bad.append(
-                    (path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight")
-                )
-    if bad:
-        raise ValueError(
-            bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")
-        )
-
 
 def _every(part: Transform) -> int:
     """Micro-batches in a window; an offloaded accumulation has them one level down."""
     return part.config.get("every", 1) if not part.parts else max(_every(p) for p in part.parts)
-
-
-def _groups(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
-    """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
-    found: dict[str, tuple[Transform, list[str]]] = {}
-    trainable = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
-
-    def visit(t: Transform, prefix: str, paths: list[str]) -> None:
-        if t.role is not Role.OPTIMIZER and t.role is not Role.CHAIN:
-            return
-        if t.members_fn is None:
-            for part in t.parts if t.role is Role.CHAIN else ():
-                visit(part, prefix, paths)
-            if t.role is Role.OPTIMIZER:
-                found[prefix] = (t.parts[0] if t.parts else t, paths)
-            return
-        for label, (member, own) in t.members_fn(pipe.layout).items():
-            visit(member, prefix + label, [p for p in paths if p in own])
-
-    for part in pipe.parts:
-        visit(part, "", trainable)
-    return found
-
-
-def _nested(entry: Any) -> Any:
-    return dict(entry) if isinstance(entry, dict) else entry
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Entries by dotted key; a malformed tree gives keys that do not match."""
-    if isinstance(tree, dict):
-        return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}{name}/").items()}
-    if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
-        return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
-    return {prefix.rstrip("/"): tree}
-
-
-def _what(x: Any) -> str:
-    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._agree import agree_on_start
+from ._calls import install, needs_sight
 from ._compat import set_grad_dtype
 from ._group import Group
 from ._groups import channel, joint_channel
@@ -27,12 +28,12 @@ from ._precision import Cast
 from ._rounds import STEP
 from ._run import counter
 from ._shard import Averaging, Like, Sharding, cut
+from ._sight import Sight
 from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
 from ._types import Context
 from ._units import Units, split
-from ._views import Sight, install, needs_sight
 
 # What must be equal on all ranks at every step.
 MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()")
@@ -64,7 +65,6 @@ class Residence:
             self.control = joint_channel(pipe.groups)
         stored = {leaf.path: self._settle_in(leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
-        self.homes = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
         self.reduced: Leaves = {}
         self.held: Leaves = {}
         self.undo: list[Callable[[], Any]] = []

@@ -1,0 +1,229 @@
+"""Hooks by which an attached model notices its calls: where they begin and end, and which of them is the outermost."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ._compat import differentiating, next_sequence, outside_compile
+from ._containers import map_tensors
+from ._errors import bad_leaves, explain
+from ._escape import Shown
+from ._pipeline import Pipeline
+from ._seen import SeenParameters
+from ._sight import Call, Sight
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class _Hook:
+    """A hook that a copied or pickled module carries along without effect."""
+
+    def __init__(self, fn: Callable[..., Any] | None):
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        if is_dynamo_compiling():
+            return _call_eagerly(self.fn, *args)
+        return None if self.fn is None else self.fn(*args)
+
+    def __deepcopy__(self, memo: dict) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self):
+        return _Hook, (None,)
+
+
+class _Begin(_Hook):
+    """The hook before each call of one module. Most calls are inside of another one, and need no notice.
+
+    One that does gets a hook for its end as well.
+    """
+
+    def __init__(self, sight: Sight, module: nn.Module):
+        super().__init__(functools.partial(_before, sight))
+        self.sight = sight
+        self.plain = not isinstance(module, nn.RNNBase) and module is not sight.model()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.plain and not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            # Only ours is at the end of the call: no hook of the user's is to be shown anything.
+            quiet = not self.sight.scaled or len(module._forward_hooks) == (id(module) in self.sight.ends)
+            if quiet and calls and not any(call.module is module for call in calls):
+                return None
+        return super().__call__(module, args, kwargs)
+
+
+@outside_compile
+def _call_eagerly(fn: Callable[..., Any] | None, *args: Any) -> Any:
+    return None if fn is None else fn(*args)
+
+
+def needs_sight(pipe: Pipeline) -> bool:
+    """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked.
+
+    Inputs are cast to the dtype of the parameters even where these are resident in it.
+    """
+    cast = pipe.cast
+    return (
+        pipe.scale is not None
+        or any(d is not None for d in (cast.output_dtype, cast.param_dtype, cast.store_dtype))
+        or any(v.stages for v in pipe.views_at_use.values())
+    )
+
+
+def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
+    """Make `model` see its parameters through `sight`; what is returned undoes it.
+
+    Args:
+        model: its parameters are the resident ones.
+        sight: how they are seen.
+        paths: `id(parameter)` to path.
+    """
+    for module in model.modules():
+        plain = module._parameters
+        names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
+        if names:
+            module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
+            sight.undo.append(functools.partial(_restore, module, plain))
+        pre = _Begin(sight, module)
+        sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+    # Before any hook of the user's, who sees outputs in the dtype they have outside.
+    _end(sight, model)
+
+    def uninstall() -> None:
+        for action in reversed(sight.undo):
+            action()
+
+    return uninstall
+
+
+def _end(sight: Sight, module: nn.Module) -> None:
+    handle = module.register_forward_hook(_Hook(functools.partial(_after, sight)), always_call=True)
+    sight.undo.append(handle.remove)
+    sight.ends[id(module)] = handle.id
+
+
+def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of a normalisation with running statistics, whose kernel wants parameters of their dtype."""
+    mean = getattr(module, "running_mean", None) if isinstance(module, NORMS) else None
+    return None if mean is None else mean.dtype
+
+
+def _restore(module: nn.Module, plain: dict) -> None:
+    plain.clear()
+    plain.update(dict(module._parameters))
+    module.__dict__["_parameters"] = plain
+
+
+def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+    """Note the call; at the outermost one, let the inputs in."""
+    local = sight.local
+    if sight.units is not None and differentiating():
+        raise RuntimeError(
+            explain(
+                "torch.func.grad, vjp or jvp of a function that calls an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "zf.bind(fn, tx, state) for torch.func, zf.vjp(fn, tx, state, *inputs), or plain torch.autograd.grad",
+            )
+        )
+    if id(module) not in sight.ends:
+        # Only now, for most modules are never called from outside, and to run it takes time.
+        _end(sight, module)
+    if local.calls and module is sight.model() and not _calls_itself(module):
+        # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
+        sight.forget_calls()
+    outermost = not local.calls and not sight.repeating(module)
+    call = Call(module, outermost, next_sequence())
+    if not local.calls and sight.scaled:
+        sight.attributes.hide(sight.admit)
+    local.calls.append(call)
+    if outermost and sight.units is not None:
+        call.undo.enter_context(sight.units.saved())
+    if isinstance(module, nn.RNNBase):
+        # Recurrent kernels take this list, which was filled when the module was made.
+        module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
+    if sight.scaled and len(module._forward_hooks) > 1:
+        _show_to_hooks(sight, module)
+    if not outermost:
+        return None
+    return (
+        tuple(map_tensors(sight.enter, a, f"argument {i} of the model") for i, a in enumerate(args)),
+        {k: map_tensors(sight.enter, v, f"argument {k}= of the model") for k, v in kwargs.items()},
+    )
+
+
+def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Let the outputs of the outermost call out. Runs after an exception too."""
+    local = sight.local
+    if not local.calls or local.calls[-1].module is not module:
+        # It was not noticed, or a hook of the user's raised before it could be.
+        return None
+    call = local.calls.pop()
+    call.undo.close()
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [dict.get(module._parameters, n) for n in module._flat_weights_names]
+    seen = dict(local.seen) if not local.calls else {}
+    try:
+        if call.shown is not None:
+            # What the user's hooks were shown is outside already.
+            return output if call.outermost else call.shown.result(output, sight.enter)
+        return sight.leave_all(output) if call.outermost else None
+    finally:
+        if not local.calls:
+            local.seen.clear()
+            if sight.scaled:
+                sight.attributes.show(sight.show, call.start)
+            sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
+            _check_unwritten(seen)
+            if sight.units is not None:
+                sight.units.end_of_call()
+
+
+def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
+    """The user's forward hooks run between two of ours, and see an output that has left the model."""
+    hooks: Any = module._forward_hooks
+    if id(module) not in sight.shows:
+        handle = module.register_forward_hook(_Hook(functools.partial(_show, sight)))
+        sight.shows[id(module)] = handle.id
+        sight.undo.append(handle.remove)
+    hooks.move_to_end(sight.shows[id(module)], last=False)
+    hooks.move_to_end(sight.ends[id(module)])
+
+
+def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    calls = sight.local.calls
+    if not calls or calls[-1].module is not module:
+        return None
+    calls[-1].shown = Shown(output, sight.leave_all if calls[-1].outermost else sight.show_all)
+    return calls[-1].shown.outer
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a call of the module is under way further up, besides the one that begins now."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count > 1
+
+
+def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
+    """What a model in another dtype writes into a parameter goes into a copy and would be lost."""
+    bad = [
+        (path, f"seen in {view.dtype}, stored in {stored.dtype}")
+        for (path, _, inference), (stored, view) in seen.items()
+        if view.dtype != stored.dtype and not inference and view._version
+    ]
+    if bad:
+        right = "write outside of the call, or keep what the model writes in a buffer"
+        raise RuntimeError(
+            bad_leaves("the model wrote into parameters in its forward, where they are cast copies", bad, right)
+        )

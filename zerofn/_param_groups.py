@@ -1,0 +1,94 @@
+"""`param_groups`, one for each optimizer of a pipeline: what learning-rate schedulers of torch.optim see and set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._errors import explain
+from ._factory import learning_rate
+from ._pipeline import Pipeline
+from ._tree import Leaves
+from ._types import Role, Transform
+
+
+class ParamGroups:
+    """The groups of one attached model, and who owns their learning rates.
+
+    Attributes:
+        groups: what `opt.param_groups` is.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves):
+        self.optimizers = _optimizers(pipe)
+        self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
+        # The rates as zerofn set them: others have been set by somebody else.
+        self.shown = [g["lr"] for g in self.groups]
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates by prefix, where the groups and not a schedule own them."""
+        rates = {}
+        for group, shown, (prefix, (t, _)) in zip(self.groups, self.shown, self.optimizers.items(), strict=True):
+            if useless := [k for k in group if k in t.config and k != "lr"]:
+                raise ValueError(
+                    explain(
+                        f"param_groups with {useless[0]} = {group[useless[0]]!r}",
+                        f"of a group only lr can be set; {useless[0]} is a part of the pipeline, {t!r}",
+                        f"zf.{t.name}({useless[0]}=...) before zf.attach",
+                    )
+                )
+            if "lr" in t.config and not callable(t.config["lr"]):
+                rates[prefix] = group["lr"]
+            elif group["lr"] != shown:
+                raise ValueError(
+                    explain(
+                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
+                        "that transform owns its learning rate, so what is set here would have no effect",
+                        "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone",
+                    )
+                )
+        return rates
+
+    def show(self, metrics: dict[str, Tensor]) -> None:
+        """The rates that the pipeline has used, where groups do not own them."""
+        for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
+            if callable(t.config.get("lr")) and prefix + "lr" in metrics:
+                group["lr"] = self.shown[i] = float(metrics[prefix + "lr"])
+
+    def load(self, saved: list[dict[str, Any]]) -> None:
+        """Go on with the rates of a `state_dict`."""
+        for group, there in zip(self.groups, saved, strict=True):
+            group["lr"] = there["lr"]
+        self.shown = [g["lr"] for g in self.groups]
+
+
+def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
+    lr = t.config.get("lr", 0.0)
+    return {
+        "params": params,
+        "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
+        "name": prefix.rstrip(".") or t.name,
+    }
+
+
+def _optimizers(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
+    """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
+    found: dict[str, tuple[Transform, list[str]]] = {}
+    trainable = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+
+    def visit(t: Transform, prefix: str, paths: list[str]) -> None:
+        if t.role is not Role.OPTIMIZER and t.role is not Role.CHAIN:
+            return
+        if t.members_fn is None:
+            for part in t.parts if t.role is Role.CHAIN else ():
+                visit(part, prefix, paths)
+            if t.role is Role.OPTIMIZER:
+                found[prefix] = (t.parts[0] if t.parts else t, paths)
+            return
+        for label, (member, own) in t.members_fn(pipe.layout).items():
+            visit(member, prefix + label, [p for p in paths if p in own])
+
+    for part in pipe.parts:
+        visit(part, "", trainable)
+    return found

@@ -1,0 +1,186 @@
+"""What passes the boundary of an attached model: its parameters as it sees them, inputs in, outputs out."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._boundary import EntryMap, ExitMap, LeafView, differentiable
+from ._compat import executing, graph_task, next_sequence
+from ._containers import map_outputs
+from ._crossing import Crossing, Edge, Spans, crossing_of
+from ._errors import bad_leaves
+from ._escape import Attributes, Shown, check_closed
+from ._pipeline import Pipeline
+from ._units import Units
+
+
+class _Thread(threading.local):
+    """What each thread that calls the model has for itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        # By path and mode: the stored tensor, and its view in the call under way.
+        self.seen: dict[tuple, tuple[Tensor, Tensor]] = {}
+        # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
+        self.mark: int | None = None
+        # By path: the view that was given last, and what it is the view of.
+        self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.task = -1
+        self.backwards = 0
+
+
+class Call:
+    """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
+
+    __slots__ = ("module", "outermost", "shown", "start", "undo")
+
+    def __init__(self, module: nn.Module, outermost: bool, start: int):
+        self.module = module
+        self.outermost = outermost
+        self.start = start
+        self.shown: Shown | None = None
+        self.undo = ExitStack()
+
+
+class Sight:
+    """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
+
+    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module):
+        self.pipe = pipe
+        self.scaled = pipe.scale is not None
+        self.scale = scale
+        self.units = units
+        self.model = weakref.ref(model)
+        self.local = _Thread()
+        self.spans = Spans()
+        self.attributes = Attributes(self, list(model.modules()))
+        # The hook that ends each module's calls, and the one that shows the user's hooks an output.
+        self.ends: dict[int, int] = {}
+        self.shows: dict[int, int] = {}
+        self.undo: list[Callable[[], Any]] = []
+
+    def active(self) -> bool:
+        """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
+        return bool(self.local.calls) or self.repeating()
+
+    def repeating(self, module: nn.Module | None = None) -> bool:
+        """Whether a part of a call is being repeated in a backward, and not the whole call of `module`.
+
+        Told by the node that backward executes: it was made during a call of the model, or else the
+        user is the one who asks (a checkpoint around a call, a hook of the user's).
+        """
+        node = executing()
+        if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
+            return False
+        number = node._sequence_nr()
+        if number not in self.spans or (module is not None and self.spans.maker(number) == id(module)):
+            return False
+        # What is made now belongs to the call as well: a checkpoint inside a checkpoint.
+        now = next_sequence()
+        self.spans.add(now if self.local.mark is None else self.local.mark, now)
+        return True
+
+    def forget_calls(self) -> None:
+        """Calls that were left without a trace."""
+        while self.local.calls:
+            self.local.calls.pop().undo.close()
+        self.local.seen.clear()
+
+    def look(self, path: str, stored: Tensor) -> Tensor:
+        """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
+        view = self.pipe.views_at_use[path]
+        if self.units is not None:
+            if stored is self.units.params[path]:
+                return self.units.look(path, keep=bool(self.local.calls))
+            view = _of_another(view, stored)
+        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
+            return stored
+        if not self.local.calls:
+            return self._through(view, stored)
+        key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = self.local.seen.get(key)
+        if found is None or found[0] is not stored:
+            found = self.local.seen[key] = (stored, self._through(view, stored))
+        return found[1]
+
+    def _through(self, view: LeafView, stored: Tensor) -> Tensor:
+        return self._crossing(view, True).cross(stored)
+
+    def origin(self, path: str, x: Any) -> Any:
+        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        view, stored = self.local.given.get(path, (lambda: None, None))
+        return stored if view() is x else None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An input on its way in: cast to the compute dtype."""
+        dtype = self.pipe.cast.param_dtype or self.pipe.cast.store_dtype
+        if not x.is_floating_point() or (dtype in (None, x.dtype) and not self.scaled):
+            return x
+        if dtype in (None, x.dtype) and not differentiable(x):
+            # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
+            return x.view_as(x) if torch.is_grad_enabled() else x
+        return self._crossing(EntryMap(dtype, x.dtype), True).cross(x)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """An output on its way out."""
+        if self.units is not None and y.grad_fn is not None:
+            # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
+            units = self.units
+            y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
+        dtype = self.pipe.cast.output_dtype
+        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
+            return y
+        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y)
+
+    def show(self, y: Tensor) -> Tensor:
+        """An inner tensor as the user may have it: as an output, but for its dtype."""
+        return self._crossing(ExitMap(None, y.dtype), False).cross(y) if self.scaled and differentiable(y) else y
+
+    def leave_all(self, output: Any) -> Any:
+        """The outputs of a call on their way out."""
+        return map_outputs(self.leave, output, "the output of the model")
+
+    def show_all(self, output: Any) -> Any:
+        """An output inside of the model as hooks of the user's may have it."""
+        return map_outputs(self.show, output, "an output inside the model")
+
+    def admit(self, x: Tensor) -> Tensor:
+        """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
+        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if x.is_floating_point() else x
+
+    def _crossing(self, edge: Edge, inward: bool) -> Crossing:
+        return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)
+
+    def noticed(self, crossing: Crossing) -> None:
+        """A cotangent crosses. Now and then, the whole graph is searched for one that does not."""
+        if torch.compiler.is_compiling():
+            return
+        local, task = self.local, graph_task()
+        local.mark = next_sequence()
+        if task != local.task:
+            local.task = task
+            local.backwards += 1
+            # In backward 1, 2, 4, 8, ...: programs repeat themselves, and the search takes time.
+            if local.backwards & (local.backwards - 1) == 0:
+                check_closed(self, self.spans)
+
+
+def _of_another(view: LeafView, given: Tensor) -> LeafView:
+    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
+    if given.shape != view.leaf.shape:
+        raise RuntimeError(
+            bad_leaves(
+                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
+            )
+        )
+    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)

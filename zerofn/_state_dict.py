@@ -1,0 +1,69 @@
+"""A state as nested dicts of tensors, for `torch.save` and DCP, and whether one is that of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._entries import over_ranks
+from ._errors import bad_leaves
+from ._pipeline import Pipeline
+from ._state import State
+
+
+def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `Optimizer.state_dict` returns."""
+    if pipe.groups:
+        first = pipe.groups[0]
+        shards = first if pipe.sharding is None else pipe.sharding.group
+        state = over_ranks(state, shards, first.ranks[first.rank])
+    return {
+        "format": 1,
+        "params": dict(state.leaves),
+        "transforms": {k: _nested(v) for k, v in state.transforms.items()},
+        "step": state.step,
+        "micro_step": state.micro_step,
+        "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
+    }
+
+
+def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Each entry of `own` with the one that is to replace it.
+
+    Raises:
+        ValueError: every missing, unexpected or misshapen entry is named.
+    """
+    mine, theirs = _flat(own), _flat(given)
+    bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
+    for k in mine.keys() & theirs.keys():
+        a, b = mine[k], theirs[k]
+        if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
+            bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+    if bad:
+        right = "the state_dict of this pipeline on this model"
+        if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
+            right += (
+                "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
+                "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+                "         opt = zf.attach(model, tx)"
+            )
+        raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
+    return [(a, theirs[k]) for k, a in mine.items()]
+
+
+def _nested(entry: Any) -> Any:
+    return dict(entry) if isinstance(entry, dict) else entry
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Entries by dotted key; a malformed tree gives keys that do not match."""
+    if isinstance(tree, dict):
+        return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}{name}/").items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
+        return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
+    return {prefix.rstrip("/"): tree}
+
+
+def _what(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)

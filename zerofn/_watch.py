@@ -1,0 +1,116 @@
+"""What may be attached, and whether it is still what was attached."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ._errors import bad_leaves
+from ._tree import Layout, Leaves
+
+
+class Owner:
+    """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
+
+    def __init__(self, opt: Any = None, leave: Callable[[], None] = lambda: None, strong: bool = False):
+        self.opt: Callable[[], Any] = lambda: None
+        self.leave = leave
+        if opt is not None:
+            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
+            self.opt = (lambda: opt) if strong else weakref.ref(opt)
+
+    def __reduce__(self):
+        return Owner, ()
+
+
+class Watch:
+    """What must stay as it was when a model was attached.
+
+    Args:
+        model: the model.
+        layout: its leaves.
+        params: its parameters by path, in their resident form.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
+        self.layout, self.params = layout, params
+        self.data = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
+        self.registered = _registered(model)
+
+    def check(self) -> None:
+        """A model that is no longer the one attached would be trained wrongly in silence.
+
+        Raises:
+            RuntimeError: everything that has changed is named.
+        """
+        bad = []
+        for leaf in self.layout.leaves:
+            p, (address, shape, dtype, device) = self.params[leaf.path], self.data[leaf.path]
+            if p.dtype != dtype or p.device != device:
+                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"))
+            elif p.data_ptr() != address or p.shape != shape:
+                bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
+            elif p.requires_grad != leaf.trainable:
+                bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
+        for where, parameters, expected in self.registered:
+            now = {n: id(p) for n, p in parameters().items() if p is not None}
+            if now != expected:
+                changed = sorted(
+                    {n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)}
+                )
+                bad.extend((f"{where}.{n}".lstrip("."), "added, removed or replaced") for n in changed)
+        if bad:
+            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
+            raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+
+
+def _registered(model: nn.Module) -> list[tuple[str, Callable[[], dict], dict[str, int]]]:
+    """Where each parameter is registered: what to look at to see that the model is still the same."""
+    return [
+        (name, lambda m=module: m._parameters, {n: id(p) for n, p in module._parameters.items() if p is not None})
+        for name, module in model.named_modules()
+        if module._parameters
+    ]
+
+
+def check_free(named: dict[str, nn.Parameter]) -> None:
+    taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
+    if taken:
+        raise ValueError(
+            bad_leaves(
+                "attach: parameters belong to another optimizer; two would both update them",
+                taken,
+                "opt.detach() on the first, or one pipeline for both with zf.partition",
+            )
+        )
+
+
+def _taken(p: nn.Parameter) -> bool:
+    owner = getattr(p, "_zerofn_owner", None)
+    if owner is None or owner.opt() is not None:
+        return owner is not None
+    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
+    owner.leave()
+    return False
+
+
+def check_memory(params: dict[str, Tensor]) -> None:
+    """Two different parameters over one memory would be updated twice; tied ones are one object."""
+    seen: dict[int, str] = {}
+    bad = []
+    for path, p in params.items():
+        if p.is_meta:
+            bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
+        elif p.numel():
+            first = seen.setdefault(p.data_ptr(), path)
+            if first != path:
+                bad.append(
+                    (path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight")
+                )
+    if bad:
+        raise ValueError(
+            bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")
+        )
