@@ -3,10 +3,12 @@
 Backward has no end that could be observed: an unused parameter never fires, checkpointing nests backwards, a
 kept graph runs again. So nothing here waits for one. A bucket is sent once all of its leaves have a
 gradient and the bucket before it is on its way; whatever is left, `settle` sends. A *round* is one pass over
-all buckets. The reduction is linear, so a contribution may travel in any round; what must be equal on
-all ranks is the number of rounds. The first one needs no agreement, since `settle` always completes it. Before
-every further one ranks tell each other whether they want it, and nobody waits for the answer before
-`settle`: until then another rank may be in a collective of the user's, which waits for this one.
+all buckets, with the first gradient that waits of each leaf. Those of later backwards queue: added up beforehand
+they would be fewer messages, but how many had come by then is a matter of time, and so would be the last bits
+of the sum. What must be equal on all ranks is the number of rounds. The first one needs no agreement, since
+`settle` always completes it. Before every further one ranks tell each other whether they want it, and nobody
+waits long for the answer before `settle`: until then another rank may be in a collective of the user's, which
+waits for this one.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from ._tree import Leaf
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
+# Gradients of one leaf that may wait before backward does.
+DEPTH = 2
 # Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
-# under way: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
+# under way or waiting: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
 # way there by a collective of the user's that waits for this very rank.
 PATIENCE = 1.0
 
@@ -58,7 +62,7 @@ class Stream:
         self.wire: Sharding | Flat = wire_of(stage, like)
         self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
-        self.pending: dict[str, Tensor] = {}
+        self.pending: dict[str, deque[Tensor]] = {}
         self.missing = [len(b) for b in self.buckets]
         self.next = 0
         self.rounds = 0
@@ -76,24 +80,34 @@ class Stream:
 
     def arrived(self, path: str, grad: Tensor) -> None:
         """A gradient of this rank. It belongs to the stream from now on."""
-        if path in self.pending:
-            self.pending[path] = self.pending[path].add_(grad)
-        else:
-            self.pending[path] = grad
+        queue = self.pending.setdefault(path, deque())
+        queue.append(grad)
+        if len(queue) == 1:
             self.missing[self.home[path]] -= 1
-        while self.missing[self.next] == 0 and self._may_begin():
+        while self.missing[self.next] == 0 and self._may_begin(len(queue) > DEPTH):
             self._send()
 
-    def _may_begin(self) -> bool:
+    def _may_begin(self, behind: bool) -> bool:
         """Whether the next bucket's round is one that all ranks know of; asks them if it is not."""
         if self.rounds < self.allowed:
             return True
         if self.question is None:
             self._ask(True, {})
         assert self.question is not None
-        if self.question[0].is_completed():
+        if self.question[0].is_completed() or (behind and self._comes(self.question[0])):
             self._answer()
         return self.rounds < self.allowed
+
+    def _comes(self, work: Any) -> bool:
+        """Wait for an operation, but not for ever: see `PATIENCE`. Whether it is done."""
+        deadline = time.monotonic() + self.patience
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                # Most likely the program is one where it happens at each step.
+                self.patience /= 4
+                return False
+            time.sleep(5e-5)
+        return True
 
     def _ask(self, more: bool, marks: dict[str, int]) -> None:
         mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
@@ -114,7 +128,7 @@ class Stream:
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
         bucket = self.buckets[self.next]
-        grads = [self.pending.pop(leaf.path, None) for leaf in bucket]
+        grads = [self._oldest(leaf.path) for leaf in bucket]
         first = self.like[bucket[0].path]
         with torch.no_grad():
             flat = [None if g is None else g.reshape(-1) for g in grads]
@@ -123,23 +137,24 @@ class Stream:
         work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
-        self.missing[self.next] = len(bucket)
+        self.missing[self.next] = sum(leaf.path not in self.pending for leaf in bucket)
         self.next = (self.next + 1) % len(self.buckets)
         self.rounds += self.next == 0
         self._hold_back()
 
+    def _oldest(self, path: str) -> Tensor | None:
+        queue = self.pending.get(path)
+        if queue is None:
+            return None
+        grad = queue.popleft()
+        if not queue:
+            del self.pending[path]
+        return grad
+
     def _hold_back(self) -> None:
-        """Keep few buckets under way, but do not wait for ever: see `PATIENCE`."""
-        deadline = time.monotonic() + self.patience
-        while len(self.flying) > IN_FLIGHT:
-            if self.flying[0][0].is_completed():
-                self._land()
-            elif time.monotonic() < deadline:
-                time.sleep(5e-5)
-            else:
-                # Most likely the program is one where it happens at each step.
-                self.patience /= 4
-                return
+        """Keep few buckets under way."""
+        while len(self.flying) > IN_FLIGHT and self._comes(self.flying[0][0]):
+            self._land()
 
     def _land(self) -> None:
         work, out, _, i = self.flying.popleft()

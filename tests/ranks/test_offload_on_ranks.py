@@ -1,0 +1,104 @@
+"""What is kept on the host gives the same bits: several backwards a step, accumulation, every stage and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerofn as zf
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FIRST: dict[int, list[Callable[[], zf.Transform]]] = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
+CASTS: dict[str, list[Callable[[], zf.Transform]]] = {
+    "fp32": [],
+    "bf16": [lambda: zf.precision(store_dtype=BF16)],
+    "fp16": [
+        lambda: zf.precision(param_dtype=FP16, output_dtype=FP32),
+        # One that overflows at first, so that steps are skipped too.
+        lambda: zf.scale_loss("dynamic", init_scale=2.0**17),
+    ],
+}
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.norm = nn.LayerNorm(7)
+        self.norm.bias.requires_grad_(False)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.head(self.norm(h))
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(10 * seed + dist.get_rank() if dist.is_initialized() else 10 * seed)
+    tokens = torch.randint(0, 11, (3, 4), generator=g)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transform]) -> tuple[dict[str, Tensor], int]:
+    """The loop `backward(retain_graph); backward; backward; step` over two windows of two micro-steps and a half."""
+    adam = zf.low_precision_adam(1e-2, seed=3) if precision == "bf16" else zf.adamw(1e-2, weight_decay=0.1)
+    late = [zf.reduce_scatter()] if stage == 1 else []
+    made = [f() for f in (*FIRST[stage], *CASTS[precision])]
+    model = Net()
+    opt = zf.attach(model, zf.chain(*made, place(zf.accumulate(2)), *late, place(adam)))
+    for step in range(7):
+        loss = loss_of(model, step)
+        loss.backward(retain_graph=True)
+        loss_of(model, 100 + step).backward()
+        (0.5 * loss).backward()
+        opt.step()
+        opt.zero_grad()
+    with opt.gathered():
+        return {n: p.detach().clone() for n, p in model.named_parameters()}, opt.global_steps
+
+
+def everything() -> dict[tuple[str, int], Any]:
+    cells = [(precision, stage) for precision in CASTS for stage in FIRST]
+    return {(p, s): [train(s, p, zf.offload), train(s, p, lambda t: t)] for p, s in cells}
+
+
+def again() -> list[int]:
+    """How many of several runs of one program end with other bits than the first, by stage."""
+    found = []
+    for stage in FIRST:
+        runs = [train(stage, "fp32", lambda t: t)[0] for _ in range(4)]
+        found.append(sum(any(not torch.equal(x, run[path]) for path, x in runs[0].items()) for run in runs))
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_can_be_repeated_bit_for_bit(ranks: int):
+    """Also where several backwards of a step overtake the reduction of the first."""
+    assert zf.launch(again, ranks, timeout=100) == [[0] * len(FIRST)] * ranks
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_offload_gives_the_same_bits(ranks: int):
+    """DeepSpeed's largest difference between offload and none is 7.45e-9 in fp32; here it is 0."""
+    for rank, found in enumerate(zf.launch(everything, ranks, timeout=200)):
+        for (precision, stage), ((there, applied), (here, also)) in found.items():
+            where = f"rank {rank}, {precision}, stage {stage}"
+            assert applied == also == (2 if precision == "fp16" else 3), where
+            for path, begun in Net().named_parameters():
+                assert torch.equal(there[path], here[path]), f"{where}: {path}"
+                moved = not torch.equal(there[path].float(), begun.detach().to(there[path].dtype).float())
+                assert moved == begun.requires_grad, f"{where}: {path}"
