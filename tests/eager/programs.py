@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
+KINDS = ["linear", "linear", "norm", "gain", "twice", "frozen", "lora", "gru", "functional", "dict", "weight_norm"]
+# Not a batch norm: before one a bias has no gradient, and three rows are too few to normalise by.
+KINDS += ["in_place", "views", "experts"]
 
 
 class Piece(nn.Module):
@@ -25,12 +28,14 @@ class Piece(nn.Module):
 
     def __init__(self, rng: random.Random):
         super().__init__()
-        self.kind = rng.choice(
-            ["linear", "linear", "norm", "gain", "twice", "frozen", "lora", "gru", "functional", "dict", "weight_norm"]
-        )
+        self.kind = rng.choice(KINDS)
         kind = self.kind
-        if kind in ("linear", "twice", "functional", "frozen", "weight_norm"):
+        if kind in ("linear", "twice", "functional", "frozen", "weight_norm", "in_place", "views"):
             self.layer = nn.Linear(WIDTH, WIDTH)
+        if kind == "experts":
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            # Not by the data, of which 16 bits may be on the other side of any border.
+            self.route = [rng.randrange(3) for _ in range(3)]
         if kind == "norm":
             self.layer = nn.LayerNorm(WIDTH)
         if kind == "gain":
@@ -63,6 +68,15 @@ class Piece(nn.Module):
             x = self.layer(x[None])[0][0]  # the rows are a sequence
         elif self.kind == "functional":
             x = torch.func.functional_call(self.layer, {n: p * 1.5 for n, p in self.layer.named_parameters()}, (x,))
+        elif self.kind == "in_place":
+            x = F.leaky_relu_(self.layer(x).mul_(1.5), 0.1)
+        elif self.kind == "views":
+            x = self.layer(x).view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH)[:, :]
+        elif self.kind == "experts":
+            which = torch.arange(len(x)).apply_(lambda row: self.route[row % 3])
+            parts = [e(x[which == i]) for i, e in enumerate(self.experts) if bool((which == i).any())]
+            order = torch.cat([(which == i).nonzero()[:, 0] for i in range(3)])
+            x = torch.cat(parts)[order.argsort()]
         else:
             x = self.layer(x)
         return torch.tanh(x) + 0.1 * x

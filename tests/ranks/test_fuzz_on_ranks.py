@@ -126,7 +126,8 @@ def program_of(seed, model_blocks):
                 (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
                 (loss(out) + g.square().mean()).backward()
             elif action == "outside":
-                penalty = sum((p**2).sum() for p in model.parameters() if p.requires_grad)
+                live = [p for p in model.parameters() if p.requires_grad]
+                penalty = sum((p**2).sum() for p in live) + own.choice(live).sum().cos() + live[0].norm()
                 (loss(run(draw())) + 0.01 * penalty).backward()
             elif action == "talk":
                 talk()
