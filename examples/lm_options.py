@@ -37,7 +37,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p.add_argument("--seq", type=count, default=128, help="bytes in a sequence (128)")
     p.add_argument("--accumulate", type=count, default=1, help="micro-batches a batch is cut into (1)")
     p.add_argument("--data", metavar="FILE", help="text to train on (the language reference in the standard library)")
-    p.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate (0.002)")
+    p.add_argument("--lr", type=positive(float), default=1e-3, help="peak learning rate (0.001)")
     p.add_argument("--seed", type=int, default=0, help="of the model, the data order and stochastic rounding (0)")
     p.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of the results (runs/lm)")
     p.add_argument("--route", choices=["pure", "eager"], default="eager", help="both give the same losses (eager)")

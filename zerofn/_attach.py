@@ -54,6 +54,9 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
+    Under `shard` a parameter is this rank's flat part to whatever looks at it or writes into it, and the full one
+    to whatever computes with it, inside of the model and outside: `loss + model.head.weight.norm()` is right.
+
     Raises:
         TypeError: `model` is no module.
         ValueError: it is attached already, has no parameters, or NaN in one; `in_backward` with a transform
