@@ -128,7 +128,7 @@ def _check_unwritten(func: Any, args: tuple, kwargs: dict) -> None:
             explain(
                 f"{func} writes into a parameter",
                 "under shard it is gathered anew when it is used again, so what is written would be lost",
-                "w = params['w'].clone(), and write into w",
+                "with opt.gathered(): on an attached model; w = params['w'].clone() in a function of parameters",
             )
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._errors import explain
 from ._lazy import Lazy
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
@@ -26,7 +27,7 @@ from ._lazy import Lazy
 LOOKING = frozenset({
     "__set__", "__delete__", "__len__", "__repr__", "__format__", "__dir__", "backward", "data_ptr", "detach", "dim",
     "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "retain_grad", "size", "stride", "type",
-    "untyped_storage",
+    "untyped_storage", "_has_compatible_shallow_copy_type",
 })
 # fmt: on
 # Attributes that are computed.
@@ -42,13 +43,17 @@ CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "flo
 class Parted(nn.Parameter):
     """A parameter of which this rank has a part."""
 
-    whole: Callable[[], Tensor | None]
+    whole: Callable[[], Tensor]
+    # Whether it is the full one for a while.
+    is_whole: Callable[[], bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            if name == "__set__" and func.__self__.__name__ == "data":
+                _check_data(*args)
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
@@ -57,10 +62,12 @@ class Parted(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
+            _check_copied(self, "copy.deepcopy(model)")
             memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _check_copied(self, "torch.save(model, file)")
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -77,25 +84,51 @@ def _in_place(name: str) -> bool:
 
 def _whole(x: Any) -> Any:
     if isinstance(x, Parted):
-        found = x.whole()
-        return x if found is None else found
+        return x if x.is_whole() else x.whole()
     return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
 
 
-def part(p: Tensor, whole: Callable[[], Tensor | None]) -> Callable[[], None]:
-    """Make `p` the full parameter to autograd; what is returned undoes it.
+def _check_data(p: Parted, value: Tensor) -> None:
+    """What `model.half()`, `model.to(device)` and `p.data = full` do."""
+    same = value.shape == p.data.shape and value.dtype == p.dtype and value.device == p.device
+    if not same and not p.is_whole():
+        got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, p.data))
+        raise RuntimeError(
+            explain(
+                f"other data for a sharded parameter: {got} in place of {has}",
+                "under shard it holds this rank's flat part, in the dtype and on the device it was attached with",
+                "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
+            )
+        )
+
+
+def _check_copied(p: Parted, how: str) -> None:
+    """A copy would be a plain model with flat parts for parameters, of no use to anybody."""
+    if not p.is_whole():
+        raise RuntimeError(
+            explain(
+                f"{how} of an attached sharded model",
+                "under shard its parameters are this rank's flat parts, and a copy would have no other",
+                f"with opt.gathered(): {how}",
+            )
+        )
+
+
+def part(p: Tensor, whole: Callable[[], Tensor], is_whole: Callable[[], bool]) -> Callable[[], None]:
+    """Make `p`, which holds a part, the full parameter to whatever computes; what is returned undoes it.
 
     Args:
-        p: a parameter, which holds a part. One of a class of the user's stays as it is.
-        whole: the full parameter, differentiable; `None` where `p` is the full one for a while.
+        p: a parameter. One of a class of the user's stays as it is.
+        whole: the full parameter, differentiable.
+        is_whole: whether `p` is the full one for a while.
     """
     if type(p) is not nn.Parameter:
         return lambda: None
     p.__class__ = Parted
-    p.whole = whole  # type: ignore[attr-defined]
+    p.whole, p.is_whole = whole, is_whole  # type: ignore[attr-defined]
 
     def undo() -> None:
         p.__class__ = nn.Parameter
-        del p.whole  # type: ignore[attr-defined]
+        del p.whole, p.is_whole  # type: ignore[attr-defined]
 
     return undo

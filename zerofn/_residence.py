@@ -81,7 +81,9 @@ class Residence:
             paths = {id(p): path for path, p in params.items()}
             self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
         if self.units is not None:
-            self.undo += [part(p, functools.partial(self.units.look_alone, path)) for path, p in params.items()]
+            units = self.units
+            for path, p in params.items():
+                self.undo.append(part(p, functools.partial(units.look_alone, path), lambda: units.suspended))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -259,18 +261,18 @@ class Residence:
             )
             return
         parts = {path: p.data for path, p in self.params.items()}
+        self.units.suspended = True
         for path, full in self.pipe.whole(self.state.leaves).items():
             self.params[path].data = full
-        self.units.suspended = True
         try:
             yield self.model
             if self._write_back(self.pipe.layout.leaves):
                 self.units.renew()
         finally:
-            self.units.suspended = False
-            self.units.drop()
             for path, p in self.params.items():
                 p.data = parts[path]
+            self.units.suspended = False
+            self.units.drop()
 
     @torch.no_grad()
     def _write_back(self, leaves: Iterable[Leaf]) -> bool:
@@ -286,6 +288,8 @@ class Residence:
 
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model."""
+        if self.units is not None:
+            self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
             if self.units is not None or full.dtype != self.params[path].dtype:
                 self.params[path].data = full.detach().clone()

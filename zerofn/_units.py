@@ -99,6 +99,8 @@ class Units:
         self.stirred = False
         # The parameters are full ones for a while, so that they are seen as they are.
         self.suspended = False
+        # The model is a plain one again.
+        self.left = False
 
     def look(self, path: str, keep: bool) -> Tensor:
         """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
@@ -115,10 +117,8 @@ class Units:
             self.live.move_to_end(i)
         return found[j]
 
-    def look_alone(self, path: str) -> Tensor | None:
+    def look_alone(self, path: str) -> Tensor:
         """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
-        if self.suspended:
-            return None
         return GatherUnit.apply(self, self.alone[path], PARAMETERS, self.params[path])[0]
 
     def saved(self) -> AbstractContextManager:
@@ -199,6 +199,14 @@ class Units:
             self.rounds.rest()
 
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
+        if self.left:
+            raise RuntimeError(
+                explain(
+                    "backward through a graph from before opt.detach()",
+                    "under shard parameters are gathered again, and this rank has no parts of them any more",
+                    "all backwards of a graph before opt.detach(), or the forward again after it",
+                )
+            )
         if in_backward():
             self.stirred = True
             self.rest_after_backward()

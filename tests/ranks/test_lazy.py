@@ -531,8 +531,8 @@ def mistakes():
 def test_mistakes_are_told():
     told = {
         "raises": "ZeroDivisionError: mine",
-        "write": "params['w'].clone(), and write into w",
-        "write elsewhere": "params['w'].clone(), and write into w",
+        "write": "w = params['w'].clone() in a function of parameters",
+        "write elsewhere": "w = params['w'].clone() in a function of parameters",
         "address": "kernel(params['w'].clone())",
         "reentrant": "set use_reentrant=False",
         "kept": "after the function that it was given to has returned",

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import rank_programs as P
@@ -276,9 +277,6 @@ def looks():
     assert torch.equal(w.detach(), part) and torch.equal(w.data, part) and torch.zeros_like(w).shape == part.shape
     assert "Parameter" in repr(w) and isinstance(w, nn.Parameter) and w.new_ones(2).shape == (2,)
     assert model.to("cpu") is model and model.double().blocks[0].weight is w and w.shape == part.shape
-    copied, loaded = copy.deepcopy(w), pickle.loads(pickle.dumps(w))
-    assert type(copied) is type(loaded) is nn.Parameter and torch.equal(copied, part) and torch.equal(loaded, part)
-    assert copy.deepcopy(model).state_dict().keys() == plain.state_dict().keys()
     average = torch.zeros_like(w)
     with torch.no_grad():
         average.lerp_(w.detach(), 0.5)
@@ -287,6 +285,11 @@ def looks():
     assert torch.equal(w * 1, 2 * full) and w.tolist() == (2 * full).tolist() and w[0, 0].item() == 2 * full[0, 0]
     with opt.gathered():
         assert w.shape == full.shape and torch.equal(w * 1, 2 * full)
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for other in (copied, loaded):
+            v = other.blocks[0].weight
+            assert type(v) is nn.Parameter and torch.equal(v, 2 * full) and v.data_ptr() != w.data_ptr()
+    assert torch.equal(copied(rows(0, 0)), loaded(rows(0, 0))) and w.shape == part.shape
     loss = model(rows(0, rank)).mean()
     with opt.gathered():
         w.norm().item()
@@ -295,7 +298,7 @@ def looks():
     assert w.grad.shape == part.shape
     opt.step()
     opt.detach()
-    assert type(w) is nn.Parameter and w.shape == full.shape and not hasattr(w, "whole")
+    assert type(w) is nn.Parameter and w.shape == full.shape and not vars(w)
     return True
 
 
@@ -304,7 +307,7 @@ def test_what_looks_or_writes_finds_the_part(ranks):
     assert zf.launch(looks, ranks, timeout=LIMIT) == [True] * ranks
 
 
-# -- graphs from before a step ------------------------------------------------------------------------------
+# -- mistakes ------------------------------------------------------------------------------
 
 
 def stale(how):
@@ -326,6 +329,58 @@ def stale(how):
 def test_a_graph_from_before_a_step(how):
     with pytest.raises(RuntimeError, match=r"a graph from before the parameters were updated(.|\n)*before opt.step"):
         zf.launch(stale, 2, how, timeout=LIMIT)
+
+
+def mistakes():
+    """What is said to each, and that nothing has changed."""
+    said = {}
+
+    def after_detach(model, opt):
+        loss = model(rows(0, 0)).square().mean()
+        opt.detach()
+        loss.backward()
+
+    def other_data(model, opt):
+        model.gain.data = torch.ones(3, dtype=torch.float64)
+
+    cases = {
+        "half": lambda model, opt: model.half(),
+        "data": other_data,
+        "deepcopy": lambda model, opt: copy.deepcopy(model),
+        "pickle": lambda model, opt: pickle.dumps(model),
+        "init": lambda model, opt: nn.init.normal_(model.blocks[0].weight),
+        "after detach": after_detach,
+    }
+    for name, mistake in cases.items():
+        model = make()
+        opt = zf.attach(model, PIPES["shard"]())
+        before = {n: (p.detach().clone(), p.dtype) for n, p in model.named_parameters()}
+        try:
+            mistake(model, opt)
+        except RuntimeError as error:
+            said[name] = str(error)
+        if name != "after detach":
+            now = {n: (p.detach(), p.dtype) for n, p in model.named_parameters()}
+            assert all(torch.equal(now[n][0], x) and now[n][1] == dtype for n, (x, dtype) in before.items())
+            model(rows(0, 0)).square().mean().backward()
+            opt.step()
+    return said
+
+
+def test_mistakes_are_told_and_change_nothing():
+    moved = r"other data for a sharded parameter(.|\n)*flat part(.|\n)*opt.detach\(\) before model.to"
+    wanted = {
+        "half": moved,
+        "data": moved,
+        "deepcopy": r"copy.deepcopy\(model\) of an attached sharded model(.|\n)*with opt.gathered\(\): copy.deepcopy",
+        "pickle": r"torch.save\(model, file\) of an attached sharded model(.|\n)*with opt.gathered\(\): torch.save",
+        "init": r"writes into a parameter(.|\n)*with opt.gathered\(\)",
+        "after detach": r"a graph from before opt.detach\(\)(.|\n)*the forward again after it",
+    }
+    for said in zf.launch(mistakes, 2, timeout=LIMIT):
+        assert said.keys() == wanted.keys()
+        for name, pattern in wanted.items():
+            assert re.search(pattern, said[name]), f"{name}: {said[name]}"
 
 
 # -- memory -------------------------------------------------------------------------------------------------
