@@ -20,7 +20,7 @@ import zerofn._stream
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
-LIMIT = 40 + COUNT
+LIMIT = 100 + 2 * COUNT
 D = 5
 STEPS = 3
 SGD = {"lr": 0.2, "momentum": 0.7}
@@ -177,6 +177,7 @@ def runs(seeds):
     return out
 
 
+@pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_random_programs(size):
     share = {1: 0.1, 2: 0.4, 3: 0.3, 4: 0.2}[size]
