@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import wide
-from ._compat import after_this_node, at_end_of_backward, in_backward
+from ._compat import after_this_node, at_end_of_backward, in_backward, outside_compile
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
@@ -138,6 +139,11 @@ class Units:
     def _unpack(self, saved: Tensor | Note) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if is_dynamo_compiling():
+            return _eagerly(self._gathered, saved)
+        return self._gathered(saved)
+
+    def _gathered(self, saved: Note) -> Tensor:
         self.check_current(saved.generation)
         with torch.no_grad():
             full = self.parameters(saved.unit)[saved.index]
@@ -214,6 +220,8 @@ class Units:
 
     def rest_after_backward(self) -> None:
         """Stay available at the end of this backward: other ranks' may be longer."""
+        if is_dynamo_compiling():
+            return _eagerly(self.rest_after_backward)
 
         def rest() -> None:
             self.waiting.discard(task)
@@ -284,6 +292,12 @@ class Units:
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
 
 
+@outside_compile
+def _eagerly(fn: Callable[..., Any], *args: Any) -> Any:
+    """Collectives, and what ends a backward, are no part of a compiled one."""
+    return fn(*args)
+
+
 class GatherUnit(Function):
     """Shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
 
@@ -301,6 +315,8 @@ class GatherUnit(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        if is_dynamo_compiling():
+            return None, None, None, *_eagerly(ScatterUnit.apply, ctx.units, ctx.i, *gs)
         return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
 
 
