@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ._compat import differentiating, next_sequence, outside_compile
+from ._compat import differentiating, eagerly, next_sequence
 from ._containers import map_tensors
 from ._errors import bad_leaves, explain
 from ._escape import Shown
@@ -29,9 +29,9 @@ class _Hook:
         self.fn = fn
 
     def __call__(self, *args: Any) -> Any:
-        if is_dynamo_compiling():
-            return _call_eagerly(self.fn, *args)
-        return None if self.fn is None else self.fn(*args)
+        if self.fn is None:
+            return None
+        return eagerly(self.fn, *args) if is_dynamo_compiling() else self.fn(*args)
 
     def __deepcopy__(self, memo: dict) -> _Hook:
         return _Hook(None)
@@ -59,11 +59,6 @@ class _Begin(_Hook):
             if quiet and calls and not any(call.module is module for call in calls):
                 return None
         return super().__call__(module, args, kwargs)
-
-
-@outside_compile
-def _call_eagerly(fn: Callable[..., Any] | None, *args: Any) -> Any:
-    return None if fn is None else fn(*args)
 
 
 def needs_sight(pipe: Pipeline) -> bool:

@@ -101,9 +101,14 @@ def backward_roots() -> list[Any]:
     return [n for n in nodes if n is not None]
 
 
-# Lets torch.compile break its graph at a function instead of tracing into it; unlike torch.compiler.disable
-# it imports the compiler at the first call and not here.
-outside_compile = torch._disable_dynamo  # type: ignore[attr-defined]
+# Unlike torch.compiler.disable this imports the compiler at the first call and not here.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it.
+
+    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing.
+    """
+    return fn(*args)
 
 
 def apply_function(cls: Any, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._compat import outside_compile
+from ._compat import eagerly
 from ._errors import explain
 from ._tree import Leaf, Leaves
 
@@ -85,7 +85,7 @@ class Lazy(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _compute_eagerly(func, args, kwargs or {})
+            return eagerly(_compute, func, args, kwargs or {})
         return _compute(func, args, kwargs or {})
 
 
@@ -107,11 +107,6 @@ def _shape_only(lazy: Lazy) -> Tensor:
     i, j = lazy.place
     flat = torch.empty(lazy.blocks.units[i][j].numel, dtype=lazy.dtype, device="meta")
     return flat.as_strided(lazy.size(), lazy.stride(), lazy.storage_offset())
-
-
-@outside_compile
-def _compute_eagerly(func: Any, args: tuple, kwargs: dict) -> Any:
-    return _compute(func, args, kwargs)
 
 
 def _full(x: Any) -> Any:

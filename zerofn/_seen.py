@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._compat import outside_compile
+from ._compat import eagerly
 from ._sight import Sight
 
 
@@ -75,7 +75,7 @@ class SeenParameters(dict):
 
 def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
     if is_dynamo_compiling():
-        return _seen_eagerly(parameters, name, stored)
+        return eagerly(_seen, parameters, name, stored)
     sight = parameters.sight
     if not sight.active():
         return stored
@@ -85,8 +85,3 @@ def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
         seen = seen.to(parameters.beside)
     sight.local.given[path] = (weakref.ref(seen), stored)
     return seen
-
-
-@outside_compile
-def _seen_eagerly(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
-    return _seen(parameters, name, stored)

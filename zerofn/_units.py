@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import wide
-from ._compat import after_this_node, at_end_of_backward, in_backward, outside_compile
+from ._compat import after_this_node, at_end_of_backward, eagerly, in_backward
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
@@ -140,7 +140,7 @@ class Units:
         if isinstance(saved, Tensor):
             return saved
         if is_dynamo_compiling():
-            return _eagerly(self._gathered, saved)
+            return eagerly(self._gathered, saved)
         return self._gathered(saved)
 
     def _gathered(self, saved: Note) -> Tensor:
@@ -221,7 +221,8 @@ class Units:
     def rest_after_backward(self) -> None:
         """Stay available at the end of this backward: other ranks' may be longer."""
         if is_dynamo_compiling():
-            return _eagerly(self.rest_after_backward)
+            # Collectives, and what ends a backward, are no part of a compiled one.
+            return eagerly(self.rest_after_backward)
 
         def rest() -> None:
             self.waiting.discard(task)
@@ -292,12 +293,6 @@ class Units:
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
 
 
-@outside_compile
-def _eagerly(fn: Callable[..., Any], *args: Any) -> Any:
-    """Collectives, and what ends a backward, are no part of a compiled one."""
-    return fn(*args)
-
-
 class GatherUnit(Function):
     """Shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
 
@@ -316,7 +311,7 @@ class GatherUnit(Function):
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         if is_dynamo_compiling():
-            return None, None, None, *_eagerly(ScatterUnit.apply, ctx.units, ctx.i, *gs)
+            return None, None, None, *eagerly(ScatterUnit.apply, ctx.units, ctx.i, *gs)
         return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
 
 

@@ -15,6 +15,9 @@ from torch.func import functional_call
 
 import zerofn as zf
 
+# What makes the ZeRO stage where it comes first in a pipeline; that of stage 1 comes after the accumulation.
+FIRST = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
+
 
 def rank_and_size():
     """This process among the launched ones."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rank_programs as P
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofn as zf
 
 # aot_eager traces forward and backward as inductor does, and leaves the generation of code out.
 BACKEND = "aot_eager"
-FIRST: dict[int, list[Callable[[], zf.Transform]]] = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
 
 
 class Net(nn.Module):
@@ -38,11 +36,11 @@ def train(stage: int, how: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     torch._dynamo.reset()
     late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
     model = Net()
-    opt = zf.attach(model, zf.chain(*(f() for f in FIRST[stage]), *late, zf.sgd(0.05)))
+    opt = zf.attach(model, zf.chain(*(f() for f in P.FIRST[stage]), *late, zf.sgd(0.05)))
     call: Any = torch.compile(model, backend=BACKEND) if how == "model" else model
     for block in model.blocks if how == "blocks" else ():
         block.compile(backend=BACKEND)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = P.rank_and_size()
     found = []
     for step in range(3):
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
@@ -64,7 +62,7 @@ def everything() -> dict[tuple[int, str], Any]:
     with warnings.catch_warnings():
         # The compiler looks whether a view has a .grad; compiled autograd makes an instance of every Function.
         warnings.simplefilter("ignore")
-        return {(s, how): train(s, how) for s in FIRST for how in ("plain", "model", "blocks", "autograd")}
+        return {(s, how): train(s, how) for s in P.FIRST for how in ("plain", "model", "blocks", "autograd")}
 
 
 @pytest.mark.timeout(200)

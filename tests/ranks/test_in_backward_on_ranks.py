@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rank_programs as P
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,9 +23,7 @@ def along(axis: str) -> Any:
 
 
 FIRST: dict[Any, list[Callable[[], zf.Transform]]] = {
-    0: [zf.all_reduce],
-    2: [zf.reduce_scatter],
-    3: [zf.shard],
+    **P.FIRST,
     "hybrid": [lambda: zf.shard(along("shard")), lambda: zf.all_reduce(along("replicate"))],
 }
 

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rank_programs as P
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofn as zf
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FIRST: dict[int, list[Callable[[], zf.Transform]]] = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
 CASTS: dict[str, list[Callable[[], zf.Transform]]] = {
     "fp32": [],
     "bf16": [lambda: zf.precision(store_dtype=BF16)],
@@ -46,7 +45,7 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
-    g = torch.Generator().manual_seed(10 * seed + dist.get_rank() if dist.is_initialized() else 10 * seed)
+    g = torch.Generator().manual_seed(10 * seed + P.rank_and_size()[0])
     tokens = torch.randint(0, 11, (3, 4), generator=g)
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
 
@@ -55,7 +54,7 @@ def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transfo
     """The loop `backward(retain_graph); backward; backward; step` over two windows of two micro-steps and a half."""
     adam = zf.low_precision_adam(1e-2, seed=3) if precision == "bf16" else zf.adamw(1e-2, weight_decay=0.1)
     late = [zf.reduce_scatter()] if stage == 1 else []
-    made = [f() for f in (*FIRST[stage], *CASTS[precision])]
+    made = [f() for f in (*P.FIRST[stage], *CASTS[precision])]
     model = Net()
     opt = zf.attach(model, zf.chain(*made, place(zf.accumulate(2)), *late, place(adam)))
     for step in range(7):
@@ -70,14 +69,14 @@ def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transfo
 
 
 def everything() -> dict[tuple[str, int], Any]:
-    cells = [(precision, stage) for precision in CASTS for stage in FIRST]
+    cells = [(precision, stage) for precision in CASTS for stage in P.FIRST]
     return {(p, s): [train(s, p, zf.offload), train(s, p, lambda t: t)] for p, s in cells}
 
 
 def again() -> list[int]:
     """How many of several runs of one program end with other bits than the first, by stage."""
     found = []
-    for stage in FIRST:
+    for stage in P.FIRST:
         runs = [train(stage, "fp32", lambda t: t)[0] for _ in range(4)]
         found.append(sum(any(not torch.equal(x, run[path]) for path, x in runs[0].items()) for run in runs))
     return found
@@ -87,7 +86,7 @@ def again() -> list[int]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_can_be_repeated_bit_for_bit(ranks: int):
     """Also where several backwards of a step overtake the reduction of the first."""
-    assert zf.launch(again, ranks, timeout=100) == [[0] * len(FIRST)] * ranks
+    assert zf.launch(again, ranks, timeout=100) == [[0] * len(P.FIRST)] * ranks
 
 
 @pytest.mark.timeout(240)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_programs as P
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -139,14 +140,6 @@ def functional_transforms(run: Any):
     per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x[:, None])
     run.model(x).square().mean().backward()
     return [*g.values(), *per_sample.values()]
-
-
-def head_outside(run: Any):
-    """The model feeds a parameter that is not its own, in fp32 as it would be anywhere."""
-    head = torch.linspace(-1, 1, 4).requires_grad_()
-    (run.model(run.data(5, 6)).float() @ head).square().mean().backward()
-    run.models[1](run.data(5, 6)).square().mean().backward()
-    return head.grad
 
 
 def forces(run: Any):
@@ -294,7 +287,7 @@ for again in (S.look_between, S.repeated_by_both, S.function_of_the_user):
         )
 SCENARIOS |= {
     p.__name__: Scenario(p, (zoo.Net, zoo.Net), looser=2.0)
-    for p in (S.shared_loss, S.feeding, S.handed_over, head_outside)
+    for p in (S.shared_loss, S.feeding, S.handed_over, S.head_outside)
 }
 SCENARIOS |= {
     "accumulation": Scenario(S.forward_backward_twice, every=2),
@@ -329,7 +322,7 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
         seen.update({path: g.detach().clone() for path, g in grads.items()})
         return grads, state
 
-    first = {0: [zf.all_reduce()], 1: [], 2: [zf.reduce_scatter()], 3: [zf.shard()]}[stage]
+    first = [f() for f in P.FIRST[stage]]
     cast = {
         "fp32": [],
         "bf16": [zf.precision(store_dtype=BF16, grad_dtype=FP32)],
