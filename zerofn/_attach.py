@@ -56,6 +56,7 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
 
     Under `shard` a parameter is this rank's flat part to whatever looks at it or writes into it, and the full one
     to whatever computes with it, inside of the model and outside: `loss + model.head.weight.norm()` is right.
+    torch's functions that clip gradients raise where `p.grad` is not all there.
 
     Raises:
         TypeError: `model` is no module.

@@ -6,9 +6,8 @@ the full one, gathered for the purpose and in the dtype it is stored in. What lo
 `p.data`, `p.grad`, `p.detach()`) or writes into it finds the part that is stored.
 
 A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
-object it was, as hooks, ties and `p.grad` require: its class is exchanged, as `torch.nn.parameter` does for
-lazy modules. Giving out the full tensor where the module is asked for its `weight` would be simpler,
-but `model.weight.grad` would always be `None`.
+object it was, as hooks, ties and `p.grad` require. Giving out the full tensor where the module is asked for
+its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from ._errors import explain
 from ._lazy import Lazy
+from ._partial_grad import Partial
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
 # fmt: off
@@ -40,9 +40,10 @@ PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
 
-class Parted(nn.Parameter):
+class Parted(Partial):
     """A parameter of which this rank has a part."""
 
+    # The full one, differentiable.
     whole: Callable[[], Tensor]
     # Whether it is the full one for a while.
     is_whole: Callable[[], bool]
@@ -61,14 +62,12 @@ class Parted(nn.Parameter):
             return BY_VALUE.get(name, func)(*args, **{k: _whole(x) for k, x in kwargs.items()})
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        if id(self) not in memo:
-            _check_copied(self, "copy.deepcopy(model)")
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return memo[id(self)]
+        _check_copied(self, "copy.deepcopy(model)")
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _check_copied(self, "torch.save(model, file)")
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
 
 def _looks(func: Any, name: str) -> bool:
@@ -112,23 +111,3 @@ def _check_copied(p: Parted, how: str) -> None:
                 f"with opt.gathered(): {how}",
             )
         )
-
-
-def part(p: Tensor, whole: Callable[[], Tensor], is_whole: Callable[[], bool]) -> Callable[[], None]:
-    """Make `p`, which holds a part, the full parameter to whatever computes; what is returned undoes it.
-
-    Args:
-        p: a parameter. One of a class of the user's stays as it is.
-        whole: the full parameter, differentiable.
-        is_whole: whether `p` is the full one for a while.
-    """
-    if type(p) is not nn.Parameter:
-        return lambda: None
-    p.__class__ = Parted
-    p.whole, p.is_whole = whole, is_whole  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        p.__class__ = nn.Parameter
-        del p.whole, p.is_whole  # type: ignore[attr-defined]
-
-    return undo

@@ -22,7 +22,8 @@ from ._compat import set_grad_dtype
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
-from ._outside import part
+from ._outside import Parted
+from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import STEP
@@ -80,10 +81,28 @@ class Residence:
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
-        if self.units is not None:
-            units = self.units
-            for path, p in params.items():
-                self.undo.append(part(p, functools.partial(units.look_alone, path), lambda: units.suspended))
+        for path, p in params.items():
+            self._tell(path, p)
+
+    def _tell(self, path: str, p: Tensor) -> None:
+        """Let a parameter know what it and its gradient are parts of."""
+        if self.in_backward is not None:
+            why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
+        elif self.stream is not None:
+            why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
+        elif self.pipe.late:
+            why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
+        elif self.units is not None:
+            why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
+        else:
+            return
+        told = {"why": why, "refused": refused}
+        if self.units is None:
+            self.undo.append(tell(p, Partial, **told))
+            return
+        units = self.units
+        whole = functools.partial(units.look_alone, path)
+        self.undo.append(tell(p, Parted, whole=whole, is_whole=lambda: units.suspended, **told))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""

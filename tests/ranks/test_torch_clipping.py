@@ -1,0 +1,129 @@
+"""torch's own clipping of gradients that are not all there is refused where it would do nothing, or take a part's norm."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_programs as P
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+
+import zerofn as zf
+
+LIMIT = 60
+CLIPS: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda m: clip_grad_norm_(m.parameters(), 0.01),
+    "clip_grads_with_norm_": lambda m: clip_grads_with_norm_(m.parameters(), 0.01, torch.tensor(2.0)),
+    "clip_grad_value_": lambda m: clip_grad_value_(m.parameters(), 0.01),
+}
+
+
+def pipe(stage: int) -> zf.Transform:
+    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    return zf.chain(*(f() for f in P.FIRST[stage]), *late, zf.sgd(1.0))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 5)
+
+
+def backward(model: nn.Module) -> None:
+    rank, _ = P.rank_and_size()
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+
+
+def clip(stage: int, name: str) -> Any:
+    """What it says; or else, where it is right, by how much the step changes the parameters."""
+    model = model_of()
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = zf.attach(model, pipe(stage))
+    backward(model)
+    try:
+        CLIPS[name](model)
+    except RuntimeError as error:
+        opt.step()
+        opt.detach()
+        return str(error)
+    opt.step()
+    opt.detach()
+    return [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+
+
+def everything() -> dict[tuple[int, str], Any]:
+    return {(stage, name): clip(stage, name) for stage in P.FIRST for name in CLIPS}
+
+
+WHY = {
+    0: "has left to be reduced",
+    1: "is reduced later",
+    2: "has left to be reduced",
+    3: "another norm on every rank",
+}
+
+
+def test_refused_where_it_would_be_wrong():
+    for found in zf.launch(everything, 2, timeout=LIMIT):
+        for (stage, name), said in found.items():
+            if stage == 3 and name != "clip_grad_norm_":
+                # What is done to each element alone is right on parts.
+                change = torch.cat([c.flatten() for c in said])
+                assert 0 < change.abs().max() <= 0.0101, name
+                continue
+            assert isinstance(said, str) and WHY[stage] in said and f"torch.nn.utils.{name} on an attached" in said
+            remedy = "zf.clip_by_value(max_value)" if name == "clip_grad_value_" else "zf.clip_by_global_norm(max_norm)"
+            assert remedy in said and "max_grad_norm=0" in said
+
+
+def test_as_ever_where_the_gradient_is_there():
+    """One process: at every stage as without zerofn."""
+    for stage in P.FIRST:
+        for name in CLIPS:
+            plain = model_of()
+            before = [p.detach().clone() for p in plain.parameters()]
+            backward(plain)
+            CLIPS[name](plain)
+            torch.optim.SGD(plain.parameters(), lr=1.0).step()
+            for got, p, b in zip(clip(stage, name), plain.parameters(), before, strict=True):
+                torch.testing.assert_close(got, p.detach() - b, rtol=0, atol=0)
+
+
+def test_in_backward_there_is_nothing_to_clip():
+    model = model_of()
+    zf.attach(model, zf.chain(zf.sgd(0.1)), in_backward=True)
+    backward(model)
+    for name, function in CLIPS.items():
+        with pytest.raises(
+            RuntimeError, match=f"{name} on an attached model\n  why:   p.grad is None: with in_backward"
+        ):
+            function(model)
+
+
+def others() -> None:
+    """Whoever else asks finds what there is; copies and the model after detach() are plain."""
+    model = model_of()
+    opt = zf.attach(model, pipe(2))
+    backward(model)
+    assert all(p.grad is None for p in model.parameters())
+    model.weight.grad = torch.ones(5, 3)
+    assert torch.equal(model.weight.grad, torch.ones(5, 3))
+    del model.weight.grad
+    opt.step()
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    twin = copy.deepcopy(model)
+    for p in (*twin.parameters(), *opt.detach().parameters()):
+        assert type(p) is nn.Parameter
+        assert not {"why", "refused"} & vars(p).keys()
+    backward(twin)
+    assert clip_grad_norm_(twin.parameters(), 1.0) > 0
+
+
+def test_others_are_not_disturbed():
+    zf.launch(others, 2, timeout=LIMIT)
