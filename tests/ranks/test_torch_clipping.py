@@ -1,4 +1,4 @@
-"""torch's own clipping of gradients that are not all there is refused where it would do nothing, or take a part's norm."""
+"""torch's own clipping of gradients that are not all there is refused where it does nothing, or takes a part's norm."""
 
 from __future__ import annotations
 
