@@ -133,6 +133,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state(self) -> State:  # type: ignore[override]
         """The pipeline's state. On one process its stored parameters are the model's own."""
+        self._home.copies.carry_over()
         return self._home.state
 
     @property
@@ -339,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
         Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
         them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
         """
-        return as_dict(self._pipe, self._state, self.param_groups)
+        return as_dict(self._pipe, self.state, self.param_groups)
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.

@@ -22,7 +22,7 @@ from ._sight import Call, Sight
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-class _Hook:
+class Hook:
     """A hook that a copied or pickled module carries along without effect."""
 
     def __init__(self, fn: Callable[..., Any] | None):
@@ -33,14 +33,14 @@ class _Hook:
             return None
         return eagerly(self.fn, *args) if is_dynamo_compiling() else self.fn(*args)
 
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return _Hook(None)
+    def __deepcopy__(self, memo: dict) -> Hook:
+        return Hook(None)
 
     def __reduce__(self):
-        return _Hook, (None,)
+        return Hook, (None,)
 
 
-class _Begin(_Hook):
+class _Begin(Hook):
     """The hook before each call of one module. Most calls are inside of another one, and need no notice.
 
     One that does gets a hook for its end as well.
@@ -101,7 +101,7 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
 
 
 def _end(sight: Sight, module: nn.Module) -> None:
-    handle = module.register_forward_hook(_Hook(functools.partial(_after, sight)), always_call=True)
+    handle = module.register_forward_hook(Hook(functools.partial(_after, sight)), always_call=True)
     sight.undo.append(handle.remove)
     sight.ends[id(module)] = handle.id
 
@@ -186,7 +186,7 @@ def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
     """The user's forward hooks run between two of ours, and see an output that has left the model."""
     hooks: Any = module._forward_hooks
     if id(module) not in sight.shows:
-        handle = module.register_forward_hook(_Hook(functools.partial(_show, sight)))
+        handle = module.register_forward_hook(Hook(functools.partial(_show, sight)))
         sight.shows[id(module)] = handle.id
         sight.undo.append(handle.remove)
     hooks.move_to_end(sight.shows[id(module)], last=False)

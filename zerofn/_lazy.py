@@ -22,11 +22,10 @@ class Source(Protocol):
 
     units: list[list[Leaf]]
     params: Leaves
-    # Counts updates of the parameters.
-    generation: int
 
     def parameters(self, i: int) -> list[Tensor]: ...
-    def check_current(self, generation: int) -> None: ...
+    def age(self, i: int) -> int: ...
+    def check_current(self, i: int, age: int) -> None: ...
 
 
 class Lazy(Tensor):
@@ -36,7 +35,7 @@ class Lazy(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     blocks: Source
     place: tuple[int, int]
-    generation: int
+    age: int
 
     @staticmethod
     def __new__(cls, blocks: Source, place: tuple[int, int], like: Tensor) -> Lazy:
@@ -50,13 +49,13 @@ class Lazy(Tensor):
             device=blocks.params[leaf.path].device,
             storage_size=0,
         )
-        self.blocks, self.place, self.generation = blocks, place, blocks.generation
+        self.blocks, self.place, self.age = blocks, place, blocks.age(place[0])
         return self
 
     def full(self) -> Tensor:
         """The tensor, gathered; outside of autograd."""
         i, j = self.place
-        self.blocks.check_current(self.generation)
+        self.blocks.check_current(i, self.age)
         with torch.no_grad(), torch.inference_mode(False):
             full = self.blocks.parameters(i)[j]
         return full.as_strided(self.size(), self.stride(), self.storage_offset())

@@ -36,6 +36,20 @@ COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
+# What fills a tensor with random numbers.
+RANDOM = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "trunc_normal_",
+        "uniform_",
+    }
+)
 # What `model.to(device)` does to every parameter, mostly without effect.
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
@@ -55,6 +69,8 @@ class Parted(Partial):
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
             if name == "__set__" and func.__self__.__name__ == "data":
                 _check_data(*args)
+            if name in RANDOM:
+                _check_drawn([x for x in (*args, *kwargs.values()) if isinstance(x, Parted)], name)
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
@@ -97,6 +113,18 @@ def _check_data(p: Parted, value: Tensor) -> None:
                 f"other data for a sharded parameter: {got} in place of {has}",
                 "under shard it holds this rank's flat part, in the dtype and on the device it was attached with",
                 "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
+            )
+        )
+
+
+def _check_drawn(parts: list[Parted], name: str) -> None:
+    """With one seed on all ranks, which is the rule, every part would get the same numbers."""
+    if not all(p.is_whole() for p in parts):
+        raise RuntimeError(
+            explain(
+                f"{name} of an attached sharded parameter",
+                "under shard each rank would draw numbers for its part, and with one seed the same ones",
+                f"with opt.gathered(): {name}, with one seed on all ranks",
             )
         )
 

@@ -1,27 +1,29 @@
-"""Parameters whose `.grad` is not the whole gradient: clipping it by torch's functions would be wrong without a word.
+"""Parameters whose `.grad` is not the whole gradient: what torch does with it would be wrong without a word.
 
 Under `reduce_scatter`, `all_reduce` and in backward the gradient has left, and
 `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do
-nothing; under `shard`, and before a late reduction, every rank would clip by another norm. Whoever else reads
-`.grad` finds what there is.
+nothing; under `shard`, and before a late reduction, every rank would clip by another norm. `model.zero_grad()`
+would leave what has left. Whoever else reads `.grad` finds what there is.
 
-A subclass, since a parameter does not say otherwise that it is asked. Clipping is told by its module: to
-replace torch's functions would reach programs that have nothing to do with this one, and to give out what
-the other ranks have, on being asked, would hang those that ask on one rank alone, for a log.
+A subclass, since a parameter does not say otherwise that it is asked. Who asks is told by the frame of the
+call: to replace torch's functions would reach programs that have nothing to do with this one, and to give out
+what the other ranks have, on being asked, would hang those that ask on one rank alone, for a log.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ._errors import explain
 
+OURS = f"{__package__}."
 CLIPPING = torch.nn.utils.clip_grad.__name__
+CLEARING = nn.Module.zero_grad.__code__
 BY_NORM = ("clip_grad_norm_",)
 BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 
@@ -32,13 +34,22 @@ class Partial(nn.Parameter):
     why: str
     # The functions that would be wrong.
     refused: tuple[str, ...]
+    # Whether gradients have left and are not used yet.
+    left: Callable[[], bool]
+    # How often somebody has had `.data`, through which a tensor is written without its version counting it.
+    lent: int = 0
 
     def _get(self) -> Tensor | None:
-        if sys._getframe(1).f_globals.get("__name__") == CLIPPING:
-            self._check(sys._getframe(1))
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == CLIPPING:
+            self._check_clipping(frame)
+        if frame.f_code is CLEARING:
+            self._check_clearing("model.zero_grad()")
         return Tensor.grad.__get__(self)  # type: ignore[attr-defined]
 
     def _set(self, value: Tensor | None) -> None:
+        if value is None and not sys._getframe(1).f_globals["__name__"].startswith(OURS):
+            self._check_clearing("p.grad = None")
         Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
 
     def _delete(self) -> None:
@@ -46,7 +57,26 @@ class Partial(nn.Parameter):
 
     grad = property(_get, _set, _delete)  # type: ignore[assignment]
 
-    def _check(self, frame: Any) -> None:
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        self.lent += 1
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _check_clearing(self, how: str) -> None:
+        if self.left():
+            raise RuntimeError(
+                explain(
+                    f"{how} after a backward of an attached model",
+                    "the gradients have left to be reduced over ranks, and would be a part of the next step",
+                    "opt.zero_grad()",
+                )
+            )
+
+    def _check_clipping(self, frame: Any) -> None:
         while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
             name = frame.f_code.co_name.removeprefix("_")
             if name in self.refused:
@@ -68,6 +98,19 @@ class Partial(nn.Parameter):
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
+class Writes(NamedTuple):
+    """How often a tensor may have been written into."""
+
+    version: int
+    lent: int
+
+
+def writes(tensors: Iterable[Tensor]) -> list[Writes]:
+    """Of each tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [Writes(0 if p.is_inference() else p._version, p.lent if isinstance(p, Partial) else 0) for p in tensors]
+
+
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
     """Exchange the class of a parameter, which stays the object it was; what is returned undoes it.
 
@@ -80,7 +123,7 @@ def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]
 
     def undo() -> None:
         p.__class__ = nn.Parameter
-        for name in attributes:
-            delattr(p, name)
+        for name in (*attributes, "lent"):
+            vars(p).pop(name, None)
 
     return undo

@@ -8,7 +8,7 @@ again after an update. Under `shard` its parameters are flat shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
 from ._compat import set_grad_dtype
+from ._copies import Copies
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
-from ._outside import Parted
-from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
+from ._labels import label
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import STEP
@@ -81,28 +81,12 @@ class Residence:
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
-        for path, p in params.items():
-            self._tell(path, p)
+        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left)
+        self.copies = Copies(pipe, params, lambda: self.state.leaves)
 
-    def _tell(self, path: str, p: Tensor) -> None:
-        """Let a parameter know what it and its gradient are parts of."""
-        if self.in_backward is not None:
-            why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
-        elif self.stream is not None:
-            why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
-        elif self.pipe.late:
-            why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
-        elif self.units is not None:
-            why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
-        else:
-            return
-        told = {"why": why, "refused": refused}
-        if self.units is None:
-            self.undo.append(tell(p, Partial, **told))
-            return
-        units = self.units
-        whole = functools.partial(units.look_alone, path)
-        self.undo.append(tell(p, Parted, whole=whole, is_whole=lambda: units.suspended, **told))
+    def _left(self) -> bool:
+        """Whether gradients of this micro-step have left to be reduced."""
+        return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -181,6 +165,7 @@ class Residence:
         """A reduced gradient: those of several backwards add up."""
         g = g.to(self.pipe.cast.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
         if self.in_backward is not None:
+            self.copies.carry_leaf(leaf)
             self.in_backward.arrived(leaf.path, g)
             return
         old = self.reduced.get(leaf.path)
@@ -224,6 +209,7 @@ class Residence:
         Args:
             boundary: what `set_boundary` says of this step; ranks must say the same.
         """
+        self.copies.carry_over()
         marks = self._marks(boundary, dropped=False)
         if self.units is not None:
             self.units.rounds.rest(STEP)
@@ -268,16 +254,14 @@ class Residence:
             for path, x in seen.items():
                 if x.data_ptr() != self.params[path].data_ptr():
                     self.params[path].copy_(x)
+        self.copies.note()
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters in the model. What is written to them inside is stored afterwards."""
         if self.units is None:
-            versions = {path: p._version for path, p in self.params.items()}
             yield self.model
-            self._write_back(
-                leaf for leaf in self.pipe.layout.leaves if self.params[leaf.path]._version != versions[leaf.path]
-            )
+            self.copies.carry_over()
             return
         parts = {path: p.data for path, p in self.params.items()}
         self.units.suspended = True
@@ -285,7 +269,7 @@ class Residence:
             self.params[path].data = full
         try:
             yield self.model
-            if self._write_back(self.pipe.layout.leaves):
+            if self._write_back():
                 self.units.renew()
         finally:
             for path, p in self.params.items():
@@ -294,19 +278,19 @@ class Residence:
             self.units.drop()
 
     @torch.no_grad()
-    def _write_back(self, leaves: Iterable[Leaf]) -> bool:
-        """Store what the model's parameters hold; whether that is something new."""
+    def _write_back(self) -> bool:
+        """Store what the model's full parameters hold; whether that is something new."""
         changed = False
-        for leaf in leaves:
+        for leaf in self.pipe.layout.leaves:
             mine = self.pipe.store(self.params[leaf.path].detach(), leaf)
             home = self.state.leaves[leaf.path]
-            if mine.data_ptr() != home.data_ptr() or mine.dtype != home.dtype:
-                changed |= not torch.equal(mine.to(home.dtype), home)
-                home.copy_(mine)
+            changed |= not torch.equal(mine, home)
+            home.copy_(mine)
         return changed
 
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model."""
+        self.copies.carry_over()
         if self.units is not None:
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():

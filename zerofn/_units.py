@@ -28,6 +28,7 @@ from ._compat import after_this_node, at_end_of_backward, eagerly, in_backward
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
+from ._partial_grad import writes
 from ._pipeline import Pipeline
 from ._rounds import Rounds
 from ._shard import Averaging, Sharding, cut
@@ -43,7 +44,7 @@ SMALL = 1 << 18
 class Note(NamedTuple):
     """What is saved in place of a gathered parameter, or of a view of it."""
 
-    generation: int
+    age: int
     unit: int
     index: int
     size: tuple[int, ...]
@@ -92,8 +93,10 @@ class Units:
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.waiting: set[int] = set()
         self.most_alive = 0
-        # Counts updates of the parameters.
-        self.generation = 0
+        # Counts updates of the parameters; and by unit, what else was written into its parts.
+        self.updates = 0
+        self.writes = [0] * len(self.units)
+        self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in self.units]
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
         self.partial: set[str] = set()
         # Whether a backward has run since the last step.
@@ -134,7 +137,7 @@ class Units:
             # somebody holds (`_escape`). Autograd remembers by itself whose derivative it is.
             return t.detach() if t.is_leaf and t.requires_grad else t
         _, i, j = entry
-        return Note(self.generation, i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
+        return Note(self.age(i), i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
     def _unpack(self, saved: Tensor | Note) -> Tensor:
         if isinstance(saved, Tensor):
@@ -144,13 +147,14 @@ class Units:
         return self._gathered(saved)
 
     def _gathered(self, saved: Note) -> Tensor:
-        self.check_current(saved.generation)
+        self.check_current(saved.unit, saved.age)
         with torch.no_grad():
             full = self.parameters(saved.unit)[saved.index]
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
+        self.age(i)
         if i not in self.live:
             self.drop(ALIVE - 1)
             mine = [self.params[leaf.path].detach() for leaf in self.units[i]]
@@ -178,23 +182,36 @@ class Units:
     def drop(self, keep: int = 0) -> None:
         """Let gathered units go until `keep` are left."""
         while len(self.live) > keep:
-            gone, _ = self.live.popitem(last=False)
-            for key in [k for k in self.seen if k[0] == gone]:
-                del self.seen[key]
+            self._forget(next(iter(self.live)))
+
+    def _forget(self, i: int) -> None:
+        self.live.pop(i, None)
+        for key in [k for k in self.seen if k[0] == i]:
+            del self.seen[key]
 
     def renew(self) -> None:
         """The parameters have changed."""
         self.drop()
-        self.generation += 1
+        self.updates += 1
 
-    def check_current(self, generation: int) -> None:
+    def age(self, i: int) -> int:
+        """How often the unit's parameters have been updated, or written into by the user."""
+        counts = writes([self.params[leaf.path] for leaf in self.units[i]])
+        if counts != self.counts[i]:
+            # What was borrowed may have been read alone, so that is no reason to refuse a graph.
+            self.writes[i] += any(new.version != old.version for new, old in zip(counts, self.counts[i], strict=True))
+            self.counts[i] = counts
+            self._forget(i)
+        return self.updates + self.writes[i]
+
+    def check_current(self, i: int, age: int) -> None:
         """Refuse to gather for a graph that was made with other values; autograd knows of no version here."""
-        if generation != self.generation:
+        if age != self.age(i):
             raise RuntimeError(
                 explain(
                     "backward through a graph from before the parameters were updated",
                     "under shard they are gathered again, and are no longer those of forward",
-                    "all backwards of a graph before opt.step(), or the forward again after it",
+                    "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
                 )
             )
 

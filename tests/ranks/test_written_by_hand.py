@@ -1,0 +1,255 @@
+"""What a user writes into parameters of an attached model, reads from its state_dict, or clears, at every stage."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_programs as P
+import torch
+from torch import Tensor, nn
+
+import zerofn as zf
+
+LIMIT = 90
+LR = 0.1
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+PRECISIONS: dict[str, Callable[[], list[zf.Transform]]] = {
+    "fp32": lambda: [],
+    "bf16 compute": lambda: [zf.precision(param_dtype=BF16, output_dtype=FP32)],
+    "fp16 compute": lambda: [zf.precision(param_dtype=FP16, output_dtype=FP32), zf.scale_loss(64.0)],
+}
+
+
+def pipe(stage: int, precision: str = "fp32") -> zf.Transform:
+    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    return zf.chain(*(f() for f in P.FIRST[stage]), *PRECISIONS[precision](), *late, zf.sgd(LR))
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.BatchNorm1d(2))
+
+
+def others_weights() -> dict[str, Tensor]:
+    """Of a checkpoint: numbers that bf16 and fp16 have, since a copy in 16 bits takes no others."""
+    torch.manual_seed(1)
+    # Multiples of 1/64 below 4 are numbers of either format.
+    found = model_of().state_dict()
+    return {
+        n: torch.randint(1, 64, t.shape).to(t.dtype).div_(64) if t.is_floating_point() else t for n, t in found.items()
+    }
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(X).square().mean() + model(X).sum()
+
+
+@torch.no_grad()
+def by_copy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.mul_(0.5)
+
+
+def by_data(model: nn.Module) -> None:
+    """What a WGAN does to its critic, and what averages of weights do to be tried out."""
+    for p in model.parameters():
+        p.data.clamp_(-0.0625, 0.0625)
+
+
+def by_detached(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.detach().add_(0.25)
+
+
+@torch.no_grad()
+def by_fill(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.fill_(0.125)
+
+
+def by_checkpoint(model: nn.Module) -> None:
+    model.load_state_dict(others_weights())
+
+
+def by_snapshot(model: nn.Module) -> None:
+    """Put back what was taken before."""
+    found = copy.deepcopy(model.state_dict())
+    by_copy(model)
+    with torch.no_grad():
+        model(X)
+    model.load_state_dict({n: t.cpu() for n, t in found.items()})
+
+
+WAYS = (by_copy, by_data, by_detached, by_fill, by_checkpoint, by_snapshot)
+
+
+def run(model: nn.Module, opt: Any, write: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    """A step, an evaluation, the writing, and another step: parameters at every stage of it, outputs too."""
+    out: dict[str, Tensor] = {}
+    for name in ("before", "after"):
+        if name == "after":
+            with torch.no_grad():
+                model(X)
+            write(model)
+        with torch.no_grad():
+            out[f"{name}: output"] = model(X).clone()
+        loss_of(model).backward()
+        opt.step()
+        opt.zero_grad()
+    if isinstance(opt, torch.optim.SGD):
+        return {**out, **{n: p.detach().clone() for n, p in model.named_parameters()}}
+    opt.detach()
+    return {**out, **{n: p.detach().float() for n, p in model.named_parameters()}}
+
+
+def writes() -> dict[tuple[int, str, str], dict[str, Tensor]]:
+    out = {}
+    for stage in P.FIRST:
+        for precision in PRECISIONS:
+            for write in WAYS:
+                model = model_of()
+                opt = zf.attach(model, pipe(stage, precision))
+                out[stage, precision, write.__name__] = run(model, opt, write)
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_written_is_what_is_trained(size: int):
+    plain = {}
+    for write in WAYS:
+        model = model_of()
+        plain[write.__name__] = run(model, torch.optim.SGD(model.parameters(), lr=LR), write)
+    for rank, found in enumerate(zf.launch(writes, size, timeout=LIMIT)):
+        for (stage, precision, how), got in found.items():
+            # A batch norm over four rows magnifies the rounding of 16-bit products.
+            tol = {"fp32": 1e-5, "bf16 compute": 8e-2, "fp16 compute": 1e-2}[precision]
+            for name, want in plain[how].items():
+                where = f"rank {rank} of {size}, stage {stage}, {precision}, {how}, {name}"
+                assert want.norm() > 0 and (got[name] - want).norm() <= tol * max(want.norm(), 1.0), where
+
+
+def masters() -> list[Tensor]:
+    """Stored parameters where one element of the copy was written, after a step of which the masters need every bit."""
+    found = []
+    for stage in (0, 2):
+        model = model_of()
+        opt = zf.attach(model, pipe(stage, "bf16 compute"))
+        loss_of(model).backward()
+        opt.step()
+        before = zf.full_params(opt.tx, opt.state)["0.weight"].clone()
+        next(model.parameters()).data[1, 2] = 7.0
+        after = zf.full_params(opt.tx, opt.state)["0.weight"].clone()
+        assert not torch.equal(before, before.to(BF16).float())
+        assert (after[1, 2] == 7.0).all() and int((after != before).sum()) == 1
+        found.append(after)
+    return found
+
+
+def test_masters_of_other_elements_keep_every_bit():
+    zf.launch(masters, 2, timeout=LIMIT)
+
+
+def graph_from_before() -> None:
+    """As in plain torch, where the version of a saved tensor tells; a change through `.data` tells nobody there."""
+    model = model_of()
+    opt = zf.attach(model, pipe(3))
+    loss = loss_of(model)
+    by_copy(model)
+    with pytest.raises(RuntimeError, match=r"before opt.step\(\) or a change by hand, or the forward again"):
+        loss.backward()
+    opt.zero_grad()
+    seen = loss_of(model)
+    assert all(p.data.numel() >= 0 for p in model.parameters())
+    seen.backward()
+    opt.step()
+
+
+def test_backward_of_a_graph_from_before_the_writing():
+    zf.launch(graph_from_before, 2, timeout=LIMIT)
+
+
+def saving(folder: str) -> None:
+    rank, _ = P.rank_and_size()
+    model = model_of()
+    opt = zf.attach(model, pipe(3))
+    ways: list[Callable[[Any], Any]] = [
+        lambda d: torch.save(d, io.BytesIO()),
+        lambda d: torch.save({"epoch": 1, "model": d}, io.BytesIO()),
+        lambda d: torch.save({n: t.cpu() for n, t in d.items()}, io.BytesIO()),
+        lambda d: torch.save({n: t.half().contiguous() for n, t in d.items()}, io.BytesIO()),
+        lambda d: torch.save(copy.deepcopy(d), io.BytesIO()),
+        lambda d: pickle.dumps(d),
+        lambda d: {n: t.numpy() for n, t in d.items()},
+    ]
+    for save in ways:
+        for found in (model.state_dict(), model.state_dict(keep_vars=True) if save is ways[0] else model.state_dict()):
+            with pytest.raises(RuntimeError, match=r"under shard .* flat parts.*\n.*with opt.gathered\(\)"):
+                save(found)
+    with opt.gathered():
+        torch.save(model.state_dict(), Path(folder) / f"{rank}.pt")
+    read = torch.load(Path(folder) / f"{rank}.pt")
+    want = model_of().state_dict()
+    assert read.keys() == want.keys() and all(torch.equal(read[n], want[n]) for n in want)
+    for draw in (nn.init.normal_, Tensor.normal_, Tensor.uniform_):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match=rf"{draw.__name__} of an .*\n.*\n.*with opt.gathered\(\)"),
+        ):
+            draw(next(model.parameters()))
+    # Looking at parts disturbs nobody, and buffers are no parts.
+    parts = model.state_dict()
+    assert "Part" in repr(parts["0.weight"]) and float(parts["0.weight"].abs().sum()) > 0
+    assert type(parts["3.running_mean"]) is Tensor and type(parts["0.weight"] + 1.0) is not nn.Parameter
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight"):
+        model.load_state_dict({**want, "0.weight": torch.ones(4, 4)})
+    with opt.gathered():
+        model.load_state_dict(others_weights())
+    opt.detach()
+    assert all(torch.equal(t, others_weights()[n]) for n, t in model.state_dict().items())
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_parts_are_not_saved_for_the_whole(tmp_path: Path):
+    zf.launch(saving, 2, str(tmp_path), timeout=LIMIT)
+
+
+def clear(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def clearing() -> None:
+    for stage in P.FIRST:
+        model = model_of()
+        opt = zf.attach(model, pipe(stage))
+        # Before a backward, and after a step, both are what they are in plain torch.
+        model.zero_grad()
+        loss_of(model).backward()
+        if stage in (0, 2):
+            with pytest.raises(
+                RuntimeError, match=r"model.zero_grad\(\) after a backward.*\n.*\n  write: opt.zero_grad"
+            ):
+                model.zero_grad()
+            with pytest.raises(RuntimeError, match=r"p.grad = None after a backward"):
+                clear(model)
+            opt.zero_grad()
+        else:
+            model.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        loss_of(model).backward()
+        opt.step()
+        model.zero_grad()
+        clear(model)
+
+
+def test_gradients_that_have_left_are_cleared_by_the_optimizer():
+    zf.launch(clearing, 2, timeout=LIMIT)

@@ -1,0 +1,50 @@
+"""What the parameters of an attached model are told of themselves, so that misuse is told where it happens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import nn
+
+from ._outside import Parted
+from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
+from ._parts_of_state import mark
+from ._pipeline import Pipeline
+from ._tree import Leaves
+from ._units import Units
+
+
+def label(
+    model: nn.Module, pipe: Pipeline, params: Leaves, units: Units | None, in_backward: bool, left: Callable[[], bool]
+) -> list[Callable[[], None]]:
+    """Tell each parameter what it, or its gradient, is a part of; what is returned undoes it.
+
+    Args:
+        model: the model.
+        pipe: its pipeline.
+        params: its parameters by path.
+        units: what gathers sharded ones.
+        in_backward: whether gradients are used as they arrive.
+        left: whether gradients have left to be reduced, and are not used yet.
+    """
+    if in_backward:
+        why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
+    elif not pipe.groups:
+        return []
+    elif pipe.late:
+        why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
+    elif pipe.cut < len(pipe.stages):
+        why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
+    else:
+        why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
+    told = {"why": why, "refused": refused, "left": left}
+    if units is None or pipe.sharding is None:
+        return [tell(p, Partial, **told) for p in params.values()]
+    is_whole = lambda: units.suspended  # noqa: E731
+    undo = [
+        tell(p, Parted, whole=functools.partial(units.look_alone, path), is_whole=is_whole, **told)
+        for path, p in params.items()
+    ]
+    leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
+    return undo + mark(model, leaves, pipe.sharding, is_whole)
