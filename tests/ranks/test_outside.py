@@ -378,7 +378,7 @@ def test_mistakes_are_told_and_change_nothing():
         "data": moved,
         "deepcopy": r"copy.deepcopy\(model\) of an attached sharded model(.|\n)*with opt.gathered\(\): copy.deepcopy",
         "pickle": r"torch.save\(model, file\) of an attached sharded model(.|\n)*with opt.gathered\(\): torch.save",
-        "init": r"writes into a parameter(.|\n)*with opt.gathered\(\)",
+        "init": r"normal_ of an attached sharded parameter(.|\n)*with opt.gathered\(\)",
         "after detach": r"a graph from before opt.detach\(\)(.|\n)*the forward again after it",
     }
     for said in zf.launch(mistakes, 2, timeout=LIMIT):
