@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._errors import explain
 
@@ -40,6 +41,8 @@ class Partial(nn.Parameter):
     lent: int = 0
 
     def _get(self) -> Tensor | None:
+        if is_dynamo_compiling():
+            return Tensor.grad.__get__(self)  # type: ignore[attr-defined]
         frame = sys._getframe(1)
         if frame.f_globals.get("__name__") == CLIPPING:
             self._check_clipping(frame)
@@ -48,7 +51,9 @@ class Partial(nn.Parameter):
         return Tensor.grad.__get__(self)  # type: ignore[attr-defined]
 
     def _set(self, value: Tensor | None) -> None:
-        if value is None and not sys._getframe(1).f_globals["__name__"].startswith(OURS):
+        # A graph that the compiler made has no name.
+        asks = value is None and not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
+        if asks and not asks.startswith(OURS):
             self._check_clearing("p.grad = None")
         Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
 
