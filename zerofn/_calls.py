@@ -15,6 +15,7 @@ from ._compat import differentiating, eagerly, next_sequence
 from ._containers import map_tensors
 from ._errors import bad_leaves, explain
 from ._escape import Shown
+from ._notes import noting
 from ._pipeline import Pipeline
 from ._seen import SeenParameters
 from ._sight import Call, Sight
@@ -141,7 +142,7 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         sight.attributes.hide(sight.admit)
     local.calls.append(call)
     if outermost and sight.units is not None:
-        call.undo.enter_context(sight.units.saved())
+        call.undo.enter_context(noting(sight.units))
     if isinstance(module, nn.RNNBase):
         # Recurrent kernels take this list, which was filled when the module was made.
         module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]

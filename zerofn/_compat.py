@@ -159,6 +159,11 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
     )
 
 
+def saved_tensors_hooks() -> Any:
+    """The hooks for saved tensors that this thread has entered last, as (pack, unpack); `None` where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
 def at_end_of_backward(fn) -> None:
     """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]

@@ -5,17 +5,16 @@ A *unit* is what is gathered together: a block of the model, an element of its o
 gathered at a time.
 
 What an operation saves for backward of a gathered parameter is not the tensor but a note of where it came from
-(`saved_tensors_hooks`); backward gathers the unit again. So nothing gathered outlives its use, nothing is
-computed twice, and no storage is ever resized under a tensor that somebody holds: a use after that frees
-memory under running code.
+(`_notes`); backward gathers the unit again. So nothing gathered outlives its use, nothing is computed twice,
+and no storage is ever resized under a tensor that somebody holds: a use after that frees memory under running
+code.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +38,6 @@ PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 ALIVE = 2
 # Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
 SMALL = 1 << 18
-
-
-class Note(NamedTuple):
-    """What is saved in place of a gathered parameter, or of a view of it."""
-
-    age: int
-    unit: int
-    index: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 class Units:
@@ -125,32 +113,11 @@ class Units:
         """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
         return GatherUnit.apply(self, self.alone[path], PARAMETERS, self.params[path])[0]
 
-    def saved(self) -> AbstractContextManager:
-        """Inside, gathered parameters are saved for backward as notes."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, t: Tensor) -> Tensor | Note:
+    def origin(self, t: Tensor) -> tuple[int, int] | None:
+        """Of which parameter, by unit and place in it, a tensor is a view."""
         entry = self.known.get(t.untyped_storage()._cdata)
         # An address may be used again once the storage that had it is gone.
-        if entry is None or entry[0].expired():
-            # What goes through hooks is held by Python, so that a leaf that the model makes would look like one that
-            # somebody holds (`_escape`). Autograd remembers by itself whose derivative it is.
-            return t.detach() if t.is_leaf and t.requires_grad else t
-        _, i, j = entry
-        return Note(self.age(i), i, j, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
-
-    def _unpack(self, saved: Tensor | Note) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if is_dynamo_compiling():
-            return eagerly(self._gathered, saved)
-        return self._gathered(saved)
-
-    def _gathered(self, saved: Note) -> Tensor:
-        self.check_current(saved.unit, saved.age)
-        with torch.no_grad():
-            full = self.parameters(saved.unit)[saved.index]
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        return None if entry is None or entry[0].expired() else entry[1:]
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
