@@ -383,6 +383,15 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            explain(
+                "a copy or a pickle of what zf.attach returned",
+                "it is bound to its model by hooks, and a copy would be bound to nothing",
+                "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)",
+            )
+        )
+
     def _check_usable(self, what: str) -> None:
         if not self._attached:
             raise RuntimeError(

@@ -195,12 +195,15 @@ def check_closed(owner: Any, spans: Spans) -> None:
                 continue
             if owner.units is not None and getattr(other, "units", None) is owner.units:
                 if inside and other.i >= owner.units.blocks:
-                    _refuse_input("one of its parameters, held elsewhere,")
+                    _refuse_elsewhere(owner.units.units[other.i][0].path)
                 continue
             leaf = getattr(other, "variable", None)
             if leaf is not None:
                 # A leaf that nobody holds was made, and is used, inside.
                 if inside and (isinstance(leaf, nn.Parameter) or _held(leaf)):
+                    for path, p in owner.model().named_parameters():
+                        if p is leaf:
+                            _refuse_elsewhere(path)
                     _refuse_input(
                         f"a {'parameter' if isinstance(leaf, nn.Parameter) else 'tensor'} of shape {tuple(leaf.shape)}"
                     )
@@ -237,6 +240,16 @@ def _refuse_escape(node: Any) -> None:
             f"the loss uses a tensor from inside the attached model (by {node.name()}) that did not come out of it",
             "its cotangent does not pass the boundary where the loss scale acts, so gradients would be wrong",
             "return it from forward, or keep it in an attribute of a module: both pass the boundary",
+        )
+    )
+
+
+def _refuse_elsewhere(path: str) -> None:
+    raise RuntimeError(
+        explain(
+            f"the attached model uses its parameter {path} from elsewhere than its module: from a list, or a closure",
+            "its gradient would come out multiplied by the loss scale",
+            f"self.{path.rpartition('.')[2]} in forward, or an nn.ParameterList instead of the list",
         )
     )
 

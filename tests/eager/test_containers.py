@@ -268,6 +268,30 @@ def test_a_hidden_parameter_is_refused():
         model(torch.ones(1, 2)).sum().backward()
 
 
+def test_a_parameter_from_a_list_is_refused_by_name():
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.weights = [self.inner.weight]
+
+        def forward(self, x):
+            return x @ self.weights[0] + self.inner.bias
+
+    model = Uses()
+    scaled(model)
+    with pytest.raises(
+        RuntimeError, match=r"its parameter inner.weight from elsewhere(.|\n)*self.weight in forward, or an nn.Param"
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+    plain = Uses()
+    plain(torch.ones(1, 2)).sum().backward()
+    other = Uses()
+    zf.attach(other, zf.chain(zf.sgd(0.1)))
+    other(torch.ones(1, 2)).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), other.parameters(), strict=True))
+
+
 def test_a_tensor_computed_outside_is_refused():
     w = torch.ones(2, requires_grad=True)
     outside = [w.exp()]

@@ -118,6 +118,13 @@ def test_step_in_the_middle_of_backward(tx):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+def test_copies_of_the_optimizer(tx):
+    opt = zf.attach(net(), tx)
+    for how in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"bound to its model by hooks(.|\n)*opt.state_dict\(\) to keep it"):
+            how(opt)
+
+
 def test_a_graph_kept_from_before_a_step():
     """PyTorch's own error where the graph needs a parameter that has changed."""
     for case in ("plain", "scaled"):
