@@ -14,7 +14,7 @@ from ._pipeline import Pipeline
 from ._run import finish, run
 from ._state import State
 from ._tree import Leaf, Leaves, Tree, flatten, tree_paths
-from ._types import Context, misshapen, select
+from ._types import Context, check_dense, misshapen, select
 
 Metrics = dict[str, Tensor]
 
@@ -62,9 +62,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
             )
         )
-    sparse = [(p, misshapen(g, state.leaves[p].shape) or "") for p, g in grads.items() if g.layout != torch.strided]
-    if sparse:
-        raise ValueError(bad_leaves("gradients do not fit the parameters", sparse, "dense gradients"))
+    check_dense(grads)
     if differentiating() or any(x.requires_grad for x in state.leaves.values()):
         raise RuntimeError(
             explain(

@@ -23,7 +23,7 @@ from ._state import State
 from ._state_dict import as_dict, pairs
 from ._tree import make_layout
 from ._types import Context, Role, Transform
-from ._watch import Owner, Watch, check_free, check_memory
+from ._watch import Owner, Watch, check_alone, check_free, check_memory
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -102,6 +102,7 @@ class Optimizer(torch.optim.Optimizer):
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
         pipe = pipeline(tx, layout, "zf.attach")
         check_memory(params)
+        check_alone(model, bool(pipe.groups))
         self._home = Residence(model, pipe, params, self._context if in_backward else None)
         self.tx = tx
         self._model = model

@@ -42,6 +42,11 @@ def is_wrapped(x: object) -> bool:
     return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
+def is_wrapper(x: Tensor) -> bool:
+    """Whether `x` holds other tensors and no memory of its own, as torch's distributed and quantized ones."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(x)  # type: ignore[attr-defined]
+
+
 def graph_task() -> int:
     """The number of the backward pass this thread is in; -1 outside of one."""
     return torch._C._current_graph_task_id()

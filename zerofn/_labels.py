@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -47,4 +48,14 @@ def label(
         for path, p in params.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    return undo + mark(model, leaves, pipe.sharding, is_whole)
+    return undo + mark(model, leaves, pipe.sharding, is_whole) + [_hide_from_ddp(model)]
+
+
+def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
+    """DistributedDataParallel copies the first rank's parameters to all, parts too; this is how it is told of others.
+
+    It then refuses a model that has no parameters for it.
+    """
+    names: Any = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    model._ddp_params_and_buffers_to_ignore = names
+    return functools.partial(delattr, model, "_ddp_params_and_buffers_to_ignore")

@@ -33,7 +33,7 @@ from ._sight import Sight
 from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
-from ._types import Context
+from ._types import Context, check_dense
 from ._units import Units, split
 
 # What must be equal on all ranks at every step.
@@ -137,6 +137,7 @@ class Residence:
             # A leaf of a gathered unit that no rank used.
             return
         grad, p.grad = p.grad.detach(), None
+        check_dense({path: grad})
         if self.in_backward is not None and self.units is not None and path in self.units.partial:
             self._hold(path, grad)
         else:

@@ -323,6 +323,13 @@ def misshapen(g: Any, shape: Sequence[int]) -> str | None:
     return None
 
 
+def check_dense(grads: Leaves) -> None:
+    """Refuse sparse gradients where they would be packed into a message."""
+    bad = [(path, str(misshapen(g, g.shape))) for path, g in grads.items() if g.layout != torch.strided]
+    if bad:
+        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, "dense gradients"))
+
+
 def concrete(x: Any) -> bool:
     """Whether Python may branch on `x`."""
     return not is_wrapped(x)

@@ -32,6 +32,7 @@ from ._pipeline import Pipeline
 from ._rounds import Rounds
 from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
+from ._types import check_dense
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
@@ -141,6 +142,7 @@ class Units:
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
+        check_dense({leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None})
         found = self._perform(GRADIENTS, i, lambda: self._scatter(i, fulls))
         if not self.rounds.together:
             self.partial.update(leaf.path for leaf in self.units[i])

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._compat import is_wrapper
 from ._errors import bad_leaves
 from ._tree import Layout, Leaves
 
@@ -97,6 +98,19 @@ def _taken(p: nn.Parameter) -> bool:
     return False
 
 
+def check_alone(model: nn.Module, over_ranks: bool) -> None:
+    """What averages gradients over ranks by itself would meet parts where it expects wholes, or do it twice."""
+    wrapped = [n for n, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if wrapped and over_ranks:
+        raise ValueError(
+            bad_leaves(
+                "attach: modules are wrapped in DistributedDataParallel, and the pipeline reduces gradients as well",
+                [(n, "DistributedDataParallel") for n in wrapped],
+                "zf.attach(model, tx) on the model itself; all_reduce is what DistributedDataParallel does",
+            )
+        )
+
+
 def check_memory(params: dict[str, Tensor]) -> None:
     """Two different parameters over one memory would be updated twice; tied ones are one object."""
     seen: dict[int, str] = {}
@@ -104,6 +118,10 @@ def check_memory(params: dict[str, Tensor]) -> None:
     for path, p in params.items():
         if p.is_meta:
             bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
+        elif is_wrapper(p):
+            bad.append(
+                (path, f"a {type(p.data).__name__}, which is not plain memory: attach the model before that is made")
+            )
         elif p.numel():
             first = seen.setdefault(p.data_ptr(), path)
             if first != path:

@@ -1,0 +1,124 @@
+"""What torch has for several ranks beside an attached model: right where it can be, refused where it would be wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import rank_programs as P
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zerofn as zf
+
+LIMIT = 60
+LR = 0.1
+
+
+def pipe(stage: int) -> zf.Transform:
+    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    return zf.chain(*(f() for f in P.FIRST[stage]), *late, zf.sgd(LR))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    # As many outputs as ranks, so that parts have equal shapes.
+    return nn.Linear(4, 2)
+
+
+def said(fn: Callable[[], Any]) -> str:
+    try:
+        fn()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def wrapped() -> dict[Any, Any]:
+    rank, _ = P.rank_and_size()
+    # Makes the group that the wrappers of torch take.
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[Any, Any] = {}
+    for stage in P.FIRST:
+        found["attach(ddp)", stage] = said(
+            lambda s=stage: zf.attach(nn.Sequential(DistributedDataParallel(model_of())), pipe(s))
+        )
+        model = model_of()
+        opt = zf.attach(model, pipe(stage))
+
+        def train(model: nn.Module = model, opt: Any = opt) -> None:
+            ddp = DistributedDataParallel(model)
+            ddp(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
+            opt.step()
+
+        found["ddp(attached)", stage] = said(train)
+        opt.detach()
+        found["after", stage] = [p.detach() for p in model.parameters()]
+        DistributedDataParallel(model)
+    # Without a reduction in the pipeline it is the wrapper that reduces.
+    ddp = DistributedDataParallel(model_of())
+    opt = zf.attach(ddp, zf.chain(zf.scale_loss(64.0), zf.sgd(LR)))
+    ddp(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
+    opt.step()
+    found["alone"] = [p.detach() for p in ddp.parameters()]
+    sharded = model_of()
+    fully_shard(sharded, mesh=mesh)
+    found["fsdp"] = said(lambda: zf.attach(sharded, pipe(3)))
+    return found
+
+
+def both() -> dict[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrapped()
+
+
+def test_other_wrappers():
+    plain = model_of()
+    begun = [p.detach() for p in model_of().parameters()]
+    for rank in range(2):
+        (plain(torch.ones(2, 4) * (rank + 1)).square().sum() / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=LR).step()
+    for found in zf.launch(both, 2, timeout=LIMIT):
+        for stage in P.FIRST:
+            assert "<root>" not in found["attach(ddp)", stage]
+            assert (
+                "0: DistributedDataParallel\n  write: zf.attach(model, tx) on the model itself"
+                in found["attach(ddp)", stage]
+            )
+            # Averaged twice is averaged once; but parts of different places have no average.
+            told = found["ddp(attached)", stage]
+            assert ("doesn't have any parameter" in told) == (stage == 3) and bool(told) == (stage == 3)
+            for got, p, b in zip(found["after", stage], plain.parameters(), begun, strict=True):
+                torch.testing.assert_close(got - b, torch.zeros_like(b) if stage == 3 else p.detach() - b)
+        for got, p in zip(found["alone"], plain.parameters(), strict=True):
+            torch.testing.assert_close(got, p.detach())
+        assert "weight: a DTensor, which is not plain memory" in found["fsdp"]
+
+
+def sparse() -> list[str]:
+    found = []
+    for stage in P.FIRST:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+        opt = zf.attach(model, pipe(stage))
+
+        def train(model: nn.Module = model, opt: Any = opt) -> None:
+            model(torch.tensor([1, 2, 3])).sum().backward()
+            opt.step()
+
+        found.append(said(train))
+    return found
+
+
+def test_sparse_gradients_are_refused_by_path():
+    for found in zf.launch(sparse, 2, timeout=LIMIT):
+        for told in found:
+            assert (
+                "0.weight: a gradient of layout torch.sparse_coo; make it dense: nn.Embedding(..., sparse=False)"
+                in told
+            )
