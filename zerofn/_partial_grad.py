@@ -52,9 +52,9 @@ class Partial(nn.Parameter):
 
     def _set(self, value: Tensor | None) -> None:
         # A graph that the compiler made has no name.
-        asks = value is None and not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
+        asks = not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
         if asks and not asks.startswith(OURS):
-            self._check_clearing("p.grad = None")
+            self._check_clearing("p.grad = None" if value is None else "p.grad = g")
         Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
 
     def _delete(self) -> None:

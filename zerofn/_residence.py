@@ -218,6 +218,10 @@ class Residence:
             self.units.drop()
             self._release()
         if self.stream is not None:
+            for path, p in self.params.items():
+                if p.grad is not None:
+                    # Put there by hand.
+                    self._hand_over(path, p)
             self.stream.settle(marks)
             grads, self.reduced = self.reduced, {}
             later = self.pipe.stages[self.pipe.cut :]

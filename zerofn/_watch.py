@@ -12,6 +12,8 @@ from ._compat import is_wrapper
 from ._errors import bad_leaves
 from ._tree import Layout, Leaves
 
+KINDS = ("_parameters", "_modules")
+
 
 class Owner:
     """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
@@ -39,7 +41,8 @@ class Watch:
     def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
         self.layout, self.params = layout, params
         self.data = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
-        self.registered = _registered(model)
+        # Submodules as well: one that is put in later would be run and not trained.
+        self.registered = [_Registry(name, m, kind) for name, m in model.named_modules() for kind in KINDS]
 
     def check(self) -> None:
         """A model that is no longer the one attached would be trained wrongly in silence.
@@ -56,25 +59,35 @@ class Watch:
                 bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
             elif p.requires_grad != leaf.trainable:
                 bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
-        for where, parameters, expected in self.registered:
-            now = {n: id(p) for n, p in parameters().items() if p is not None}
-            if now != expected:
-                changed = sorted(
-                    {n for n in now.keys() ^ expected.keys()} | {n for n in now if now[n] != expected.get(n)}
-                )
-                bad.extend((f"{where}.{n}".lstrip("."), "added, removed or replaced") for n in changed)
+        for registry in self.registered:
+            bad.extend((path, "added, removed or replaced") for path in registry.changed())
         if bad:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
 
 
-def _registered(model: nn.Module) -> list[tuple[str, Callable[[], dict], dict[str, int]]]:
-    """Where each parameter is registered: what to look at to see that the model is still the same."""
-    return [
-        (name, lambda m=module: m._parameters, {n: id(p) for n, p in module._parameters.items() if p is not None})
-        for name, module in model.named_modules()
-        if module._parameters
-    ]
+class _Registry:
+    """Where a module registers its parameters, or its submodules: what to look at to see that it is still the same."""
+
+    def __init__(self, name: str, module: nn.Module, kind: str):
+        self.name, self.module, self.kind = name, module, kind
+        self.expected = {n: id(x) for n, x in vars(module)[kind].items() if x is not None}
+        self.trained = {n for n, x in vars(module)[kind].items() if _has_parameters(x)}
+
+    def changed(self) -> list[str]:
+        """Paths of what is no longer the same. Modules without parameters may come and go."""
+        found = vars(self.module)[self.kind]
+        if not found and not self.expected:
+            return []
+        now = {n: id(x) for n, x in found.items() if x is not None}
+        if now == self.expected:
+            return []
+        names = sorted(n for n in now.keys() | self.expected.keys() if now.get(n) != self.expected.get(n))
+        return [f"{self.name}.{n}".lstrip(".") for n in names if n in self.trained or _has_parameters(found.get(n))]
+
+
+def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
+    return next(x.parameters(), None) is not None if isinstance(x, nn.Module) else x is not None
 
 
 def check_free(named: dict[str, nn.Parameter]) -> None:

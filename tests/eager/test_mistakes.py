@@ -158,6 +158,9 @@ CHANGES = {
     "replaced": (lambda m: setattr(m, "gain", nn.Parameter(torch.ones(8))), r"gain: added, removed or replaced"),
     "added": (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), r"more: added, removed or replaced"),
     "removed": (lambda m: delattr(m, "gain"), r"gain: added, removed or replaced"),
+    "submodule added": (lambda m: m.add_module("head", nn.Linear(2, 2)), r"head: added, removed or replaced"),
+    "submodule replaced": (lambda m: setattr(m, "first", nn.Linear(6, 8)), r"first: added, removed or replaced"),
+    "submodule removed": (lambda m: delattr(m, "first"), r"first: added, removed or replaced"),
     "parametrized": (
         lambda m: nn.utils.parametrizations.weight_norm(m.first),
         r"first.weight: added, removed or replaced",
@@ -177,6 +180,19 @@ def test_a_model_changed_after_attach(change: str, tx):
         opt.step()
     assert "opt.detach() before the change and opt = zf.attach(model, tx) after it" in str(caught.value)
     assert opt.state.step == step
+
+
+def test_modules_without_parameters_come_and_go(tx):
+    model = net()
+    opt = zf.attach(model, tx)
+    model.monitor = nn.Identity()
+    loss_of(model).backward()
+    opt.step()
+    del model.monitor
+    opt.zero_grad()
+    loss_of(model).backward()
+    opt.step()
+    assert opt.state.step == 2
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: _saved(m)])
