@@ -1,8 +1,9 @@
 """A model with every awkward kind of leaf, and what it is trained by: zerofn on ranks, plain torch in one process.
 
 A *program* is what a rank does between two optimizer steps: `program(model, rank, step, talk)` runs forwards and
-backwards as it likes. The reference lets one plain float64 model run the programs of all ranks one
-after the other, so its gradients are the sum over ranks; the mean over ranks is that over their number.
+backwards as it likes; `program.prepare(model, step)`, if there is one, is run before it on every rank. The
+reference lets one plain float64 model run the programs of all ranks one after the other, so its gradients are the
+sum over ranks; the mean over ranks is that over their number.
 """
 
 import copy
@@ -114,6 +115,10 @@ def talk():
         assert float(t) == size
 
 
+def _nothing(model, step):
+    """What most programs do before a step on all ranks alike."""
+
+
 def eager(tx, program, steps, model, each=None):
     """Train an attached model; what its parameters were before and are after, by name, with metrics."""
     rank, _ = rank_and_size()
@@ -122,6 +127,7 @@ def eager(tx, program, steps, model, each=None):
     object.__setattr__(model, "opt_for_test", opt)
     norms = []
     for i in range(steps):
+        getattr(program, "prepare", _nothing)(model, i)
         program(model, rank, i, talk)
         if not getattr(program, "quiet", False):
             talk()
@@ -164,6 +170,7 @@ def reference(size, optimizer, program, steps, model, every=1, clip=None):
     opt = optimizer([p for p in model.parameters() if p.requires_grad])
     norms = []
     for i in range(steps):
+        getattr(program, "prepare", _nothing)(model, i)
         for rank in range(size):
             program(model, rank, i, quiet)
         if (i + 1) % every:

@@ -78,6 +78,22 @@ class Random(nn.Module):
         return torch.tanh(self.head(h * self.scale))
 
 
+@torch.no_grad()
+def halve(model):
+    for p in model.parameters():
+        p.mul_(0.5)
+
+
+def clamp(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.25, 0.25)
+
+
+def load(model):
+    model.load_state_dict({n: 0.8 * t for n, t in model.state_dict().items()})
+
+
+WAYS = {"halve": halve, "clamp": clamp, "load": load}
 ACTIONS = ("one", "two in one", "one in two", "crossed", "nested", "penalty", "outside", "talk", "evaluate")
 
 
@@ -139,6 +155,13 @@ def program_of(seed, model_blocks):
             for _ in range(own.randint(0, 2)):
                 loss(run(draw())).backward()
 
+    def prepare(model, step):
+        """Now and then, write into the parameters."""
+        rng = random.Random(f"{seed} {step} write")
+        if rng.random() < 0.3:
+            WAYS[rng.choice(list(WAYS))](model)
+
+    program.prepare = prepare
     program.quiet = random.Random(f"{seed} quiet").random() < 0.4
     return program
 
