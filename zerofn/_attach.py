@@ -381,6 +381,19 @@ class Optimizer(torch.optim.Optimizer):
             )
         )
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
+        if self._pipe.groups:
+            raise RuntimeError(
+                explain(
+                    "torch.amp.GradScaler with a pipeline over ranks",
+                    "each rank looks for overflow in what it has alone, and some would skip a step that others make",
+                    'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler',
+                )
+            )
+        return False
+
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 

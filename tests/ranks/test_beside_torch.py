@@ -122,3 +122,41 @@ def test_sparse_gradients_are_refused_by_path():
                 "0.weight: a gradient of layout torch.sparse_coo; make it dense: nn.Embedding(..., sparse=False)"
                 in told
             )
+
+
+def with_scaler(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What `torch.amp.GradScaler` makes of three steps, the second of which overflows."""
+    rank, _ = P.rank_and_size()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1)
+    for step in range(3):
+        # Scaled by 2 to the 120 the gradient of a loss of 2 to the 10 does not fit into fp32.
+        loss = model(torch.ones(2, 4) * (rank + 1)).square().sum() * (2.0**10 if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def scalers() -> list[str]:
+    found = []
+    for stage in P.FIRST:
+        model = model_of()
+        found.append(said(lambda m=model, s=stage: with_scaler(m, zf.attach(m, pipe(s)))))
+    return found
+
+
+def test_a_grad_scaler_is_refused_over_ranks():
+    for found in zf.launch(scalers, 2, timeout=LIMIT):
+        for told in found:
+            assert "torch.amp.GradScaler with a pipeline over ranks" in told and 'zf.scale_loss("dynamic")' in told
+
+
+def test_a_grad_scaler_on_one_process():
+    plain, model = model_of(), model_of()
+    want = with_scaler(plain, torch.optim.SGD(plain.parameters(), lr=LR))
+    got = with_scaler(model, zf.attach(model, zf.chain(zf.sgd(LR))))
+    begun = [p.detach() for p in model_of().parameters()]
+    for g, w, b in zip(got, want, begun, strict=True):
+        assert not torch.equal(w, b)
+        torch.testing.assert_close(g - b, w - b, rtol=0, atol=0)
