@@ -22,8 +22,9 @@ from ._residence import Residence
 from ._state import State
 from ._state_dict import as_dict, pairs
 from ._tree import make_layout
-from ._types import Context, Role, Transform
+from ._types import Context, Transform
 from ._watch import Owner, Watch, check_alone, check_free, check_memory
+from ._window import Window
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -109,9 +110,9 @@ class Optimizer(torch.optim.Optimizer):
         self._pipe = pipe
         self._params = params
         self.metrics: dict[str, Tensor] = {}
-        self._boundary: bool | None = None
-        # Whether the gradients of this window are to be averaged; None until opt.backward says so.
-        self._averaged: bool | None = None
+        home = self._home
+        # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
+        self._window = Window(pipe, lambda: home.state)
         # What the last step has used up, to be told from gradients that arrived after it.
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         self.lr_scheduler: Any = None
@@ -119,7 +120,6 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = Watch(model, layout, params)
         for p in params.values():
             p._zerofn_owner = Owner(self, self._home.leave, bool(pipe.groups))  # type: ignore[attr-defined]
-        self._holds = any(p.role is Role.ACCUMULATE and p.init_fn is not None and _every(p) > 1 for p in pipe.parts)
         self._groups = ParamGroups(pipe, params)
         self.defaults = {"lr": self.param_groups[0]["lr"]}
 
@@ -193,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watch.check()
         if self._home.in_backward is not None:
             self._refuse_override(weight)
-            self._home.collect(self._boundary)
+            self._home.collect(self._window.forced)
             self._home.state, self.metrics = self._home.in_backward.finish()
         else:
             self._update(weight)
@@ -207,11 +207,11 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, weight: Any) -> None:
         """Run the update halves on the gradients that have arrived."""
         rates = self._groups.rates()
-        grads = self._home.collect(self._boundary)
+        grads = self._home.collect(self._window.forced)
         check_weight(self._pipe, weight)
-        averaged = self._averaged is not False
-        ctx = self._pipe.context(donate=True, weight=weight, boundary=self._boundary, lr=rates, averaged=averaged)
-        closes = self.is_boundary
+        window, closes = self._window, self.is_boundary
+        averaged = window.averaged is not False
+        ctx = self._pipe.context(donate=True, weight=weight, boundary=window.forced, lr=rates, averaged=averaged)
         old = self._state
         new, self.metrics = apply(self._pipe, grads, old, ctx)
         with torch.no_grad():
@@ -220,14 +220,14 @@ class Optimizer(torch.optim.Optimizer):
                     old.leaves[path].copy_(x)
                     new.leaves[path] = old.leaves[path]
         self._home.state = new
-        if self._holds:
+        if window.holds:
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
             for path in grads:
                 self._params[path].grad = None
         self._spent = [(x, weakref.ref(x.grad), x.grad._version) for x in self._params.values() if x.grad is not None]
         if closes and not bool(self.metrics["skipped"]):
-            self._averaged = None
+            window.averaged = None
 
     def _context(self) -> Context:
         return self._pipe.context(donate=True, lr=self._groups.rates())
@@ -274,50 +274,22 @@ class Optimizer(torch.optim.Optimizer):
                     "output.backward(gradient): any backward of PyTorch's own is right here",
                 )
             )
-        every = 1
-        for part in self._pipe.parts:
-            if part.role is Role.ACCUMULATE:
-                every *= _every(part)
-                if not scale_wrt_gas and "weight" in self._state.transforms[part.name]:
-                    raise ValueError(
-                        "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
-                    )
-        if self._averaged is not None and self._averaged is not scale_wrt_gas:
-            raise ValueError(
-                explain(
-                    f"opt.backward(loss, scale_wrt_gas={scale_wrt_gas}) in a window that began with {self._averaged}",
-                    "the sum of the window is either divided or not",
-                    "the same scale_wrt_gas until step() has closed the window",
-                )
-            )
-        self._averaged = scale_wrt_gas
+        self._window.average(scale_wrt_gas)
         for p, spent, version in self._spent:
             if p.grad is not None and p.grad is spent() and p.grad._version == version:
                 p.grad = None
         self._spent = []
         loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
-        return loss / every if scale_wrt_gas else loss
+        return loss / self._window.every if scale_wrt_gas else loss
 
     @property
     def is_boundary(self) -> bool:
         """Whether the next `step` closes the accumulation window."""
-        if self._boundary is not None:
-            return self._boundary
-        return all(
-            int(self._state.transforms[p.name]["count"]) + 1 >= _every(p)
-            for p in self._pipe.parts
-            if p.role is Role.ACCUMULATE and self._state.transforms[p.name]
-        )
+        return self._window.closes()
 
     def set_boundary(self, boundary: bool | None) -> None:
         """Decide by hand whether steps close the window; `None` gives the decision back to `accumulate`."""
-        if boundary is not None and not isinstance(boundary, bool):
-            raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
-        if boundary is not None and not self._holds:
-            raise ValueError(
-                "set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4)."
-            )
-        self._boundary = boundary
+        self._window.force(boundary)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -419,8 +391,3 @@ class Optimizer(torch.optim.Optimizer):
                     "call it after loss.backward() has returned",
                 )
             )
-
-
-def _every(part: Transform) -> int:
-    """Micro-batches in a window; an offloaded accumulation has them one level down."""
-    return part.config.get("every", 1) if not part.parts else max(_every(p) for p in part.parts)
