@@ -109,11 +109,11 @@ def others() -> None:
     """Whoever else asks finds what there is; copies and the model after detach() are plain."""
     model = model_of()
     opt = zf.attach(model, pipe(2))
-    backward(model)
-    assert all(p.grad is None for p in model.parameters())
     model.weight.grad = torch.ones(5, 3)
     assert torch.equal(model.weight.grad, torch.ones(5, 3))
     del model.weight.grad
+    backward(model)
+    assert all(p.grad is None for p in model.parameters())
     opt.step()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
