@@ -160,3 +160,44 @@ def test_a_grad_scaler_on_one_process():
     for g, w, b in zip(got, want, begun, strict=True):
         assert not torch.equal(w, b)
         torch.testing.assert_close(g - b, w - b, rtol=0, atol=0)
+
+
+def with_evaluation(who: int | None) -> dict[int, Any]:
+    """By stage: parameters after five steps, and what one rank saw in evaluations of its own in between."""
+    rank, _ = P.rank_and_size()
+    found = {}
+    for stage in P.FIRST:
+        model = P.make()
+        opt = zf.attach(model, pipe(stage))
+        seen: list[torch.Tensor] = []
+
+        def evaluate(model: nn.Module = model, seen: list[torch.Tensor] = seen) -> None:
+            with torch.no_grad():
+                seen.append(model(P.batch(0, 9)[0]))
+
+        for step in range(5):
+            for _ in range(3 if rank == who and step in (1, 2, 4) else 0):
+                evaluate()
+            x, y = P.batch(rank, step)
+            ((model(x, "ab"[rank % 2]) - y) ** 2).mean().backward()
+            if rank == who and step == 3:
+                evaluate()
+            opt.step()
+            opt.zero_grad()
+        opt.detach()
+        found[stage] = [p.detach() for p in model.parameters()], seen
+    return found
+
+
+def test_an_evaluation_on_one_rank_between_steps():
+    for size, who in ((2, 0), (3, 1)):
+        plain, found = (zf.launch(with_evaluation, size, w, timeout=LIMIT) for w in (None, who))
+        for stage in P.FIRST:
+            outputs = found[who][stage][1]
+            assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
+            # Those of stage 0, which gathers nothing.
+            assert all((a - b).abs().max() < 1e-13 for a, b in zip(outputs, found[who][0][1], strict=True))
+            for got, want in zip(found, plain, strict=True):
+                for p, q in zip(got[stage][0], want[stage][0], strict=True):
+                    # Ranks that are not in step send their gradients one by one: another order of sums.
+                    assert p.numel() == 0 or (p - q).abs().max() < 1e-14
