@@ -32,6 +32,8 @@ BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 class Partial(nn.Parameter):
     """A parameter whose `.grad` is a part of its gradient, or nothing."""
 
+    # The class it had, and has again when it is detached or copied.
+    plain: type[nn.Parameter]
     why: str
     # The functions that would be wrong.
     refused: tuple[str, ...]
@@ -96,7 +98,7 @@ class Partial(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = torch.Tensor._make_subclass(self.plain, self.data.clone(), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -119,16 +121,20 @@ def writes(tensors: Iterable[Tensor]) -> list[Writes]:
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
     """Exchange the class of a parameter, which stays the object it was; what is returned undoes it.
 
-    As `torch.nn.parameter` does for lazy modules. A parameter of a class of the user's stays as it is.
+    As `torch.nn.parameter` does for lazy modules. A parameter of a class of the user's gets one that is of
+    both, unless that one has a `__torch_function__`, of which a tensor has only one.
     """
-    if type(p) is not nn.Parameter:
-        return lambda: None
+    plain: Any = type(p)
+    if plain is not nn.Parameter:
+        if not isinstance(p, nn.Parameter) or plain.__torch_function__ is not nn.Parameter.__torch_function__:
+            return lambda: None
+        cls = type(f"{cls.__name__}{plain.__name__}", (cls, plain), {})
     p.__class__ = cls
-    vars(p).update(attributes)
+    vars(p).update(attributes, plain=plain)
 
     def undo() -> None:
-        p.__class__ = nn.Parameter
-        for name in (*attributes, "lent"):
+        p.__class__ = plain
+        for name in (*attributes, "plain", "lent"):
             vars(p).pop(name, None)
 
     return undo

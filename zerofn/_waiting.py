@@ -46,7 +46,8 @@ class Watched:
                 raise RuntimeError(
                     f"this rank waits in {self.what} for rank {', '.join(map(str, suspects))}, which has finished. "
                     "Every rank must make the same number of steps: give all of them as many batches, or end "
-                    "every loop with the shortest. Under shard calls of the model count too: after the last step, evaluate on every rank."
+                    "every loop with the shortest. Under shard calls of the model count too: "
+                    "after the last step, evaluate on every rank."
                 )
             suspects = gone(self.group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -201,3 +202,32 @@ def test_an_evaluation_on_one_rank_between_steps():
                 for p, q in zip(got[stage][0], want[stage][0], strict=True):
                     # Ranks that are not in step send their gradients one by one: another order of sums.
                     assert p.numel() == 0 or (p - q).abs().max() < 1e-14
+
+
+class Marked(nn.Parameter):
+    """A class of the user's, with something of its own."""
+
+    def doubled(self) -> torch.Tensor:
+        return 2 * self
+
+
+def marked() -> None:
+    for stage in P.FIRST:
+        model = model_of()
+        model.weight = Marked(model.weight.detach())
+        plain = copy.deepcopy(model)
+        opt = zf.attach(model, pipe(stage))
+        assert isinstance(model.weight, Marked)
+        if stage < 3:
+            assert type(copy.deepcopy(model).weight) is Marked
+        for m in (model, plain):
+            loss = m(torch.ones(2, 4)).square().sum() + m.weight.norm() + m.weight.doubled().sum()
+            loss.backward()
+        opt.step()
+        assert opt.detach() is model and type(model.weight) is Marked and not vars(model.weight)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(q.detach() - p.detach(), LR * q.grad)
+
+
+def test_parameters_of_a_class_of_the_users():
+    zf.launch(marked, 2, timeout=LIMIT)
