@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,15 +12,12 @@ import torch
 from torch import Tensor
 
 from ._attach import Optimizer
-from ._collectives import gather_objects
 from ._entries import Entry, entries, rebuild
 from ._errors import bad_leaves, explain
-from ._group import Group
-from ._groups import world_group
+from ._savers import check_replicas, group_of
 from ._state import State
 from ._tree import Placement
 
-SMALL = 4096  # elements of a tensor that is compared between ranks
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))
 
@@ -34,7 +30,8 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     leaves the checkpoint that was there: the new one takes its place in a single step, at the end. It needs
     room for both until then.
 
-    With a sharded state every rank calls it, and all must see the same file system.
+    With a sharded state every rank calls it, and all must see the same file system. Where parts of a job train
+    a model each (a pipeline over one axis of a mesh), all call it together, each part with its own directory.
 
     Args:
         directory: where; made if it is not there.
@@ -59,7 +56,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     groups = state.state_dict()["param_groups"] if isinstance(state, Optimizer) else None
     given = state_of(state, "zf.save(directory, {})")
     placement = given.layout.placement
-    group = group_of(placement)
+    group = group_of(placement, directory)
     pieces: dict[str, Piece] = {}
     tensors: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
@@ -84,7 +81,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     if bad:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
-    _check_replicas(given, group)
+    check_replicas(given, group)
     header = {
         "zerofn": _version(),
         "torch": torch.__version__,
@@ -173,38 +170,6 @@ def state_of(given: Any, where: str) -> State:
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
     return state
-
-
-def group_of(placement: Placement) -> Group:
-    if placement.together == 1:
-        return Group()
-    group = world_group("checkpoint")
-    if group.size != placement.together:
-        raise ValueError(
-            explain(
-                f"a state that {placement.together} ranks hold together, in a job of {group.size} ranks",
-                "every rank of the job takes part in saving and loading, and some have no part in this state",
-                "zf.full_params(tx, state) and a state of one process, or a pipeline over all ranks",
-            )
-        )
-    return group
-
-
-def _check_replicas(state: State, group: Group) -> None:
-    """What every rank has whole is written once, so it must be the same: looked at where that is cheap."""
-    if group.size == 1:
-        return
-    small = {
-        e.key: zlib.crc32(_flat(e.value).view(torch.uint8).cpu().numpy().tobytes())
-        for e in entries(state)
-        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in state.layout.placement.apart
-        if 0 < e.value.numel() <= SMALL
-    }
-    answers = gather_objects(small, group)
-    bad = [(key, "differs between ranks") for key in small if len({a.get(key) for a in answers}) > 1]
-    if bad:
-        right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
-        raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))
 
 
 def _flat(x: Tensor) -> Tensor:

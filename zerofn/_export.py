@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ._attach import Optimizer
-from ._checkpoint import group_of, state_of
+from ._checkpoint import state_of
 from ._collectives import gather_objects
 from ._entries import Entry, entries
 from ._errors import explain
 from ._group import Group
+from ._savers import group_of
 from ._state import State
 from ._transfers import all_gather_into
 
@@ -60,7 +61,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     if not found:
         names = [name for name, own in given.transforms.items() if "average" in own]
         raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
-    group = group_of(given.layout.placement)
+    group = group_of(given.layout.placement, path)
     # An ema watches trainable leaves; frozen ones are as they are.
     params = {e.path: e for e in entries(given) if e.owner == "params"}
     tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}

@@ -176,6 +176,31 @@ def joint_channel(groups: Sequence[Group]) -> Group:
     return opened
 
 
+def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
+    """The ranks that axes of a mesh connect, directly or through one another. Every rank of the world must call it.
+
+    Args:
+        axes: the ranks along each axis that this one lies on.
+        purpose: as for `world_group`.
+    """
+    control = world_group("mesh")
+    raw.await_all(control.pg, _ARRIVAL)
+    parts: list[set[int]] = []
+    for row in itertools.chain.from_iterable(raw.gather_objects(tuple(axes), control)):
+        joined = set(row).union(*(part for part in parts if part & set(row)))
+        parts = [part for part in parts if not part & joined] + [joined]
+    rows = tuple(sorted(tuple(sorted(part)) for part in parts))
+
+    def make() -> Group | None:
+        # By every rank, in one order.
+        opened = [_open(row, raw.device_of(), purpose) for row in rows]
+        return next((group for group in opened if group is not None), None)
+
+    group = _registry.get(rows, purpose, make)
+    assert group is not None
+    return group
+
+
 def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
     ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""

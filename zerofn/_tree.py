@@ -56,12 +56,15 @@ class Placement:
         rank: this rank among those that share a leaf.
         size: how many those are.
         together: how many ranks hold this state between them, replicas among them.
+        axes: the ranks along each axis that they lie on.
         apart: transforms whose state is each rank's own: sums of gradients that are not yet reduced.
     """
 
     rank: int = 0
     size: int = 1
     together: int = 1
+    # Where they lie and not how: a plan, made without ranks, has none.
+    axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
 
     def span(self, numel: int) -> tuple[int, int]:

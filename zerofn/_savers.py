@@ -1,0 +1,68 @@
+"""Who saves and loads a state together, and whether what they have fits together."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import torch
+from torch import Tensor
+
+from ._collectives import gather_objects
+from ._entries import entries
+from ._errors import bad_leaves, explain
+from ._group import Group
+from ._groups import connected, world_group
+from ._state import State
+from ._tree import Placement
+
+SMALL = 4096  # elements of a tensor that is compared between ranks
+
+
+def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
+    """Those who save or load a state together.
+
+    Args:
+        placement: how it lies over ranks.
+        writes: where to, if it is written. Models that parts of the job train each want a place of their own.
+    """
+    if placement.together == 1:
+        return Group()
+    world = world_group("checkpoint")
+    if world.size == placement.together:
+        return world
+    group = connected(placement.axes, "checkpoint")
+    if writes is not None:
+        _check_apart(writes, group, world)
+    return group
+
+
+def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
+    mine = os.path.abspath(place)
+    answers = gather_objects((group.ranks, mine), world)
+    same = next((ranks for ranks, other in answers if other == mine and ranks != group.ranks), None)
+    if same is not None:
+        raise ValueError(
+            explain(
+                f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}",
+                "each of these parts of the job has a state of its own, and one would replace the other",
+                'zf.save(f"{directory}/{part}", state), with another part for each',
+            )
+        )
+
+
+def check_replicas(state: State, group: Group) -> None:
+    """What every rank has whole is written once, so it must be the same: looked at where that is cheap."""
+    if group.size == 1:
+        return
+    small = {
+        e.key: zlib.crc32(e.value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+        for e in entries(state)
+        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in state.layout.placement.apart
+        if 0 < e.value.numel() <= SMALL
+    }
+    answers = gather_objects(small, group)
+    bad = [(key, "differs between ranks") for key in small if len({a.get(key) for a in answers}) > 1]
+    if bad:
+        right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
+        raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))
