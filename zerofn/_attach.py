@@ -17,6 +17,7 @@ from ._collectives import as_local
 from ._compat import in_backward
 from ._errors import explain
 from ._param_groups import ParamGroups
+from ._partial_grad import read
 from ._pipeline import pipeline
 from ._residence import Residence
 from ._state import State
@@ -225,7 +226,8 @@ class Optimizer(torch.optim.Optimizer):
             # DeepSpeed's do, never clears gradients.
             for path in grads:
                 self._params[path].grad = None
-        self._spent = [(x, weakref.ref(x.grad), x.grad._version) for x in self._params.values() if x.grad is not None]
+        left = [(x, read(x)) for x in self._params.values()]
+        self._spent = [(x, weakref.ref(g), g._version) for x, g in left if g is not None]
         if closes and not bool(self.metrics["skipped"]):
             window.averaged = None
 
@@ -242,12 +244,9 @@ class Optimizer(torch.optim.Optimizer):
         """Clear the gradients of this micro-step; sums that are held stay."""
         self._home.clear()
         for p in self._params.values():
-            if p.grad is None:
-                continue
-            if set_to_none:
-                p.grad = None
-            else:
-                p.grad = torch.zeros_like(p.grad)
+            grad = read(p)
+            if grad is not None:
+                p.grad = None if set_to_none else torch.zeros_like(grad)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """DeepSpeed's spelling of `loss.backward()`.

@@ -24,6 +24,7 @@ from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
 from ._labels import label
+from ._partial_grad import read, write
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._rounds import STEP
@@ -133,11 +134,14 @@ class Residence:
         return stream
 
     def _hand_over(self, path: str, p: Tensor) -> None:
-        if p.grad is None:
+        grad = read(p)
+        if grad is None:
             # A leaf of a gathered unit that no rank used.
             return
-        grad, p.grad = p.grad.detach(), None
-        check_dense({path: grad})
+        write(p, None)
+        grad = grad.detach()
+        if grad.layout != torch.strided:
+            check_dense({path: grad})
         if self.in_backward is not None and self.units is not None and path in self.units.partial:
             self._hold(path, grad)
         else:
@@ -219,7 +223,7 @@ class Residence:
             self._release()
         if self.stream is not None:
             for path, p in self.params.items():
-                if p.grad is not None:
+                if read(p) is not None:
                     # Put there by hand.
                     self._hand_over(path, p)
             self.stream.settle(marks)

@@ -71,17 +71,17 @@ class _Registry:
 
     def __init__(self, name: str, module: nn.Module, kind: str):
         self.name, self.module, self.kind = name, module, kind
+        self.ids = [*map(id, dict.values(vars(module)[kind]))]
         self.expected = {n: id(x) for n, x in vars(module)[kind].items() if x is not None}
         self.trained = {n for n, x in vars(module)[kind].items() if _has_parameters(x)}
 
     def changed(self) -> list[str]:
         """Paths of what is no longer the same. Modules without parameters may come and go."""
         found = vars(self.module)[self.kind]
-        if not found and not self.expected:
+        # Not by its own `values`: what stands in for a dict of parameters may give views.
+        if [*map(id, dict.values(found))] == self.ids:
             return []
         now = {n: id(x) for n, x in found.items() if x is not None}
-        if now == self.expected:
-            return []
         names = sorted(n for n in now.keys() | self.expected.keys() if now.get(n) != self.expected.get(n))
         return [f"{self.name}.{n}".lstrip(".") for n in names if n in self.trained or _has_parameters(found.get(n))]
 
