@@ -14,7 +14,7 @@ from torch import Tensor
 from ._attach import Optimizer
 from ._entries import Entry, entries, rebuild
 from ._errors import bad_leaves, explain
-from ._savers import check_replicas, group_of
+from ._savers import check_replicas, group_of, row_major
 from ._state import State
 from ._tree import Placement
 
@@ -73,7 +73,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
                     about = {"dtype": _dtype(e.value.dtype), "shape": list(e.shape)}
                     tensors[_name(e, rank if apart else None)] = about
                 name = _name(e, group.rank if apart else None)
-                pieces[name] = Piece(_flat(e.value), e.offset or 0, e.shape)
+                pieces[name] = Piece(row_major(e.value), e.offset or 0, e.shape)
         elif isinstance(e.value, PLAIN):
             values[e.key] = e.value
         else:
@@ -170,10 +170,6 @@ def state_of(given: Any, where: str) -> State:
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
     return state
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1)
 
 
 def _name(e: Entry, rank: int | None) -> str:

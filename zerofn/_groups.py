@@ -183,20 +183,13 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
         axes: the ranks along each axis that this one lies on.
         purpose: as for `world_group`.
     """
-    control = world_group("mesh")
-    raw.await_all(control.pg, _ARRIVAL)
     parts: list[set[int]] = []
-    for row in itertools.chain.from_iterable(raw.gather_objects(tuple(axes), control)):
+    for row in itertools.chain.from_iterable(_of_all_ranks(tuple(axes))):
         joined = set(row).union(*(part for part in parts if part & set(row)))
         parts = [part for part in parts if not part & joined] + [joined]
     rows = tuple(sorted(tuple(sorted(part)) for part in parts))
 
-    def make() -> Group | None:
-        # By every rank, in one order.
-        opened = [_open(row, raw.device_of(), purpose) for row in rows]
-        return next((group for group in opened if group is not None), None)
-
-    group = _registry.get(rows, purpose, make)
+    group = _registry.get(rows, purpose, lambda: _open_all(rows, raw.device_of(), purpose))
     assert group is not None
     return group
 
@@ -204,9 +197,7 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
 def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
     ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""
-    control = world_group("mesh")
-    raw.await_all(control.pg, _ARRIVAL)
-    rows = sorted(set(raw.gather_objects(ranks, control)))
+    rows = sorted(set(_of_all_ranks(ranks)))
     members = Counter(itertools.chain.from_iterable(rows))
     shared = sorted(rank for rank, n in members.items() if n > 1)
     if shared:
@@ -214,7 +205,18 @@ def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Gr
             f"the ranks disagree on the mesh: {[list(row) for row in rows]} overlap in ranks {shared}; "
             "build the same mesh on every rank and cut it along the same axis"
         )
-    device = raw.device_of(device_type)
+    return _open_all(rows, raw.device_of(device_type), purpose)
+
+
+def _of_all_ranks(obj: Any) -> list[Any]:
+    """What every rank of the world gives, once all have come."""
+    control = world_group("mesh")
+    raw.await_all(control.pg, _ARRIVAL)
+    return raw.gather_objects(obj, control)
+
+
+def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable) -> Group | None:
+    """Opens the groups of all rows, on every rank in one order; gives the one that this rank is in."""
     opened = [_open(row, device, purpose) for row in rows]
     return next((group for group in opened if group is not None), None)
 

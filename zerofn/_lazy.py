@@ -23,9 +23,8 @@ class Source(Protocol):
     units: list[list[Leaf]]
     params: Leaves
 
-    def parameters(self, i: int) -> list[Tensor]: ...
+    def parameters(self, i: int, age: int | None = None) -> list[Tensor]: ...
     def age(self, i: int) -> int: ...
-    def check_current(self, i: int, age: int) -> None: ...
 
 
 class Lazy(Tensor):
@@ -55,9 +54,8 @@ class Lazy(Tensor):
     def full(self) -> Tensor:
         """The tensor, gathered; outside of autograd."""
         i, j = self.place
-        self.blocks.check_current(i, self.age)
         with torch.no_grad(), torch.inference_mode(False):
-            full = self.blocks.parameters(i)[j]
+            full = self.blocks.parameters(i, self.age)[j]
         return full.as_strided(self.size(), self.stride(), self.storage_offset())
 
     def __repr__(self) -> str:  # type: ignore[override]

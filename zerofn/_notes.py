@@ -9,28 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ._compat import eagerly, saved_tensors_hooks
-
-
-class Source(Protocol):
-    """What gathers: `_units.Units`."""
-
-    def origin(self, t: Tensor) -> tuple[int, int] | None: ...
-    def age(self, i: int) -> int: ...
-    def check_current(self, i: int, age: int) -> None: ...
-    def parameters(self, i: int) -> list[Tensor]: ...
+from ._units import Units
 
 
 class Note(NamedTuple):
     """What is saved in place of a gathered parameter, or of a view of it."""
 
-    source: Source
+    source: Units
     age: int
     unit: int
     index: int
@@ -42,7 +34,7 @@ class Note(NamedTuple):
 class _Notes:
     """Hooks for saved tensors, inside of others or of none."""
 
-    def __init__(self, source: Source, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None):
+    def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None):
         self.source, self.outer = source, outer
 
     def pack(self, t: Tensor) -> Any:
@@ -63,13 +55,12 @@ class _Notes:
 
 
 def _gathered(note: Note) -> Tensor:
-    note.source.check_current(note.unit, note.age)
     with torch.no_grad():
-        full = note.source.parameters(note.unit)[note.index]
+        full = note.source.parameters(note.unit, note.age)[note.index]
     return full.as_strided(note.size, note.stride, note.offset)
 
 
-def noting(source: Source) -> AbstractContextManager:
+def noting(source: Units) -> AbstractContextManager:
     """Inside, the parameters that `source` has gathered are saved for backward as notes."""
     notes = _Notes(source, saved_tensors_hooks())
     return torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack)

@@ -19,6 +19,11 @@ from ._tree import Placement
 SMALL = 4096  # elements of a tensor that is compared between ranks
 
 
+def row_major(x: Tensor) -> Tensor:
+    """The elements in the order in which they are saved."""
+    return x.detach().contiguous().view(-1)
+
+
 def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
     """Those who save or load a state together.
 
@@ -56,7 +61,7 @@ def check_replicas(state: State, group: Group) -> None:
     if group.size == 1:
         return
     small = {
-        e.key: zlib.crc32(e.value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+        e.key: zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes())
         for e in entries(state)
         if isinstance(e.value, Tensor) and e.offset is None and e.owner not in state.layout.placement.apart
         if 0 < e.value.numel() <= SMALL

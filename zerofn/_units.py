@@ -120,9 +120,23 @@ class Units:
         # An address may be used again once the storage that had it is gone.
         return None if entry is None or entry[0].expired() else entry[1:]
 
-    def parameters(self, i: int) -> list[Tensor]:
-        """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
-        self.age(i)
+    def parameters(self, i: int, age: int | None = None) -> list[Tensor]:
+        """The unit's full parameters in the compute dtype, from the two that are kept or gathered now.
+
+        Args:
+            i: the unit.
+            age: its age when the graph was made that they are for. One that was made with other values is
+                refused, since autograd knows of no version here.
+        """
+        now = self.age(i)
+        if age is not None and age != now:
+            raise RuntimeError(
+                explain(
+                    "backward through a graph from before the parameters were updated",
+                    "under shard they are gathered again, and are no longer those of forward",
+                    "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
+                )
+            )
         if i not in self.live:
             self.drop(ALIVE - 1)
             mine = [self.params[leaf.path].detach() for leaf in self.units[i]]
@@ -172,17 +186,6 @@ class Units:
             self.counts[i] = counts
             self._forget(i)
         return self.updates + self.writes[i]
-
-    def check_current(self, i: int, age: int) -> None:
-        """Refuse to gather for a graph that was made with other values; autograd knows of no version here."""
-        if age != self.age(i):
-            raise RuntimeError(
-                explain(
-                    "backward through a graph from before the parameters were updated",
-                    "under shard they are gathered again, and are no longer those of forward",
-                    "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
-                )
-            )
 
     def end_of_call(self) -> None:
         """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""

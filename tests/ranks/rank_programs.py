@@ -20,6 +20,12 @@ import zerofn as zf
 FIRST = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
 
 
+def pipe_of(stage, optimizer, middle=()):
+    """The pipeline of a ZeRO stage, with `middle` after what makes it; every step closes a window."""
+    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    return zf.chain(*(f() for f in FIRST[stage]), *middle, *late, optimizer)
+
+
 def rank_and_size():
     """This process among the launched ones."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

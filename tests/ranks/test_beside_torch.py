@@ -21,8 +21,7 @@ LR = 0.1
 
 
 def pipe(stage: int) -> zf.Transform:
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
-    return zf.chain(*(f() for f in P.FIRST[stage]), *late, zf.sgd(LR))
+    return P.pipe_of(stage, zf.sgd(LR))
 
 
 def model_of() -> nn.Module:

@@ -82,9 +82,7 @@ def on_ranks() -> dict[tuple[str, int, str], Any]:
         for name, (program, _) in MODELS.items():
             for precision in PRECISIONS:
                 for stage in P.FIRST if precision == "exact" else (3,):
-                    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
-                    first = [f() for f in P.FIRST[stage]]
-                    tx = zf.chain(*first, *PRECISIONS[precision](), *late, zf.sgd(**SGD))
+                    tx = P.pipe_of(stage, zf.sgd(**SGD), PRECISIONS[precision]())
                     # 16 bits: one step, since a second one would begin elsewhere than that of the reference.
                     steps = STEPS if precision in ("exact", "scaled") else 1
                     out[name, stage, precision] = P.eager(tx, program, steps, make(name, precision))

@@ -24,8 +24,7 @@ CLIPS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def pipe(stage: int) -> zf.Transform:
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
-    return zf.chain(*(f() for f in P.FIRST[stage]), *late, zf.sgd(1.0))
+    return P.pipe_of(stage, zf.sgd(1.0))
 
 
 def model_of() -> nn.Module:

@@ -27,8 +27,7 @@ PRECISIONS: dict[str, Callable[[], list[zf.Transform]]] = {
 
 
 def pipe(stage: int, precision: str = "fp32") -> zf.Transform:
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
-    return zf.chain(*(f() for f in P.FIRST[stage]), *PRECISIONS[precision](), *late, zf.sgd(LR))
+    return P.pipe_of(stage, zf.sgd(LR), PRECISIONS[precision]())
 
 
 def model_of() -> nn.Sequential:
