@@ -189,13 +189,22 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
         zf.reduce_scatter(), zf.offload(zf.accumulate(2)), zf.offload(zf.adamw(LR)), zf.offload(zf.ema(0.9))
     ),
     "offload, bf16": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.offload(zf.low_precision_adam(LR))),
+    "offload, groups": lambda: zf.chain(
+        zf.offload(
+            zf.partition(
+                {"a": zf.adamw(LR), "b": zf.chain(zf.clip_by_value(0.01), zf.sgd(LR, momentum=0.9))},
+                lambda path: "a" if "block" in path else "b",
+            )
+        ),
+        zf.offload(zf.ema(0.9)),
+    ),
     "masked, partition": lambda: zf.chain(
         zf.masked(zf.clip_by_value(0.01), lambda path, *_: "weight" in path),
         zf.partition({"a": zf.adamw(LR), "b": zf.sgd(LR)}, lambda path, *_: "a" if "block" in path else "b"),
     ),
 }
 ROUTES = "eager", "pure", "donate"
-LEAFWISE = "sgd", "kahan", "nearest", "offload, bf16"  # which can also be updated during backward
+LEAFWISE = "sgd", "kahan", "nearest", "offload, bf16", "offload, groups"  # which can also be updated during backward
 CASES = [(name, route) for name in PIPELINES for route in ROUTES] + [(name, "in backward") for name in LEAFWISE]
 
 

@@ -84,6 +84,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             right = "state = zf.init(tx, params) with this very tx"
             raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
         raise
+    finally:
+        ctx.settle()
     step = select(emitted, state.step + 1, state.step)
     new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
     defaults = {"skipped": torch.tensor(False)}

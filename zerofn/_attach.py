@@ -136,6 +136,8 @@ class Optimizer(torch.optim.Optimizer):
     def state(self) -> State:  # type: ignore[override]
         """The pipeline's state. On one process its stored parameters are the model's own."""
         self._home.copies.carry_over()
+        if self._home.in_backward is not None:
+            self._home.in_backward.settle()
         return self._home.state
 
     @property

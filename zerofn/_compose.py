@@ -220,6 +220,17 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     return _grouped("partition", lambda layout: _values(labels, layout, "labels", str), inner)
 
 
+def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
+    """The same `masked` or `partition` over `fn` of each of its members."""
+    assert group.factory is not None
+    config = dict(group.config)
+    if "transforms" in config:
+        config["transforms"] = {k: None if t is None else fn(t) for k, t in config["transforms"].items()}
+    else:
+        config["transform"] = fn(config["transform"])
+    return replace(group.factory(**config), name=group.name)
+
+
 def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
     if callable(given):
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves}

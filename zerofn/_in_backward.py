@@ -97,6 +97,11 @@ class InBackward:
             stored.copy_(new)
         self.done.add(path)
 
+    def settle(self) -> None:
+        """Wait for copies into the state that leaves updated so far have begun."""
+        if self.ctx is not None:
+            self.ctx.settle()
+
     def finish(self) -> tuple[State, dict[str, Tensor]]:
         """Close the step: counters, and the state entries that the leaves left behind."""
         state = self.state()
@@ -108,6 +113,7 @@ class InBackward:
                     "loss.backward() before opt.step()",
                 )
             )
+        self.settle()
         transforms = self.under_way.states()
         step = state.step + 1
         new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)

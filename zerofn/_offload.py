@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ._compat import is_shape_only
-from ._compose import as_transform, chain
+from ._compose import as_transform, chain, of_members
+from ._conveyor import Conveyor
 from ._errors import explain
 from ._factory import transform
 from ._tree import Layout, Leaves, flatten, tree_map
@@ -21,8 +22,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     """Keep a transform's state on another device, and bring it to the parameters one bucket at a time.
 
     The arithmetic still runs where the parameters are, so the numbers are the same to the last bit.
-    Host memory is pinned when the parameters are on a GPU. Where the parameters already live on
-    `device` nothing is moved and nothing is allocated.
+    Host memory is pinned when the parameters are on a GPU, and one bucket arrives and another leaves while a
+    third is updated; with `attach(..., in_backward=True)` all of that runs beside backward. Where the
+    parameters already live on `device` nothing is moved and nothing is allocated.
 
     Args:
         transform: an optimizer, an accumulation, an `ema`, or a chain of such.
@@ -41,6 +43,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     inner = as_transform(transform)
     if inner.role is Role.CHAIN:
         return chain(*(offload(part, device) for part in inner.parts))
+    if inner.members_fn is not None:
+        # A member runs over its own leaves bucket by bucket; the state of all of them at once need not fit.
+        return of_members(inner, lambda member: offload(member, device))
     if inner.role not in (Role.OPTIMIZER, Role.ACCUMULATE, Role.AFTER, Role.GRADIENT):
         raise ValueError(
             explain(
@@ -69,12 +74,13 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
             raise MemoryError(_shortage(inner, leaves, layout, where)) from error
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        return inner.prepare_fn(state, grads, params, ctx)
+        prepared = inner.prepare_fn(state, grads, params, ctx)
+        return replace(prepared, carry=(prepared.carry, Conveyor(state, params)))
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        here = {slot: _beside(entry, params) for slot, entry in state.items()}
-        out, new = inner.update_fn(grads, here, params, carry, ctx)
-        return out, {slot: _back(entry, state[slot], ctx) for slot, entry in new.items()}
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Conveyor], ctx: Context):
+        own, conveyor = carry
+        out, new = inner.update_fn(grads, conveyor.bring(state, params), params, own, ctx)
+        return out, conveyor.take_back(new, state, ctx)
 
     return replace(inner, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
@@ -105,32 +111,3 @@ def _shortage(inner: Transform, leaves: Leaves, layout: Layout, device: torch.de
         "zf.low_precision_adam(state_dtype=torch.bfloat16), half of fp32 moments; zf.shard() over more ranks; "
         "or a higher limit of (locked) memory",
     )
-
-
-def _beside(entry: Any, params: Leaves) -> Any:
-    """Per-leaf tensors on their parameter's device. Counters stay where they are."""
-    if not isinstance(entry, dict):
-        return entry
-    here = {}
-    for p, x in entry.items():
-        if not isinstance(x, Tensor):
-            # A member of `masked` or `partition`, whose own entries lie deeper.
-            here[p] = _beside(x, params)
-        else:
-            here[p] = x if x.ndim == 0 or p not in params else x.to(params[p].device, non_blocking=True)
-    return here
-
-
-def _back(entry: Any, home: Any, ctx: Context) -> Any:
-    """Per-leaf tensors back in the state's own place; into the same memory when donated."""
-    if not isinstance(entry, dict):
-        return entry
-    out = {}
-    for p, x in entry.items():
-        if not isinstance(x, Tensor):
-            out[p] = _back(x, home[p], ctx)
-        elif x.device == home[p].device:
-            out[p] = x
-        else:
-            out[p] = home[p].copy_(x) if ctx.donate else x.to(home[p].device)
-    return out

@@ -120,6 +120,7 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
+        under_way: filled by `before_the_end`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
     """
 
@@ -133,6 +134,7 @@ class Context:
     reduction: Reduction = field(default_factory=OneProcess)
     micro_step: Any = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    under_way: list[Callable[[], None]] = field(default_factory=list)
     prefix: str = ""
 
     def own(self, x: Tensor) -> Tensor:
@@ -142,6 +144,15 @@ class Context:
     def report(self, name: str, value: Any) -> None:
         """Show a number in the step's metrics."""
         self.metrics[self.prefix + name] = value if isinstance(value, Tensor) else torch.tensor(value)
+
+    def before_the_end(self, wait: Callable[[], None]) -> None:
+        """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
+        self.under_way.append(wait)
+
+    def settle(self) -> None:
+        """Wait for all that is under way."""
+        while self.under_way:
+            self.under_way.pop()()
 
     def inside(self, name: str) -> Context:
         """The context of a transform nested in `name`."""
@@ -242,6 +253,7 @@ class Transform:
             )
         prepared = self.prepare_fn(state, entries, leaves, ctx)
         out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+        ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):
             return None, state

@@ -1,0 +1,149 @@
+"""State that lives elsewhere, brought to its parameters for an update and taken back, a few leaves at a time.
+
+While one bucket is updated the next one arrives and the one before leaves. On a GPU the three run at once, and
+both directions of the bus are busy; the device holds about three buckets of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _lanes
+from ._compat import is_wrapped
+from ._lanes import Arrival, Lane
+from ._run import BUCKET_BYTES
+from ._tree import Leaves
+from ._types import Context, TransformState
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What of a leaf's state is under way to its parameter: by slot, where it comes from and where it arrives."""
+
+    sources: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    arrival: Arrival
+
+
+class Conveyor:
+    """The transfers of one transform in one step.
+
+    Args:
+        state: of the transform.
+        params: its leaves, in the order in which they are updated, or in the opposite one, as backward has it.
+    """
+
+    def __init__(self, state: TransformState, params: Leaves):
+        self.state, self.params = state, params
+        self.order = list(params)
+        self.place = {path: i for i, path in enumerate(self.order)}
+        self.coming: dict[str, _Coming] = {}
+        self.brought: set[str] = set()
+        self.step = 1
+        self.lanes: dict[tuple[str, torch.device], Lane] = {}
+
+    def bring(self, state: TransformState, paths: Iterable[str]) -> TransformState:
+        """Some leaves' state beside their parameters; what will probably be wanted next is sent for."""
+        paths = [p for p in paths if p in self.place]
+        here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
+        found = {p: self._found(p, state) for p in paths}
+        for path, coming in found.items():
+            if coming is not None:
+                coming.arrival.here()
+                for slot, x in coming.targets.items():
+                    here[slot][path] = x
+        if any(coming is not None for coming in found.values()):
+            self._look_ahead(paths)
+        return {slot: _beside(entry, self.params) for slot, entry in here.items()}
+
+    def take_back(self, new: TransformState, homes: TransformState, ctx: Context) -> TransformState:
+        """What a transform has made of its state, where the state lives; into the same memory when donated."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        out = {slot: _home(entry, homes[slot], ctx, pairs) for slot, entry in new.items()}
+        for device in {x.device for _, x in pairs}:
+            arrival = self._lane("back", device).copy([(t, x) for t, x in pairs if x.device == device])
+            ctx.before_the_end(arrival.wait)
+        return out
+
+    def _found(self, path: str, state: TransformState) -> _Coming | None:
+        """The state of a leaf, under way: sent for before, or now."""
+        away = self._away(path, state)
+        coming = self.coming.pop(path, None)
+        if coming is not None and all(away.get(slot) is x for slot, x in coming.sources.items()):
+            return coming
+        return self._send_for(path, away)
+
+    def _away(self, path: str, state: TransformState) -> dict[str, Tensor]:
+        """What of a leaf's state is on another device than the leaf, by slot."""
+        device = self.params[path].device
+        found = {slot: entry.get(path) for slot, entry in state.items() if isinstance(entry, dict)}
+        return {
+            slot: x
+            for slot, x in found.items()
+            if isinstance(x, Tensor) and x.ndim and x.device != device and not is_wrapped(x)
+        }
+
+    def _send_for(self, path: str, away: dict[str, Tensor]) -> _Coming | None:
+        if not away:
+            return None
+        device = self.params[path].device
+        targets = {slot: torch.empty_like(x, device=device) for slot, x in away.items()}
+        arrival = self._lane("there", device).copy([(targets[slot], x) for slot, x in away.items()])
+        return _Coming(away, targets, arrival)
+
+    def _look_ahead(self, paths: list[str]) -> None:
+        """Send for the leaves that follow, up to a bucket of state."""
+        if not self.brought and self.place[paths[0]] > 0:
+            self.step = -1
+        self.brought.update(paths)
+        i = (max if self.step > 0 else min)(self.place[p] for p in paths) + self.step
+        size = sum(x.nbytes for coming in self.coming.values() for x in coming.targets.values())
+        while 0 <= i < len(self.order) and size < BUCKET_BYTES:
+            path = self.order[i]
+            if path not in self.brought and path not in self.coming:
+                coming = self._send_for(path, self._away(path, self.state))
+                if coming is not None:
+                    self.coming[path] = coming
+                    size += sum(x.nbytes for x in coming.targets.values())
+            i += self.step
+
+    def _lane(self, way: str, device: torch.device) -> Lane:
+        if (way, device) not in self.lanes:
+            self.lanes[way, device] = _lanes.lane(device)
+        return self.lanes[way, device]
+
+
+def _beside(entry: Any, params: Leaves) -> Any:
+    """Tensors on their parameter's device where no lane could bring them: under vmap, in a state with inner trees."""
+    if not isinstance(entry, dict):
+        return entry
+    here = {}
+    for p, x in entry.items():
+        if not isinstance(x, Tensor):
+            here[p] = _beside(x, params)
+        else:
+            here[p] = x if x.ndim == 0 or p not in params else x.to(params[p].device)
+    return here
+
+
+def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """An entry of the state with every tensor where it lives; what has to be copied there is put in `pairs`."""
+    if not isinstance(entry, dict):
+        return entry
+    out = {}
+    for p, x in entry.items():
+        if not isinstance(x, Tensor):
+            out[p] = _home(x, home[p], ctx, pairs)
+        elif x.device == home[p].device:
+            out[p] = x
+        elif is_wrapped(x):
+            out[p] = x.to(home[p].device)
+        else:
+            out[p] = home[p] if ctx.donate else torch.empty_like(home[p], pin_memory=home[p].is_pinned())
+            pairs.append((out[p], x))
+    return out
