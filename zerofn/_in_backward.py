@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._errors import explain
 from ._one_leaf import OneByOne, members
-from ._pipeline import GRAD_NORM, Pipeline
+from ._pipeline import GRAD_NORM, Pipeline, idle
 from ._state import State
 from ._types import Context, Role, Scope, Transform
 
@@ -24,7 +24,7 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     Raises:
         ValueError: one cannot; it is named, with the reason.
     """
-    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM and not _idle(p))
+    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM and not idle(p))
     if len([p for p in pipe.parts if p.role in (Role.SCATTER, Role.REDUCE)]) > 1 and pipe.cut < len(pipe.stages):
         raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
     for part in parts:
@@ -39,10 +39,6 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
                     )
                 )
     return parts
-
-
-def _idle(part: Transform) -> bool:
-    return part.role is Role.ACCUMULATE and part.config.get("every") == 1 and not part.config.get("weighted")
 
 
 def _reason(part: Transform) -> str | None:

@@ -300,10 +300,15 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
             roles.append(part.role)
     reduces = (Role.SCATTER, Role.REDUCE)
     cut = next((i for i, role in enumerate(roles) if role in reduces), len(stages))
-    order = [p.role for p in parts]
-    late = cut < len(stages) and Role.ACCUMULATE in order[: next(i for i, r in enumerate(order) if r in reduces)]
+    ahead = parts[: next((i for i, p in enumerate(parts) if p.role in reduces), 0)]
+    late = cut < len(stages) and any(p.role is Role.ACCUMULATE and not idle(p) for p in ahead)
     layout = replace(layout, placement=_placement(parts, stages, late))
     return Pipeline(tx, layout, parts, tuple(stages), cut, late)
+
+
+def idle(part: Transform) -> bool:
+    """Whether it is `accumulate(1)`, which is the identity: a reduction to its right need not wait for it."""
+    return part.role is Role.ACCUMULATE and part.config.get("every") == 1 and not part.config.get("weighted")
 
 
 def _placement(parts: Sequence[Transform], stages: Sequence[Stage], late: bool) -> Placement:

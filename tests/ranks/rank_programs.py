@@ -8,6 +8,7 @@ sum over ranks; the mean over ranks is that over their number.
 
 import copy
 import os
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,19 @@ import zerofn as zf
 FIRST = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
 
 
+def hold():
+    """An accumulation that closes its window at every step: gradients wait for it, as they do not for accumulate(1)."""
+    every = zf.accumulate(2)
+
+    def prepare(state, grads, params, ctx):
+        return every.prepare_fn(state, grads, params, replace(ctx, boundary=True))
+
+    return replace(every, prepare_fn=prepare)
+
+
 def pipe_of(stage, optimizer, middle=()):
     """The pipeline of a ZeRO stage, with `middle` after what makes it; every step closes a window."""
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    late = [hold(), zf.reduce_scatter()] if stage == 1 else []
     return zf.chain(*(f() for f in FIRST[stage]), *middle, *late, optimizer)
 
 

@@ -47,7 +47,7 @@ def pipe_of(stage: int, precision: str) -> zf.Transform:
         ],
     }[precision]
     first = [f() for f in P.FIRST[stage]]
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
+    late = [P.hold(), zf.reduce_scatter()] if stage == 1 else []
     return zf.chain(*(first + cast if stage == 3 else cast + first), *late, zf.sgd(0.05))
 
 

@@ -332,7 +332,7 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
             zf.scale_loss("dynamic", init_scale=256.0, growth_interval=1),
         ],
     }[precision]
-    held = [zf.accumulate(every)] if every > 1 or stage == 1 else []
+    held = [zf.accumulate(every)] if every > 1 else [P.hold()] if stage == 1 else []
     late = [zf.reduce_scatter()] if stage == 1 else []
     last = zf.low_precision_adam(1e-3, rounding="stochastic") if precision == "bf16" else zf.sgd(LR)
     return zf.chain(*first, *cast, *held, *late, Transform("show", Role.GRADIENT, update_fn=show), last)

@@ -20,6 +20,7 @@ CLIP = 0.3
 STAGES = {
     "data parallel": (lambda: (zf.all_reduce(),), 1),
     "zero1": (lambda: (zf.accumulate(2), zf.reduce_scatter()), 2),
+    "zero1, no accumulation": (lambda: (zf.accumulate(1), zf.reduce_scatter()), 1),
     "zero1, all-reduce": (lambda: (zf.accumulate(2), zf.all_reduce()), 2),
     "zero2": (lambda: (zf.reduce_scatter(), zf.accumulate(2)), 2),
     "zero2, no accumulation": (lambda: (zf.reduce_scatter(),), 1),
@@ -74,4 +75,8 @@ def test_every_stage_trains_as_one_process(size):
                 bad.append((rank, *key, worst, where, off))
             if got.get("most", 0) > 2:
                 bad.append((rank, *key, "units alive", got["most"]))
+            if stage == "zero1, no accumulation":
+                # accumulate(1) is the identity, so gradients leave during backward as under ZeRO-2.
+                same = results[("zero2, no accumulation", *key[1:])]["after"]
+                bad += [(rank, *key, path) for path, x in got["after"].items() if not torch.equal(x, same[path])]
     assert not bad, "\n".join(map(str, bad))
