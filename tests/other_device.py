@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.backend_registration as registration
+import torchopt
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -198,6 +199,7 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
         ),
         zf.offload(zf.ema(0.9)),
     ),
+    "offload, guest": lambda: zf.chain(zf.offload(torchopt.adam(lr=1e-2))),
     "masked, partition": lambda: zf.chain(
         zf.masked(zf.clip_by_value(0.01), lambda path, *_: "weight" in path),
         zf.partition({"a": zf.adamw(LR), "b": zf.sgd(LR)}, lambda path, *_: "a" if "block" in path else "b"),

@@ -360,10 +360,11 @@ def test_low_precision_adam_in_fp32_storage_is_adamw():
 # ---- guests ----
 
 
+@pytest.mark.parametrize("wrap", [lambda t: t, zf.offload])
 @pytest.mark.parametrize("first", [(), (zf.clip_by_global_norm(0.5),), (zf.accumulate(2),)])
-def test_torchopt_in_a_chain_is_torchopt_alone(first):
+def test_torchopt_in_a_chain_is_torchopt_alone(first, wrap):
     guest = torchopt.adam(lr=0.05)
-    tx = zf.chain(*first, guest)
+    tx = zf.chain(*first, wrap(guest))
     params = {k: x for k, x in tree().items() if k != "empty"}
     state = zf.init(tx, params)
     plain, inner = {k: x.clone() for k, x in params.items()}, guest.init(params)

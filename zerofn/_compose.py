@@ -144,7 +144,7 @@ def guest(transformation: GradientTransformation) -> Transform:
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
     """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
     gradient = [i for i, p in enumerate(parts) if p.role is not Role.AFTER]
-    if any(p.role is Role.OPTIMIZER for p in parts) or not gradient or parts[gradient[-1]].factory is not guest:
+    if any(p.role is Role.OPTIMIZER for p in parts) or not gradient or not _of_guest(parts[gradient[-1]]):
         return parts
     last = parts[gradient[-1]]
 
@@ -154,6 +154,11 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
     adding = replace(last, role=Role.OPTIMIZER, update_fn=update)
     return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])
+
+
+def _of_guest(t: Transform) -> bool:
+    """A guest, or one under `offload`. Not one in a group, from which leaves that are not its own come unchanged."""
+    return t.factory is guest or (t.members_fn is None and [p.factory for p in t.parts] == [guest])
 
 
 Mask = Callable[[str], bool] | Tree

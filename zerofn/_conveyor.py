@@ -17,7 +17,7 @@ from . import _lanes
 from ._compat import is_wrapped
 from ._lanes import Arrival, Lane
 from ._run import BUCKET_BYTES
-from ._tree import Leaves
+from ._tree import Leaves, flatten, tree_keys, tree_map, unflatten
 from ._types import Context, TransformState
 
 
@@ -119,31 +119,37 @@ class Conveyor:
 
 
 def _beside(entry: Any, params: Leaves) -> Any:
-    """Tensors on their parameter's device where no lane could bring them: under vmap, in a state with inner trees."""
-    if not isinstance(entry, dict):
-        return entry
-    here = {}
-    for p, x in entry.items():
-        if not isinstance(x, Tensor):
-            here[p] = _beside(x, params)
-        else:
-            here[p] = x if x.ndim == 0 or p not in params else x.to(params[p].device)
-    return here
+    """An entry with its tensors on their parameters' devices, where no lane has brought them.
+
+    That is: under vmap, and in the trees of other libraries. Those may keep leaves in lists, without their paths;
+    then all go where the parameters are, if that is one device.
+    """
+    if isinstance(entry, dict) and all(isinstance(x, Tensor) for x in entry.values()):
+        return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
+    devices = {x.device for x in params.values()}
+    common = devices.pop() if len(devices) == 1 else None
+    values, spec = flatten(entry)
+    ends = [keys[-1] if keys else "" for keys in tree_keys(entry)]
+    there = [params[p].device if p in params else common for p in ends]
+    return unflatten(spec, [_to(device, x) for device, x in zip(there, values, strict=True)])
+
+
+def _to(device: torch.device | None, x: Any) -> Any:
+    return x.to(device) if device is not None and isinstance(x, Tensor) and x.ndim else x
 
 
 def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     """An entry of the state with every tensor where it lives; what has to be copied there is put in `pairs`."""
-    if not isinstance(entry, dict):
-        return entry
-    out = {}
-    for p, x in entry.items():
-        if not isinstance(x, Tensor):
-            out[p] = _home(x, home[p], ctx, pairs)
-        elif x.device == home[p].device:
-            out[p] = x
-        elif is_wrapped(x):
-            out[p] = x.to(home[p].device)
-        else:
-            out[p] = home[p] if ctx.donate else torch.empty_like(home[p], pin_memory=home[p].is_pinned())
-            pairs.append((out[p], x))
-    return out
+
+    def back(x: Any, old: Any) -> Any:
+        if not isinstance(x, Tensor) or not isinstance(old, Tensor) or x.device == old.device:
+            return x
+        if is_wrapped(x):
+            return x.to(old.device)
+        target = old if ctx.donate else torch.empty_like(old, pin_memory=old.is_pinned())
+        pairs.append((target, x))
+        return target
+
+    if isinstance(entry, dict) and all(isinstance(x, Tensor) for x in entry.values()):
+        return {p: back(x, home[p]) for p, x in entry.items()}
+    return tree_map(back, entry, home)

@@ -24,7 +24,8 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     The arithmetic still runs where the parameters are, so the numbers are the same to the last bit.
     Host memory is pinned when the parameters are on a GPU, and one bucket arrives and another leaves while a
     third is updated; with `attach(..., in_backward=True)` all of that runs beside backward. Where the
-    parameters already live on `device` nothing is moved and nothing is allocated.
+    parameters already live on `device` nothing is moved and nothing is allocated. The state of another library's
+    transformation, which sees the whole tree, is brought as a whole.
 
     Args:
         transform: an optimizer, an accumulation, an `ema`, or a chain of such.
