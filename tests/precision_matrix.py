@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from channels import Channels
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -225,8 +226,11 @@ def run_cells(cells: list[Cell]) -> list[dict[str, dict[str, Tensor]]]:
     """On each rank, for each cell: changes of full parameters, and facts about what is kept."""
     import torch.distributed as dist
 
-    rank = dist.get_rank()
-    return [_run_cell(cell, rank) for cell in cells]
+    rank, channels, found = dist.get_rank(), Channels(), []
+    for cell in cells:
+        channels.next = 0
+        found.append(_run_cell(cell, rank))
+    return found
 
 
 def _run_cell(cell: Cell, rank: int) -> dict:

@@ -20,10 +20,10 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from channels import Channels
 from torch import Tensor, nn
 
 import zerofn as zf
-import zerofn._residence
 from zerofn._types import Role, Transform
 
 # At the end, since a directory of tests may hold a module of the same name as one of here.
@@ -352,29 +352,6 @@ def sorted_out(result: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     items = result if isinstance(result, list | tuple) else [] if result is None else [result]
     own = [x.detach().clone() for x in items if not isinstance(x, OfLeaves)]
     return own, {n: x.detach().clone() for item in items if isinstance(item, OfLeaves) for n, x in item.items()}
-
-
-class Channels:
-    """Channels between ranks that models of one cell after another use, for it takes longer to open them than to train.
-
-    For the same reason ranks are not asked at each `attach` whether they mean the same model.
-    Models that are attached at the same time have channels of their own, as ever.
-    """
-
-    def __init__(self):
-        self.opened: list[Any] = []
-        self.next = 0
-        zerofn._residence.agree_on_start = lambda pipe, params: None
-        self.open = {name: getattr(zerofn._residence, name) for name in ("channel", "joint_channel")}
-        for name in self.open:
-            setattr(zerofn._residence, name, lambda groups, name=name: self.take(name, groups))
-
-    def take(self, name: str, groups: Any) -> Any:
-        """The next channel. All groups here join all ranks."""
-        if self.next == len(self.opened):
-            self.opened.append(self.open[name](groups))
-        self.next += 1
-        return self.opened[self.next - 1]
 
 
 def cell(scenario: Scenario, stage: int, precision: str) -> dict[str, Any]:

@@ -1,0 +1,30 @@
+"""Channels between ranks, kept open for one attached model after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zerofn._residence
+
+
+class Channels:
+    """Channels between ranks that models of one cell after another use, for it takes longer to open them than to train.
+
+    For the same reason ranks are not asked at each `attach` whether they mean the same model.
+    Models that are attached at the same time have channels of their own, as ever.
+    """
+
+    def __init__(self):
+        self.opened: list[Any] = []
+        self.next = 0
+        zerofn._residence.agree_on_start = lambda pipe, params: None
+        self.open = {name: getattr(zerofn._residence, name) for name in ("channel", "joint_channel")}
+        for name in self.open:
+            setattr(zerofn._residence, name, lambda groups, name=name: self.take(name, groups))
+
+    def take(self, name: str, groups: Any) -> Any:
+        """The next channel. All groups here join all ranks."""
+        if self.next == len(self.opened):
+            self.opened.append(self.open[name](groups))
+        self.next += 1
+        return self.opened[self.next - 1]
