@@ -146,7 +146,9 @@ def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]
             return x
         if is_wrapped(x):
             return x.to(old.device)
-        target = old if ctx.donate else torch.empty_like(old, pin_memory=old.is_pinned())
+        # What a checkpoint has brought is pinned at its first step.
+        pin = x.device.type == "cuda" and old.device.type == "cpu"
+        target = old if ctx.donate and (not pin or old.is_pinned()) else torch.empty_like(old, pin_memory=pin)
         pairs.append((target, x))
         return target
 

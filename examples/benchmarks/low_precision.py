@@ -1,7 +1,7 @@
 """What low precision costs and saves: time of the update, loss, memory. Each prints its own table.
 
 python examples/benchmarks/low_precision.py kernel     # one update per rounding; see update_kernel.py
-python examples/benchmarks/low_precision.py loss       # 7 configurations x 3 seeds x 1000 steps
+python examples/benchmarks/low_precision.py loss       # every configuration x 3 seeds x 1000 steps
 python examples/benchmarks/low_precision.py memory     # bytes per parameter, allocated and peak, and step time
 """
 

@@ -145,8 +145,8 @@ def ours(dtypes: Any, optimizer: Any, stage: int = 0, scale: bool = False, in_ba
 
 
 def keeps(p: float, g: float, state: float, stage: int = 0) -> Callable[[int], float]:
-    """By formula; the stage says what of it is cut into N parts."""
-    cut = {0: (1, 1, 1), 1: (1, 1, 0), 2: (1, 0, 0), 3: (0, 0, 0)}[stage]
+    """By formula; the stage says what of it is cut into N parts. Stage 1 accumulates nothing here."""
+    cut = {0: (1, 1, 1), 1: (1, 0, 0), 2: (1, 0, 0), 3: (0, 0, 0)}[stage]
     return lambda n: sum(x if whole else x / n for x, whole in zip((p, g, state), cut, strict=True))
 
 

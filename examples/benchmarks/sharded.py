@@ -108,11 +108,14 @@ class Ranks:
 
 
 def state_formula(stage: int, dtype: str, n: int) -> float:
-    """Bytes per parameter of zerofn's parameters, gradients and two moments; p, g and s are stored in fp32."""
+    """Bytes per parameter of zerofn's parameters, gradients and two moments; p, g and s are stored in fp32.
+
+    With one micro-batch in a step no full gradient has to wait at stage 1 either.
+    """
     p, g, s = 4, 4, 8
     if stage == 2 and dtype == "bf16":
         return 2 + (p + g + s) / n  # the resident parameters are the bf16 ones, the masters are cut
-    return {0: p + g + s, 1: p + g + s / n, 2: p + (g + s) / n, 3: (p + g + s) / n}[stage]
+    return {0: p + g + s, 1: p + (g + s) / n, 2: p + (g + s) / n, 3: (p + g + s) / n}[stage]
 
 
 def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str, list[int]], n: int) -> int:
