@@ -127,8 +127,7 @@ def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str,
     """
     numels = {name: torch.Size(shape).numel() * (n if stage == 3 else 1) for name, shape in shapes.items()}
     total, leaves = sum(numels.values()), len(numels)
-    seen = BYTES[dtype]
-    sent = 4 if stage in (0, 1) else seen  # there the cast stands before the reduction
+    seen = sent = BYTES[dtype]
     flags = leaves * sent
     norm = 2 * (n - 1) * 4 // n  # one float, summed over shards
     if stage == 0:

@@ -103,7 +103,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def zerofn(o: dict[str, Any]) -> tuple[Step, Any]:
     import zerofn as zf
 
-    dtypes = [zf.precision(param_dtype=BF16)] if o["dtype"] == "bf16" else []
+    # Gradients travel in bf16, as those of every peer do: at stages 0 and 1 they are fp32 where they are reduced.
+    dtypes = [zf.precision(param_dtype=BF16, reduce_dtype=BF16)] if o["dtype"] == "bf16" else []
     road = {
         0: [*dtypes, zf.all_reduce()],
         1: [*dtypes, zf.accumulate(1), zf.reduce_scatter()],
