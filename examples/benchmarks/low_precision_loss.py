@@ -194,10 +194,17 @@ def differences(measured: dict[str, dict[str, dict[str, float]]], base: str, nam
         if pairs:
             cells = []
             for key in ("final", "mean"):
-                cells += [spread(gaps[key], "+.4f"), " ".join(f"{x:+.4f}" for x in gaps[key])]
+                cells += [spread(gaps[key], "+.4f"), each(gaps[key])]
             cells += [spread(gaps["first"], "+.4f"), spread(gaps["later"], "+.4f"), verdict(name, gaps)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def each(values: list[float]) -> str:
+    """The values, or of many how well they know their mean."""
+    if len(values) <= 10:
+        return " ".join(f"{x:+.4f}" for x in values)
+    return f"standard error {statistics.stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def verdict(name: str, gaps: dict[str, list[float]]) -> str:
