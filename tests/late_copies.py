@@ -8,6 +8,7 @@ not only the device) has waited is garbage too.
 
 from __future__ import annotations
 
+import pytest
 from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
@@ -53,10 +54,8 @@ def compare_late(pipeline: str, route: str) -> tuple[list[str], list[int], int]:
     """What `compare` finds; copies still coming whenever a bucket left; how many copies never arrived."""
     log: list[int] = []
     under_way: set[LateArrival] = set()
-    kept = zerofn._lanes.lane, zerofn._run.BUCKET_BYTES, zerofn._conveyor.BUCKET_BYTES
-    zerofn._lanes.lane = lambda device: LateLane(log, under_way)
-    zerofn._run.BUCKET_BYTES = zerofn._conveyor.BUCKET_BYTES = SMALL
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zerofn._lanes, "lane", lambda device: LateLane(log, under_way))
+        for module in (zerofn._run, zerofn._conveyor):
+            patch.setattr(module, "BUCKET_BYTES", SMALL)
         return compare(pipeline, route), log, len(under_way)
-    finally:
-        zerofn._lanes.lane, zerofn._run.BUCKET_BYTES, zerofn._conveyor.BUCKET_BYTES = kept

@@ -6,7 +6,7 @@ both directions of the bus are busy; the device holds about three buckets of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class _Coming:
     targets: dict[str, Tensor]
     arrival: Arrival
 
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.targets.values())
+
 
 class Conveyor:
     """The transfers of one transform in one step.
@@ -47,18 +51,16 @@ class Conveyor:
         self.step = 1
         self.lanes: dict[tuple[str, torch.device], Lane] = {}
 
-    def bring(self, state: TransformState, paths: Iterable[str]) -> TransformState:
+    def bring(self, state: TransformState, paths: Collection[str]) -> TransformState:
         """Some leaves' state beside their parameters; what will probably be wanted next is sent for."""
-        paths = [p for p in paths if p in self.place]
         here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
-        found = {p: self._found(p, state) for p in paths}
+        found = {p: coming for p in paths if (coming := self._found(p, state)) is not None}
         for path, coming in found.items():
-            if coming is not None:
-                coming.arrival.here()
-                for slot, x in coming.targets.items():
-                    here[slot][path] = x
-        if any(coming is not None for coming in found.values()):
-            self._look_ahead(paths)
+            coming.arrival.here()
+            for slot, x in coming.targets.items():
+                here[slot][path] = x
+        if found:
+            self._look_ahead(list(paths))
         return {slot: _beside(entry, self.params) for slot, entry in here.items()}
 
     def take_back(self, new: TransformState, homes: TransformState, ctx: Context) -> TransformState:
@@ -102,14 +104,14 @@ class Conveyor:
             self.step = -1
         self.brought.update(paths)
         i = (max if self.step > 0 else min)(self.place[p] for p in paths) + self.step
-        size = sum(x.nbytes for coming in self.coming.values() for x in coming.targets.values())
+        size = sum(coming.nbytes for coming in self.coming.values())
         while 0 <= i < len(self.order) and size < BUCKET_BYTES:
             path = self.order[i]
             if path not in self.brought and path not in self.coming:
                 coming = self._send_for(path, self._away(path, self.state))
                 if coming is not None:
                     self.coming[path] = coming
-                    size += sum(x.nbytes for x in coming.targets.values())
+                    size += coming.nbytes
             i += self.step
 
     def _lane(self, way: str, device: torch.device) -> Lane:

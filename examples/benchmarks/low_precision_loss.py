@@ -55,14 +55,8 @@ def fp32_masters(o: Namespace, seed: int) -> zf.Transform:
     )
 
 
-def low_moments(o: Namespace, seed: int) -> zf.Transform:
-    """Parameters, gradients and compute in fp32; only the moments in bf16."""
-    adam = zf.low_precision_adam(schedule(o), betas(o), weight_decay=WEIGHT_DECAY, rounding="stochastic", seed=seed)
-    return zf.chain(zf.clip_by_global_norm(MAX_NORM), adam)
-
-
 def low_states(dtype: torch.dtype, rounding: str, compute: Any = None) -> Callable[[Namespace, int], zf.Transform]:
-    """Parameters in 16 bits, by default seen as they are stored; bf16 moments. fp16 adds a dynamic loss scale."""
+    """Parameters in `dtype`, by default seen as they are stored; bf16 moments. fp16 adds a dynamic loss scale."""
 
     def pipeline(o: Namespace, seed: int) -> zf.Transform:
         scale = [zf.scale_loss("dynamic")] if dtype is torch.float16 else []
@@ -78,7 +72,7 @@ PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     MASTERS: fp32_masters,
     **{f"bf16 states, {r}": low_states(torch.bfloat16, r) for r in ROUNDINGS},
     **{f"bf16 states, {r}, fp32 compute": low_states(torch.bfloat16, r, torch.float32) for r in ROUNDINGS},
-    "fp32 parameters, bf16 moments": low_moments,
+    "fp32 parameters, bf16 moments": low_states(torch.float32, "stochastic"),
     "fp16 states, dynamic scale": low_states(torch.float16, "stochastic"),
 }
 CONFIGURATIONS = [BASELINE, *PIPELINES, NUDGED, ROUNDED]

@@ -127,12 +127,12 @@ def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str,
     """
     numels = {name: torch.Size(shape).numel() * (n if stage == 3 else 1) for name, shape in shapes.items()}
     total, leaves = sum(numels.values()), len(numels)
-    seen = sent = BYTES[dtype]
-    flags = leaves * sent
+    seen = BYTES[dtype]
+    flags = leaves * seen
     norm = 2 * (n - 1) * 4 // n  # one float, summed over shards
     if stage == 0:
-        return 2 * (n - 1) * (total * sent + flags) // n
-    scattered = (n - 1) * (total * sent // n + flags)
+        return 2 * (n - 1) * (total * seen + flags) // n
+    scattered = (n - 1) * (total * seen // n + flags)
     gathered = total * (4 if stage == 1 else seen)
     if stage == 3:
         last = f"blocks.{o['layers'] - 1}."
