@@ -382,3 +382,17 @@ def test_loss_benchmark_keeps_what_it_has_and_pairs_by_seed(tmp_path, monkeypatc
     assert " ".join(f"{g:+.4f}" for g in gaps) in row
     with pytest.raises(SystemExit, match="Give the same settings, or another --out"):
         low_precision.main([*command, "--lr", "1.0"])
+
+
+def test_memory_benchmark_times_numbers_of_an_ordinary_size(monkeypatch):
+    """Squares of gradients that are subnormal in fp32 (below 1e-38) take ten times as long to compute with."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples" / "benchmarks"))
+    from low_precision_memory import Model
+
+    torch.manual_seed(0)
+    model = Model(64, 64)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        assert min(float(p.grad.abs().median()) for p in model.parameters()) > 1e-6
+        torch.optim.AdamW(model.parameters(), lr=1e-4).step()

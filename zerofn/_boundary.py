@@ -83,6 +83,21 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x / scale` in `dtype`: divided in fp32 and rounded once, since after a cast to fp16 small gradients are gone."""
+    if x.dtype == dtype and _is_number(scale):
+        # By a number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
+        # peak of memory. Not by the tensor, which some kernels cast to fp16 first: 65536 is infinite there. The scale
+        # lives on the CPU, so that reading it waits for no device.
+        return x / float(scale)
+    return (wide(x) / scale).to(dtype)
+
+
+def _is_number(scale: Tensor) -> bool:
+    """Whether its value can be read here: an ensemble has several, and what is being traced has none yet."""
+    return scale.ndim == 0 and not torch.compiler.is_compiling() and type(scale) is Tensor and not is_wrapped(scale)
+
+
 def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """The same values as another tensor, as a Function must return."""
     return x.view_as(x)
@@ -109,10 +124,7 @@ class LeafView:
         for stage in reversed(self.stages):
             if scale is None or not stage.only_dtype:
                 narrow = stage.pull(narrow, self.leaf)
-        if scale is not None:
-            # Divided in fp32 and rounded once: after a cast to fp16 small gradients would be gone.
-            narrow = wide(narrow) / scale
-        narrow = narrow.to(self.grad_dtype)
+        narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
@@ -151,8 +163,7 @@ class EntryMap:
         return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        out = g if scale is None else wide(g) / scale
-        out = out.to(self.outer)
+        out = g.to(self.outer) if scale is None else over(g, scale, self.outer)
         return identity(out) if out is g else out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._boundary import LeafView, wide
+from ._boundary import LeafView, over
 from ._compose import as_transform, complete
 from ._group import Group
 from ._norms import squared_norm
@@ -194,9 +194,8 @@ class Pipeline:
                 grads = pull_all(stage, grads, leaves, like)
             like = {leaf.path: like_after(stage, leaf, like[leaf.path]) for leaf in leaves}
         named = {leaf.path: leaf for leaf in leaves}
-        if scale is not None:
-            grads = {p: wide(g) / scale for p, g in grads.items()}
-        return {p: g.to(self.cast.gradient(named[p])) for p, g in grads.items()}
+        dtypes = {p: self.cast.gradient(named[p]) for p in grads}
+        return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
 
     def _index(self, stages: tuple[Stage, ...]) -> int:
         return self.stages.index(stages[0]) if stages else len(self.stages)

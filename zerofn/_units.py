@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._boundary import wide
+from ._boundary import over
 from ._compat import after_this_node, at_end_of_backward, eagerly, in_backward
 from ._errors import explain
 from ._group import Group
@@ -269,8 +269,8 @@ class Units:
             rows = self.stage.pack(flat, bucket, dtype, self.params[bucket[0].path].device)
             for leaf, g in zip(bucket, self.stage.unpack(self.stage.send(rows)[1], bucket), strict=True):
                 if g is not None:
-                    true = g if scale is None else wide(g) / scale
-                    out[leaf.path] = true.to(self.pipe.resident_grad_dtype(leaf), copy=true is g)
+                    own = self.pipe.resident_grad_dtype(leaf)
+                    out[leaf.path] = g.to(own, copy=True) if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]
 
     def _note(self, i: int) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
+from zerofn._boundary import over
 
 S = 2.0**7
 WIDE = 96
@@ -205,3 +207,42 @@ def test_a_graph_outlives_its_model():
     loss.backward()
     plain(data()).square().mean().backward()
     assert torch.equal(bias.grad, plain.last.bias.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-20, 3.3, 1e5])
+def test_a_narrow_gradient_over_the_scale_is_rounded_once(dtype, scale):
+    """Every 16-bit number there is, against float64; where fp32 ends before float64 does, against fp32."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    factor = torch.tensor(scale)
+    expected = (x.double() / factor.double()).float().to(dtype)
+    assert torch.equal(over(x, factor, dtype).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    in_members = torch.func.vmap(lambda s: over(x, s, dtype))(factor[None])[0]
+    assert torch.equal(in_members.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+class Results(TorchDispatchMode):
+    """Dtypes and sizes of all that torch makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen.append((out.dtype, out.numel()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_gradients_are_divided_without_a_wide_copy(dtype):
+    """A copy of the largest leaf in fp32 would show in the peak of memory."""
+    model = Net().to(dtype)
+    zf.attach(model, zf.chain(zf.precision(param_dtype=dtype, grad_dtype=dtype), zf.scale_loss(S), zf.sgd(0.1)))
+    loss = model(data().to(dtype)).square().sum()
+    with Results() as results:
+        loss.backward()
+    largest = max(p.numel() for p in model.parameters())
+    assert (dtype, largest) in results.seen
+    assert not [size for kind, size in results.seen if kind is torch.float32 and size >= largest]
