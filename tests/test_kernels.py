@@ -1,10 +1,12 @@
 """The update kernel: equal bits in every implementation, and how far each rounding is from the truth."""
 
+import math
 import os
 import stat
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from itertools import pairwise, product
 
 import pytest
@@ -51,6 +53,16 @@ def assert_same_bits(a, b):
             word = torch.int32 if x.dtype == F32 else torch.int16
             different = (x.contiguous().view(word) != y.contiguous().view(word)) & ~nan
             assert not different.any(), (name, x.dtype, x[different][:3], y[different][:3])
+
+
+@contextmanager
+def on_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def update(lists, **options):
@@ -129,18 +141,14 @@ def test_shards_have_the_bits_of_the_whole(rounding, implementation):
 @pytest.mark.parametrize("openmp", [True, False])
 def test_threads_do_not_change_bits(threads, openmp, monkeypatch):
     def run(count):
-        torch.set_num_threads(count)
         lists = [a + b for a, b in zip(state(200_003), state(40_000, seed=1), strict=True)]
-        update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
+        with on_threads(count):
+            update(lists, keys=[1, 2], offsets=[0, 3], implementation="native")
         return lists
 
-    before = torch.get_num_threads()
     if not openmp:
         monkeypatch.setattr(_native, "_parallel", lambda: None)
-    try:
-        assert_same_bits(run(1), run(threads))
-    finally:
-        torch.set_num_threads(before)
+    assert_same_bits(run(1), run(threads))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -379,6 +387,32 @@ def test_gradients_with_any_nan_payload_give_nan():
         p, m, v, c = (torch.ones(4, dtype=BF16) for _ in range(4))
         update([[p], [g], [m], [v], [c]], rounding=rounding, implementation=implementation)
         assert p.isnan().all() and m.isnan().all() and v.isnan().all()
+
+
+# ---- sums of squares ----
+
+
+@needs_compiler
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_squares_are_those_of_float64(data):
+    """At any length and place in memory; on 1, 2 and 3 threads the same bits."""
+    dtype = data.draw(st.sampled_from([F32, BF16, F16]))
+    count = data.draw(st.sampled_from([1, 2, 31, 32, 33, 100, 2**14 + 1, 3 * 2**14 - 5, 2**22 + 77]))
+    begin = data.draw(st.integers(0, 3))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    x = (torch.randn(count + begin, generator=g) * 2.0 ** data.draw(st.integers(-20, 4))).to(dtype)[begin:]
+    found = []
+    for threads in (1, 2, 3):
+        with on_threads(threads):
+            found.append(_native.squares(x))
+    assert found[0] == found[1] == found[2]
+    # Each of at most 2**22 double additions may lose 2**-53 of the sum.
+    assert found[0] == pytest.approx(float(x.double().square().sum()), rel=2.0**-30)
+    place = data.draw(st.integers(0, count - 1))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[place] = bad
+        assert not math.isfinite(_native.squares(x))
 
 
 # ---- building the native kernel ----

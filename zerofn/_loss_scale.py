@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._errors import explain
 from ._factory import check_number, transform
-from ._norms import largest
+from ._norms import not_finite
 from ._run import counter
 from ._tree import Layout, Leaves
 from ._types import Context, Prepared, Role, Scope, Transform, TransformState, number
@@ -127,7 +127,7 @@ def scale_loss(
         }
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        finite = torch.isfinite(ctx.reduction.max(largest(grads))).cpu()
+        finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
         ok: Any = number(finite)
         new = _advance(state, ok)
         first = _first_overflow(grads, ok, ctx)
@@ -178,7 +178,7 @@ def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:
     found = torch.zeros((), dtype=torch.float64)
     for i, leaf in enumerate(ctx.layout.leaves):
         if leaf.path in grads:
-            finite = torch.isfinite(largest({leaf.path: grads[leaf.path]})).cpu()
+            finite = torch.isfinite(not_finite({leaf.path: grads[leaf.path]})).cpu()
             found = torch.where(finite, found, found.clamp(min=count - i))
     found = ctx.reduction.max(found).to(torch.int64)
     return torch.where(found > 0, count - found, torch.full_like(found, -1))
