@@ -473,6 +473,29 @@ def test_no_compiler_is_run_where_that_is_asked_for(fresh, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("flags", [[], ["-mf16c"], ["-mavx2", "-mf16c"]])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_every_float16_is_read_and_written_alike_on_all_processors(fresh, monkeypatch, flags, rounding):
+    """Those without instructions for float16 too."""
+    if "x86" not in _native._processor():
+        pytest.skip("the flags are of x86")
+    monkeypatch.setattr(_native, "_TUNING", (flags,))
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(F16)
+    m, v = (torch.rand(2**16, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
+    start = [[x] for x in (every, every.flip(0), m, v, torch.zeros_like(every))]
+    results = []
+    for implementation in ("native", "eager"):
+        lists = copies(start)
+        for step in (1, 2, 3):
+            update(lists, step=step, lr=1e-4, rounding=rounding, weight_decay=0.1, implementation=implementation)
+        results.append(lists)
+    assert_same_bits(*results)
+    small = every.isfinite() & (every.abs() < 2**-3)
+    assert (results[0][0][0][small] != every[small]).double().mean() > 0.5
+    assert _native.squares(every[small]) == float(every[small].double().square().sum())
+
+
+@needs_compiler
 def test_damaged_libraries_are_built_again(fresh):
     update(state(3))
     libraries = list((fresh / "cache" / "zerofn").iterdir())

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("_native.c")
+_SOURCE, *_HEADERS = (Path(__file__).with_name(f"_native{name}") for name in (".c", "_numbers.h", "_threads.h"))
 
 # -ffp-contract=off: eager torch fuses no product with a sum. The two -fno only give up errno and traps,
 # no bit; roots and selections are not vectorised without them.
@@ -125,7 +125,8 @@ def build(cc: str, defines: Sequence[str]) -> Path:
     """The shared library for these ``-D`` flags, from disk or built; raises `OSError` if it cannot be."""
     status = os.stat(cc)
     identity = (cc, status.st_size, status.st_mtime_ns, _FLAGS, _TUNING, tuple(defines), _processor())
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(identity).encode()).hexdigest()[:32]
+    texts = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
+    digest = hashlib.sha256(texts + repr(identity).encode()).hexdigest()[:32]
     directory = cache_directory()
     library = directory / f"adam-{digest}.so"
     if library.exists():
