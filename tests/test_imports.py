@@ -92,11 +92,14 @@ def test_torch_distributed_is_not_reached_around_the_import():
                 assert module == "_collectives", f"{module}.py:{node.lineno} uses torch.distributed"
 
 
-def test_the_map_in_the_readme_names_every_module_once():
+def test_the_map_in_the_readme_names_every_module_once_below_what_it_imports():
     inside = (PACKAGE.parent / "README.md").read_text().partition("## Inside")[2]
     lines = inside.split("```")[1].strip().splitlines()
-    named = [name for line in lines for name in re.split(" {3,}", line)[0].split()]
-    assert sorted(named) == sorted(MODULES.keys() - {"__init__"})
+    rows = [re.split(" {3,}", line)[0].split() for line in lines]
+    assert sorted(name for row in rows for name in row) == sorted(MODULES.keys() - {"__init__"})
+    row_of = {name: i for i, row in enumerate(rows) for name in row}
+    later = {(n, m) for n in row_of for m in siblings(MODULES[n]) - {"__init__"} if row_of[m] > row_of[n]}
+    assert not later, f"imported from a later row: {sorted(later)}"
 
 
 def test_no_module_holds_mutable_state():
