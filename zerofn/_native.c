@@ -189,17 +189,23 @@ enum { PARTS = 256 };
 
 typedef struct { const char *x; int64_t each; double *parts; } addends;
 
+INLINE void line_squares(const char *at, double *sums) {
+    float room[LINE];
+    const float *x = PASTE(floats_, ZF_G)(at, room);
+    for (int i = 0; i < LINE; i++) sums[i] += (double)x[i] * x[i];
+}
+
 static void add_squares(const void *what, int64_t first, int64_t last) {
     const addends *a = what;
     double sums[LINE] = {0}, sum = 0;
-    for (int64_t at = first; at < last; at += LINE) {
+    int64_t at = first;
+    for (; at + LINE <= last; at += LINE) {
+        PREFETCH(AT(a->x, ZF_G, at), ZF_G, 0);
+        line_squares(AT(a->x, ZF_G, at), sums);
+    }
+    if (at < last) { /* a copy, filled up with zeros */
         char copy[LINE * 4] = {0};
-        float room[LINE];
-        const char *line = AT(a->x, ZF_G, at);
-        if (last - at < LINE) line = memcpy(copy, line, (size_t)(last - at) * BYTES(ZF_G));
-        else PREFETCH(line, ZF_G, 0);
-        const float *x = PASTE(floats_, ZF_G)(line, room);
-        for (int i = 0; i < LINE; i++) sums[i] += (double)x[i] * x[i];
+        line_squares(memcpy(copy, AT(a->x, ZF_G, at), (size_t)(last - at) * BYTES(ZF_G)), sums);
     }
     for (int i = 0; i < LINE; i++) sum += sums[i];
     a->parts[first / a->each] = sum;
