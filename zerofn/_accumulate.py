@@ -23,7 +23,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     the micro-steps that arrived, so closing a window early (`opt.set_boundary(True)`) is right too.
     `accumulate(1)` is the identity and holds no buffer.
 
-    The buffer has the dtype of the gradients: `precision(grad_dtype=torch.float32)` makes it fp32.
+    The buffer has the dtype of the gradients: `precision(grad_dtype=torch.float32)` makes it fp32, and so does
+    `weighted` of fp16.
 
     Args:
         every: micro-steps in a window.
@@ -53,7 +54,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
             "count": counter(),
-            "sum": {p: torch.zeros_like(x) for p, x in leaves.items()},
+            "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, weighted)) for p, x in leaves.items()},
             # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
             "seen": {p: torch.tensor(False) for p in leaves},
         }
@@ -93,7 +94,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         for path, old in state["sum"].items():
             g = grads.get(path)
             if g is not None:
-                sums[path] = _add(old, g if weight is None else _times(g, weight), state["seen"][path], ctx)
+                addend = g if weight is None else _times(g.to(old.dtype), weight)
+                sums[path] = _add(old, addend, state["seen"][path], ctx)
             # Closing the window is forgetting what was seen: the buffer need not be zeroed.
             seen[path] = _seen(state["seen"][path], g is not None)
         if due is False:
@@ -109,6 +111,11 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
     return Transform("accumulate", Role.ACCUMULATE, linear=True, init_fn=init, prepare_fn=prepare, update_fn=update)
+
+
+def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
+    """A number of tokens times a gradient ends above 65504, where fp16 does, and after the search for overflow."""
+    return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
 def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import fused_adam_, fused_adamw_
+from ._compat import fused_adam_, fused_adamw_, tell_autograd
 from ._errors import bad_leaves
 from ._factory import check_lr, check_number, transform
 from ._optimizer import Group, like, optimizer, plain, typed
@@ -91,7 +91,7 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
                 update_group(group.where([(p.dtype, p.device) == kind for p in params]))
             return
         if plain(params) and isinstance(group.count, int):
-            step = torch.tensor(float(group.count), device=params[0].device)
+            step = torch.tensor(float(group.count), dtype=torch.float32, device=params[0].device)
             fused(
                 params,
                 grads,
@@ -107,6 +107,7 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
                 amsgrad=False,
                 maximize=False,
             )
+            tell_autograd(params)
             return
         for p, g, m, v in zip(params, grads, slots["exp_avg"], slots["exp_avg_sq"], strict=True):
             _formula(p, g, m, v, torch.as_tensor(group.count, dtype=torch.float64), group.lr)

@@ -24,6 +24,11 @@ foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 
 
+def tell_autograd(written: list[Tensor]) -> None:
+    """Count a write that a kernel made without counting it: a backward that saved one of these tensors must notice."""
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+
+
 def functorch_active() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
     return _functorch.peek_interpreter_stack() is not None

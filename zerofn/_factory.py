@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._compat import is_wrapped
-from ._errors import explain, unknown_keyword
+from ._errors import bad_leaves, explain, unknown_keyword
 from ._tree import Layout, Leaves
 from ._types import Context, Role, Schedule, Transform, TransformState
 
@@ -46,9 +46,13 @@ def leafwise(
 
     The function takes `(grad, param)` and returns the new gradient; with `init`, which gives a leaf's
     state from its parameter, it takes `(grad, param, state)` and returns `(grad, state)`. All
-    tensors have the stored shape of the leaf (a flat shard when the pipeline shards). Keyword-only
-    arguments become the transform's own. With `optimizer=True` it returns the new *parameter*.
-    It must write none of its arguments.
+    tensors have the stored shape of the leaf (a flat shard when the pipeline shards), and so have the
+    gradient and parameter that it returns. Keyword-only arguments become the transform's own. With
+    `optimizer=True` it returns the new *parameter*, which is stored in the dtype it had. It must write none of
+    its arguments; it may keep them: a state that is the gradient or the parameter itself is copied.
+
+    Raises:
+        ValueError: at a step, what the function returned is no tensor of the leaf's shape; names the leaves.
 
     >>> import torch, zerofn as zf
     >>> @zf.leafwise
@@ -71,7 +75,7 @@ def leafwise(
     options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
     def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
-        return {} if init is None else {"value": {path: init(p) for path, p in leaves.items()}}
+        return {} if init is None else {"value": {path: unshared(init(p), p) for path, p in leaves.items()}}
 
     @functools.wraps(fn)
     def build(**given: Any) -> Transform:
@@ -84,17 +88,55 @@ def leafwise(
                 raise TypeError(f"{fn.__name__}() needs {name}=; it has no default.")
 
         def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-            if init is None:
-                return {path: fn(g, params[path], **config) for path, g in grads.items()}, state
-            pairs = {p: fn(g, params[p], state["value"][p], **config) for p, g in grads.items()}
-            kept = {**state["value"], **{p: pair[1] for p, pair in pairs.items()}}
-            return {p: pair[0] for p, pair in pairs.items()}, {"value": kept}
+            out: Leaves = {}
+            kept = dict(state.get("value", {}))
+            wrong = []
+            for path, g in grads.items():
+                p = params[path]
+                returned = fn(g, p, **config) if init is None else fn(g, p, kept[path], **config)
+                if reason := _misreturned(returned, p, init is not None):
+                    wrong.append((path, reason))
+                    continue
+                new = returned if init is None else returned[0]
+                out[path] = unshared(new.to(p.dtype) if optimizer else new, p)
+                if init is not None:
+                    kept[path] = unshared(returned[1], g, p)
+            if wrong:
+                raise ValueError(_misreturned_message(fn.__name__, wrong, init is not None, optimizer))
+            return out, state if init is None else {"value": kept}
 
         role = Role.OPTIMIZER if optimizer else Role.GRADIENT
         return Transform(fn.__name__, role, init_fn=init_leaves, update_fn=update, factory=build, config=config)
 
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
     return build
+
+
+def unshared(x: Any, *others: Tensor) -> Any:
+    """`x`, or a copy if it lies in the memory of one of `others`, which will be written in place."""
+    if not isinstance(x, Tensor) or any(map(is_wrapped, (x, *others))) or x.layout is not torch.strided:
+        return x
+    # An empty tensor shares nothing, whatever its address.
+    mine = x.untyped_storage().data_ptr()
+    return x.clone() if mine and any(o.untyped_storage().data_ptr() == mine for o in others) else x
+
+
+def _misreturned(returned: Any, param: Tensor, pair: bool) -> str | None:
+    """Why a function on one tensor did not return what it should have; `None` if it did."""
+    if pair and not (isinstance(returned, tuple | list) and len(returned) == 2):
+        return f"a {type(returned).__name__} instead of a pair"
+    first = returned[0] if pair else returned
+    if not isinstance(first, Tensor):
+        return f"a {type(first).__name__} instead of a tensor"
+    if first.shape != param.shape:
+        return f"a tensor of shape {tuple(first.shape)} for a leaf of shape {tuple(param.shape)}"
+    return None
+
+
+def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, optimizer: bool) -> str:
+    first = "new_param" if optimizer else "new_grad"
+    right = f"return {first}, new_state" if pair else f"return {first}"
+    return bad_leaves(f"{name}, a leafwise transform, returned", wrong, f"{right}, with {first}.shape == param.shape")
 
 
 def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:

@@ -27,6 +27,7 @@ from torch.utils._triton import has_triton
 
 from zerofn import _native
 from zerofn._adam_formula import Dtypes, Leaves, Settings, run_chunked, run_compiled, run_whole, scalars
+from zerofn._compat import tell_autograd
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -46,9 +47,7 @@ def _run_native(leaves: Leaves, settings: Settings) -> None:
             run_chunked(part, settings)
             continue
         _call(function, part, settings)
-        # Written through pointers: a backward that saved one of these tensors must still notice.
-        written = [t for tensors in (part.params, *part.tensors[2:]) for t in tensors if not t.is_inference()]
-        torch.autograd.graph.increment_version(written)
+        tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
 
 
 def _call(function: Any, leaves: Leaves, settings: Settings) -> None:

@@ -121,9 +121,14 @@ class Pipeline:
         return tuple(s.group for s in self.stages if isinstance(s, Sharding | Averaging))
 
     @cached_property
+    def weighted(self) -> bool:
+        """Whether micro-batches have weights."""
+        return any(_is_weighted(part) for part in self.parts)
+
+    @cached_property
     def weighted_after(self) -> tuple[Group, ...]:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
-        if not any(p.config.get("weighted") for p in self.parts):
+        if not self.weighted:
             return ()
         stages = self.stages[: self.cut] if self.late else self.stages
         return tuple(s.group for s in stages if isinstance(s, Sharding | Averaging))
@@ -318,3 +323,8 @@ def _placement(parts: Sequence[Transform], stages: Sequence[Stage], late: bool) 
     apart = tuple(p.name for p in parts[:first] if p.role is Role.ACCUMULATE) if late else ()
     axes = tuple(g.ranks for g in groups)
     return Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
+
+
+def _is_weighted(part: Transform) -> bool:
+    """An accumulation with weights, or what holds one, such as `offload`."""
+    return bool(part.config.get("weighted")) or any(map(_is_weighted, part.parts))

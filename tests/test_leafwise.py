@@ -1,0 +1,144 @@
+"""Transforms of a user's own from a function on one tensor: what they return is checked, what they keep is theirs."""
+
+import pytest
+import torch
+
+import zerofn as zf
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@zf.leafwise(init=torch.zeros_like)
+def difference(grad, param, state):
+    """Keeps the gradient itself."""
+    return grad - state, grad
+
+
+@zf.leafwise(init=lambda p: p)
+def towards_the_start(grad, param, state):
+    return grad + (param - state), state
+
+
+@zf.leafwise(init=lambda p: p.view(-1).view(p.shape))
+def from_one_step_ago(grad, param, state):
+    """Keeps the parameter itself, in a view."""
+    return grad + param - state, param.detach()
+
+
+@zf.leafwise
+def the_parameter(grad, param):
+    return param
+
+
+def expected(name, gradients):
+    """By hand, in float64, with sgd(0.5)."""
+    p = start().double()
+    state = {"difference": p * 0}.get(name, p)
+    for g in gradients:
+        g = g.double()
+        old, new = p, {"difference": g, "towards_the_start": state}.get(name, p)
+        out = {
+            "difference": g - state,
+            "towards_the_start": g + old - state,
+            "from_one_step_ago": g + old - state,
+            "the_parameter": old,
+        }[name]
+        p, state = p - 0.5 * out, new
+    return p
+
+
+def start():
+    return torch.linspace(-1, 1, 5)
+
+
+@pytest.mark.parametrize("route", ["pure", "donated", "eager"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("made", [difference, towards_the_start, from_one_step_ago, the_parameter])
+def test_what_a_transform_keeps_is_not_written_by_others(made, accumulate, route):
+    name = made.__name__
+    gradients = [torch.linspace(i, 2 + i * i, 5) for i in range(4)]
+    tx = zf.chain(zf.accumulate(accumulate), made(), zf.sgd(0.5))
+    if route == "eager":
+        model = torch.nn.ParameterDict({"w": start()})
+        opt = zf.attach(model, tx)
+        for g in gradients:
+            for _ in range(accumulate):
+                (model["w"] * g).sum().backward()
+                opt.step()
+                opt.zero_grad()
+        final = model["w"].detach()
+    else:
+        state = zf.init(tx, {"w": start()})
+        step = zf.make_step(lambda p, g: (p["w"] * g).sum(), tx, donate=route == "donated")
+        for g in gradients:
+            for _ in range(accumulate):
+                state, _ = step(state, g)
+        final = state.params["w"]
+    change = expected(name, gradients) - start().double()
+    # Four updates in fp32.
+    torch.testing.assert_close(final.double() - start().double(), change, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_the_caller_writes_into_later():
+    tx = zf.chain(difference(), zf.sgd(1.0))
+    state, g = zf.init(tx, {"w": torch.zeros(2)}), {"w": torch.ones(2)}
+    state, _ = zf.update(tx, g, state)
+    g["w"].fill_(5.0)
+    state, _ = zf.update(tx, {"w": torch.ones(2)}, state)
+    assert state.params["w"].tolist() == [-1.0, -1.0]
+
+
+def test_a_state_of_its_own_is_not_copied():
+    kept = []
+
+    @zf.leafwise(init=torch.zeros_like)
+    def momentum(grad, param, state):
+        kept.append(state + grad)
+        return kept[-1], kept[-1]
+
+    tx = zf.chain(momentum(), zf.sgd(1.0))
+    state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    assert state.transforms["momentum"]["value"]["w"] is kept[0]
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("last", [zf.sgd(1.0), zf.adamw(1.0)])
+def test_results_of_a_wrong_shape_are_refused_by_path(optimizer, last):
+    """Broadcast in silence, or read beyond their end by a fused kernel."""
+
+    @zf.leafwise(optimizer=optimizer)
+    def mean_of_columns(grad, param):
+        return grad.mean(0, keepdim=True)
+
+    tx = zf.chain(mean_of_columns()) if optimizer else zf.chain(mean_of_columns(), last)
+    params = {"a": torch.ones(64, 4), "ok": torch.ones(1, 3), "b": torch.ones(2, 2)}
+    with pytest.raises(ValueError) as caught:
+        zf.update(tx, {k: torch.ones_like(p) for k, p in params.items()}, zf.init(tx, params))
+    message = str(caught.value)
+    assert message.startswith("mean_of_columns, a leafwise transform, returned")
+    assert "  a: a tensor of shape (1, 4) for a leaf of shape (64, 4)\n  b: a tensor of shape (1, 2)" in message
+    first = "new_param" if optimizer else "new_grad"
+    assert message.endswith(f"write: return {first}, with {first}.shape == param.shape") and "ok:" not in message
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [(torch.ones(2), "a Tensor instead of a pair"), ((1.0, torch.ones(2)), "a float instead of a tensor")],
+)
+def test_results_of_a_wrong_kind(returned, reason):
+    tx = zf.chain(zf.leafwise(lambda grad, param, state: returned, init=torch.zeros_like)(), zf.sgd(1.0))
+    with pytest.raises(ValueError, match=rf"w: {reason}\n  write: return new_grad, new_state"):
+        zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_an_optimizer_of_ones_own_keeps_the_stored_dtype(dtype):
+    """Its gradients are fp32, and so is what it computes from them."""
+
+    @zf.leafwise(optimizer=True)
+    def descent(grad, param, *, lr):
+        return param.float() - lr * grad.float()
+
+    tx = zf.chain(zf.precision(store_dtype=dtype, grad_dtype=F32), descent(lr=0.5))
+    state, _ = zf.update(tx, {"w": torch.full((2,), 0.25)}, zf.init(tx, {"w": torch.ones(2)}))
+    assert state.params["w"].dtype == dtype and state.params["w"].tolist() == [0.875, 0.875]
