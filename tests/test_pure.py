@@ -397,6 +397,79 @@ def test_ensemble_with_weights():
     assert_trees_close(together.leaves, stacked(members).leaves, ulps=16, floor=1.0)
 
 
+ONE_STATE = {
+    "sgd": zf.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": zf.adam(0.1),
+    "bf16": zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(0.1)),
+    "clip": zf.chain(zf.clip_by_global_norm(0.5), zf.adamw(zf.schedules.step(0.1, 2, 0.5))),
+    "accumulate": zf.chain(zf.accumulate(2), zf.sgd(0.1, momentum=0.9), zf.ema(0.5)),
+    "scaled": zf.chain(zf.scale_loss("dynamic"), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)),
+    "ema": zf.chain(zf.scale_loss("dynamic"), zf.adamw(0.1), zf.ema(0.5)),
+}
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("name", ONE_STATE)
+def test_one_state_and_many_batches_are_as_many_steps(name, before):
+    tx = ONE_STATE[name]
+    step = zf.make_step(lambda p, x: gentle(torch_map(lambda t: t.to(F64), p), x), tx)
+    start = zf.init(tx, PARAMS)
+    for _ in range(before):
+        start, _ = step(start, X)
+    kept = copy.deepcopy(start)
+    x = random_like(torch.zeros(2, 3, 6, 3, dtype=F64), 3)
+    if name in ("scaled", "ema"):
+        x[0, 1, 0, 0] = torch.inf
+    together, metrics = vmap(step, in_dims=(None, 0))(start, x[0])
+    assert_trees_equal(start, kept)
+    members = [step(start, row) for row in x[0]]
+    assert metrics["updated"].expand(3).tolist() == [bool(m["updated"]) for _, m in members]
+    members = [state for state, _ in members]
+    for more in (None, x[1]):
+        if more is not None:
+            together, _ = vmap(step)(together, more)
+            members = [step(m, row)[0] for m, row in zip(members, more, strict=True)]
+        for got, want in zip(together.leaves.values(), stacked(members).leaves.values(), strict=True):
+            assert got.dtype == want.dtype
+            assert_trees_close(got, want, ulps=64, floor=1.0)
+        for part in start.transforms:
+            assert_trees_close(together.transforms[part], stacked(members).transforms[part], ulps=1e4, floor=1.0)
+        assert_trees_equal((together.step, together.micro_step), (stacked(members).step, stacked(members).micro_step))
+
+
+def test_members_made_from_one_state_have_memory_of_their_own():
+    tx = zf.chain(zf.accumulate(2), zf.sgd(0.1))
+    state = zf.init(tx, PARAMS)
+    together, _ = vmap(zf.make_step(gentle, tx), in_dims=(None, 0))(state, X)
+    first, second = (torch_map(lambda x, i=i: x[i], together) for i in range(2))
+    kept = copy.deepcopy(second)
+    zf.make_step(gentle, tx, donate=True)(first, X)
+    assert_trees_equal(second, kept)
+
+
+def test_ensemble_times_batches_and_one_state_with_many_weights():
+    tx = ONE_STATE["clip"]
+    step = zf.make_step(gentle, tx)
+    members = [zf.init(tx, random_like(PARAMS, s)) for s in range(2)]
+    got = vmap(vmap(step, in_dims=(None, 0)), in_dims=(0, None))(stacked(members), X)[0]
+    want = stacked([stacked([step(m, row)[0] for row in X]) for m in members])
+    assert_trees_close(got.leaves, want.leaves, ulps=64, floor=1.0)
+    tx = zf.chain(zf.accumulate(2, weighted=True), zf.sgd(0.5))
+    step, weights = zf.make_step(gentle, tx), torch.tensor([1.0, 0.0, 3.0])
+    state, _ = step(zf.init(tx, PARAMS), X, weight=2)
+    got = vmap(lambda w: step(state, 2 * X, weight=w)[0])(weights)
+    want = stacked([step(state, 2 * X, weight=w)[0] for w in weights])
+    assert_trees_close(got.leaves, want.leaves, ulps=64, floor=1.0)
+
+
+def test_a_state_for_many_batches_cannot_be_donated():
+    tx = zf.sgd(0.1)
+    state = zf.init(tx, PARAMS)
+    with pytest.raises(ValueError, match=r"(?s)donate=True under torch.func.vmap.*one memory.*write: zf.make_step"):
+        vmap(zf.make_step(loss, tx, donate=True), in_dims=(None, 0))(state, X)
+    assert_trees_equal(state.params, PARAMS)
+
+
 # ---- steps and states ----
 
 
@@ -438,6 +511,53 @@ def test_donated_state_keeps_its_memory_and_pure_one_its_numbers():
         assert torch.equal(first.leaves["w"], torch.ones(3)) != donate
 
 
+def test_what_a_donated_step_shows_is_from_before_its_update():
+    tx, made = zf.sgd(1.0), []
+
+    def fn(p):
+        made.append(p["w"] * 2)
+        aux = {"w": p["w"], "views": [p["w"][1:], p["w"].T.detach()], "out": made[-1], "n": 3, "none": None}
+        return p["b"] + p["w"].sum() * 0, aux
+
+    state, ones = zf.init(tx, {"w": torch.ones(2, 2), "b": torch.tensor(5.0)}), torch.ones(2, 2)
+    step = zf.make_step(lambda p: (fn(p)[0] + p["w"].sum(), fn(p)[1]), tx, donate=True)
+    state, metrics = step(state)
+    assert torch.equal(state.params["w"], ones - 1)
+    aux = metrics["aux"]
+    assert torch.equal(aux["w"], ones) and torch.equal(aux["views"][0], ones[1:]) and torch.equal(aux["views"][1], ones)
+    # Nothing else is copied.
+    assert aux["out"].data_ptr() == made[-1].data_ptr() and aux["n"] == 3 and aux["none"] is None
+    step, state = zf.make_step(lambda p: p, tx, donate=True), zf.init(tx, torch.tensor(5.0))
+    state, metrics = step(state)
+    assert (float(metrics["loss"]), float(state.params)) == (5.0, 4.0)
+    # The parameters of a held step go on to the next state, which is donated too.
+    tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
+    step, state = zf.make_step(lambda p: (p["w"].sum(), p["w"]), tx, donate=True), zf.init(tx, {"w": ones})
+    state, held = step(state)
+    state, _ = step(state)
+    assert torch.equal(held["aux"], ones) and torch.equal(state.params["w"], ones - 1)
+
+
+class Product(torch.autograd.Function):
+    """Whose gradients are its saved inputs themselves, where the cotangent is one."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[1], ctx.saved_tensors[0]
+
+
+def test_a_gradient_in_the_memory_of_a_donated_parameter_is_read_before_that_is_written():
+    tx, params = zf.sgd(1.0), {"a": torch.full((2,), 3.0), "b": torch.full((2,), 5.0)}
+    for donate in (False, True):
+        state, _ = zf.make_step(lambda p: Product.apply(p["a"], p["b"]), tx, donate)(zf.init(tx, params))
+        assert_trees_equal(state.params, {"a": torch.full((2,), -2.0), "b": torch.full((2,), 2.0)})
+
+
 def test_init_shares_no_memory_and_updates_write_no_caller_tensor():
     params = {"w": torch.ones(3), "t": torch.arange(6.0).view(2, 3).T}
     tx = zf.sgd(0.1)
@@ -460,9 +580,32 @@ def test_steps_inside_no_grad_and_after_inference():
         assert_trees_equal(zf.make_step(loss, tx)(zf.init(tx, PARAMS), X)[0], expected)
 
 
+def test_inference_mode_is_named_where_a_gradient_is_asked_for():
+    tx = PIPES["scaled"]
+    state = zf.init(tx, PARAMS)
+    with torch.inference_mode():
+        for ask in (lambda: zf.make_step(loss, tx)(state, X), lambda: zf.vjp(loss, tx, state, X)):
+            with pytest.raises(RuntimeError, match=r"(?s)inside torch.inference_mode\(\).*records nothing.*no_grad"):
+                ask()
+        close(zf.bind(loss, tx, state)(state.params, X), loss(PARAMS, X))
+        close(vmap(zf.make_step(gentle, tx), (None, 0))(state, X)[1]["loss"], vmap(gentle, (None, 0))(PARAMS, X))
+
+
 def test_full_params_gives_master_copies_and_averages():
     tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(0.1), zf.ema(0.5))
     params = random_like({"w": torch.zeros(3)}, 0)
     state = zf.init(tx, params)
     assert_trees_equal(zf.full_params(tx, state), params)
     assert_trees_equal(zf.full_params(tx, state, of="ema"), params)
+
+
+def test_a_label_called_average_is_no_average():
+    params = {"w": torch.ones(2), "b": torch.zeros(1)}
+    labels = lambda path: "average" if path == "w" else "rest"  # noqa: E731
+    tx = zf.partition({"average": zf.sgd(0.1, momentum=0.9), "rest": zf.adamw(0.1)}, labels)
+    with pytest.raises(ValueError, match=r"no such average.*none; add zf.ema"):
+        zf.full_params(tx, zf.init(tx, params), of="partition")
+    mean = zf.partition({"average": zf.ema(0.5), "rest": None}, labels)
+    tx = zf.chain(zf.sgd(1.0), mean)
+    state, _ = zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)(zf.init(tx, params))
+    assert_trees_equal(zf.full_params(tx, state, of="partition"), {"w": torch.full((2,), 0.5), "b": -torch.ones(1)})

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._compat import differentiating
+from ._compat import differentiating, functorch_active, is_wrapped, levels, memory
 from ._errors import bad_leaves, explain
 from ._pipeline import Pipeline
 from ._run import finish, run
 from ._state import State
-from ._tree import Leaf, Leaves, Tree, flatten, tree_paths
-from ._types import Context, check_dense, misshapen, select
+from ._tree import Leaf, Leaves, Tree, flatten, tree_map, tree_paths
+from ._types import Context, Role, check_dense, misshapen, select
 
 Metrics = dict[str, Tensor]
 
@@ -30,6 +31,12 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
             bad.append((leaf.path, reason))
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
+        if pipe.late:
+            # What a bound function gives is reduced, hence in parts; an accumulation before the reduction is not.
+            right = (
+                "gradients from zf.vjp: accumulate stands before the reduction, so they are this rank's own, "
+                "not reduced yet as those of a bound function are"
+            )
         raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
 
 
@@ -54,7 +61,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "loss.backward() before opt.step(); a loss_fn that uses its params",
             )
         )
-    if ctx.weight is not None and not any(p.config.get("weighted") for p in pipe.parts):
+    if ctx.weight is not None and not pipe.weighted:
         raise ValueError(
             explain(
                 "a step with weight= through a pipeline that weights nothing",
@@ -63,6 +70,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             )
         )
     check_dense(grads)
+    check_vmap(pipe, ctx.weight, grads, state)
     if differentiating() or any(x.requires_grad for x in state.leaves.values()):
         raise RuntimeError(
             explain(
@@ -71,6 +79,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "differentiate zf.bind(fn, tx, state), and update outside; torch.func.vmap over a step is fine",
             )
         )
+    if functorch_active():
+        state, ctx = _in_batch(pipe, grads, state, ctx)
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
     ctx = replace(ctx, micro_step=state.micro_step)
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
@@ -91,6 +101,79 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     defaults = {"skipped": torch.tensor(False)}
     shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
     return new, shown
+
+
+def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
+    """Refuse, on every rank alike, a step under vmap in which ranks would have to exchange a number per member."""
+    if not pipe.groups or not functorch_active() or differentiating():
+        return
+    size = math.prod(group.size for group in pipe.groups)
+    if weight is not None:
+        raise ValueError(
+            explain(
+                f"a step with weight= under torch.func.vmap on {size} ranks",
+                "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
+                "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
+                "accumulate(k) and no weight=",
+            )
+        )
+    talks = _talks_in_update(pipe)
+    if talks is not None and any(is_wrapped(x) for tree in inputs for x in flatten(tree)[0]):
+        raise ValueError(
+            explain(
+                f"torch.func.vmap over a step through {talks} on {size} ranks",
+                "its update half exchanges numbers between ranks, for which torch.distributed has no batching rule",
+                "one step per member in a loop; or all_reduce with nothing that accumulates before it and no "
+                "scale_loss, whose update sends nothing",
+            )
+        )
+
+
+def _talks_in_update(pipe: Pipeline) -> str | None:
+    """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
+    if pipe.sharding is None and not pipe.late:
+        return pipe.scale
+    return next(p.name for p in pipe.parts if p.role in (Role.SHARD, Role.SCATTER, Role.REDUCE))
+
+
+def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:
+    """State and context of a step under vmap: what the update writes is batched wherever anything is.
+
+    Updates are written in place, and one memory cannot take a result per member. Counters are not written, so
+    they stay numbers that Python can read where the state is one for all members.
+    """
+    tensors = [x for x in (*grads.values(), ctx.weight, *flatten(state)[0]) if isinstance(x, Tensor)]
+    found = {levels(x): x for x in tensors}
+    every = frozenset().union(*found)
+    if not every:
+        return state, ctx
+    flag = torch.tensor(False)
+    for batched_in, x in found.items():
+        if batched_in:
+            flag = flag | x.new_zeros((), dtype=torch.bool, device="cpu")
+
+    def lift(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or levels(x) == every:
+            return x
+        if ctx.donate:
+            raise ValueError(
+                explain(
+                    "a step with donate=True under torch.func.vmap over a state that is not batched",
+                    "the state has one memory, and each member of the batch a result of its own",
+                    "zf.make_step(loss_fn, tx), without donate; or a state per member, stacked",
+                )
+            )
+        return torch.where(flag.to(x.device), x, x)
+
+    frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
+    leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
+    return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), replace(ctx, donate=False)
+
+
+def apart(tree: Tree, leaves: Leaves) -> Tree:
+    """`tree`, with copies of what lies in the memory of `leaves`, which is about to be overwritten."""
+    taken = {memory(x) for x in leaves.values()} - {0}
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and memory(t) in taken else t, tree)
 
 
 def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ._compat import apply_function, functorch_active, is_wrapped
+from ._errors import explain
 from ._tree import Leaf
 from ._types import Stage
 
@@ -83,14 +84,27 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
+    return _by_parts(times, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
+
+
 def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x / scale` in `dtype`: divided in fp32 and rounded once, since after a cast to fp16 small gradients are gone."""
+    if x.is_complex():
+        return _by_parts(over, x, scale, dtype)
     if x.dtype == dtype and _is_number(scale):
         # By a number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
         # peak of memory. Not by the tensor, which some kernels cast to fp16 first: 65536 is infinite there. The scale
         # lives on the CPU, so that reading it waits for no device.
         return x / float(scale)
     return (wide(x) / scale).to(dtype)
+
+
+def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fn` on the real and the imaginary part: torch takes a scale for `scale + 0i`, and the zero times inf is NaN."""
+    part = dtype.to_real()
+    return torch.complex(fn(x.real, scale, part), fn(x.imag, scale, part))
 
 
 def _is_number(scale: Tensor) -> bool:
@@ -134,6 +148,20 @@ class LeafView:
         return LinearMap.apply(x, scale, self.forth, self.back)
 
 
+class OnlyForth(LeafView):
+    """A view that may be evaluated: what it would pull back is an average over ranks that lacks their weights."""
+
+    def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
+        raise ValueError(
+            explain(
+                "a derivative of zf.bind(fn, tx, state) where accumulate(weighted=True) comes before the reduction",
+                "it would be averaged over ranks in this backward, before any weight is known to it",
+                "out, pullback = zf.vjp(fn, tx, state, *inputs); grads, *_ = pullback(torch.ones_like(out)); "
+                "zf.update(tx, grads, state, weight=...)",
+            )
+        )
+
+
 @dataclass(frozen=True)
 class ExitMap:
     """Outputs: cast to `dtype` if one is asked for; cotangents times the scale, in fp32, and cast back."""
@@ -147,8 +175,7 @@ class ExitMap:
         return y.to(self.dtype) if self.dtype not in (None, y.dtype) else y.clone()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        out = g if scale is None else wide(g) * scale
-        out = out.to(self.inner)
+        out = g.to(self.inner) if scale is None else times(g, scale, self.inner)
         return identity(out) if out is g else out
 
 
@@ -167,6 +194,16 @@ class EntryMap:
         return identity(out) if out is g else out
 
 
+def crosses(x: Tensor) -> bool:
+    """Whether tensors of its dtype have derivatives, so that a boundary is there for them."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def cast_to(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What `x` is cast to where `dtype` is asked for: a real one, in which a complex tensor would lose a part."""
+    return None if x.is_complex() else dtype
+
+
 def differentiable(x: Tensor) -> bool:
     """Whether a cotangent may come back to `x`. A tensor that `vmap` wraps says no even where its inside needs one."""
     return x.requires_grad or is_wrapped(x)
@@ -174,7 +211,8 @@ def differentiable(x: Tensor) -> bool:
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One output of a model on its way out."""
-    if not y.is_floating_point() or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
+    dtype = cast_to(y, dtype)
+    if not crosses(y) or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
         return y
     edge = ExitMap(dtype, y.dtype)
     return LinearMap.apply(y, scale, edge.forth, edge.back)
@@ -182,7 +220,8 @@ def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One input of a model on its way in."""
-    if not x.is_floating_point() or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
+    dtype = cast_to(x, dtype)
+    if not crosses(x) or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
         return x
     edge = EntryMap(dtype, x.dtype)
     return LinearMap.apply(x, scale, edge.forth, edge.back)

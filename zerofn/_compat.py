@@ -47,6 +47,21 @@ def is_wrapped(x: object) -> bool:
     return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)
 
 
+def levels(x: Tensor) -> frozenset[int]:
+    """The nested vmaps in which a tensor is batched."""
+    found = set()
+    while is_wrapped(x):
+        if _functorch.is_batchedtensor(x):
+            found.add(_functorch.maybe_get_level(x))
+        x = _functorch.get_unwrapped(x)
+    return frozenset(found)
+
+
+def memory(x: Tensor) -> int:
+    """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
+    return 0 if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided else x.untyped_storage()._cdata
+
+
 def is_wrapper(x: Tensor) -> bool:
     """Whether `x` holds other tensors and no memory of its own, as torch's distributed and quantized ones."""
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass(x)  # type: ignore[attr-defined]

@@ -38,6 +38,8 @@ def map_tensors(fn: Fn, value: Any, where: str) -> Any:
 def map_outputs(fn: Fn, value: Any, where: str) -> Any:
     """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
 
+    A complex view of a real tensor, and a real one of a complex tensor, go by themselves.
+
     Raises:
         TypeError: as `map_tensors`.
     """
@@ -53,10 +55,16 @@ def map_outputs(fn: Fn, value: Any, where: str) -> Any:
         # Alone, a view goes by itself: what it is a view of may be much larger.
         if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
             return fn(t)
+        # Each kind has strides of its own, and a dtype that it is cast to or not.
+        if t.is_complex() != base.is_complex() or t.is_neg() != base.is_neg():
+            return fn(t)
         new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
         if new is base or new.stride() != base.stride() or new.storage_offset() != base.storage_offset():
             return fn(t)
-        return new if t is base else new.as_strided(t.shape, t.stride(), t.storage_offset())
+        if t is base:
+            return new
+        view = new.as_strided(t.shape, t.stride(), t.storage_offset())
+        return view.conj() if t.is_conj() != base.is_conj() else view
 
     return map_tensors(mapped, value, where)
 

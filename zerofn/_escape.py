@@ -10,6 +10,7 @@ of modules, and what hooks of the user's are shown, goes out through the boundar
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -29,6 +30,9 @@ HOLDERS = frozenset((Tensor, tuple, list, dict))
 
 # Longer lists in attributes are vocabularies rather than losses.
 LONGEST = 256
+
+# Nodes of a loss by which it is told from others.
+OUTLINED = 32
 
 Fn = Callable[[Tensor], Tensor]
 
@@ -220,6 +224,17 @@ def _held(leaf: Tensor) -> bool:
     free = product.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
     # One for the caller, who holds the other leaf.
     return sys.getrefcount(leaf) > sys.getrefcount(free) + 1
+
+
+def outline(roots: list[Any], owner: Any) -> tuple[str, ...]:
+    """What a loss is made of, outside of the model: the names of its first nodes."""
+    names, queue = [], deque(roots)
+    while queue and len(names) < OUTLINED:
+        node = queue.popleft()
+        names.append(node.name())
+        if crossing_of(node, owner) is None:
+            queue.extend(other for other, _ in node.next_functions if other is not None)
+    return tuple(names)
 
 
 def reachable(roots: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from ._compat import is_wrapped
+from ._compat import is_wrapped, memory
 from ._errors import bad_leaves, explain, unknown_keyword
 from ._tree import Layout, Leaves
 from ._types import Context, Role, Schedule, Transform, TransformState
@@ -114,11 +114,8 @@ def leafwise(
 
 def unshared(x: Any, *others: Tensor) -> Any:
     """`x`, or a copy if it lies in the memory of one of `others`, which will be written in place."""
-    if not isinstance(x, Tensor) or any(map(is_wrapped, (x, *others))) or x.layout is not torch.strided:
-        return x
-    # An empty tensor shares nothing, whatever its address.
-    mine = x.untyped_storage().data_ptr()
-    return x.clone() if mine and any(o.untyped_storage().data_ptr() == mine for o in others) else x
+    mine = memory(x) if isinstance(x, Tensor) else 0
+    return x.clone() if mine and mine in map(memory, others) else x
 
 
 def _misreturned(returned: Any, param: Tensor, pair: bool) -> str | None:

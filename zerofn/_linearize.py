@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 
 from ._blocks import Blocks, settled
-from ._boundary import enter, leave
+from ._boundary import crosses, enter, leave
 from ._compat import functorch_active
 from ._errors import bad_leaves, explain
 from ._pipeline import Pipeline
 from ._state import State
 from ._tree import Leaves, Tree, flatten, unflatten
+
+
+def check_recording(where: str) -> None:
+    """Refuse to differentiate where autograd records nothing."""
+    if torch.is_inference_mode_enabled() and not functorch_active():
+        raise RuntimeError(
+            explain(
+                f"{where} inside torch.inference_mode()",
+                "autograd records nothing there, so no parameter would have a gradient",
+                f"{where} outside of it; torch.no_grad() around it is fine",
+            )
+        )
 
 
 def linearize(
@@ -28,7 +40,7 @@ def linearize(
     """
     scale = pipe.scale_of(state.transforms)
     flat, spec = flatten(inputs)
-    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()] if keep else []
+    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)] if keep else []
     outer: dict[str, Any] = {}
 
     def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
@@ -39,7 +51,7 @@ def linearize(
         out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
-        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
+        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
         return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
 
     given = [flat[i] for i in chosen]
@@ -151,12 +163,15 @@ def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
     bad = [
         (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
         for i in tensors
-        if not isinstance(given[i], Tensor) or given[i].shape != primals[i].shape
+        if not isinstance(given[i], Tensor)
+        or given[i].shape != primals[i].shape
+        or (given[i].is_complex() and not primals[i].is_complex())
     ]
     if bad:
-        raise ValueError(bad_leaves("cotangents do not fit the output", bad, "tensors of the outputs' shapes"))
+        right = "tensors of the outputs' shapes, complex ones for complex outputs only"
+        raise ValueError(bad_leaves("cotangents do not fit the output", bad, right))
     return [given[i].to(primals[i].dtype) for i in tensors]
 
 
 def _shape(x: Any) -> str:
-    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    return f"of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)

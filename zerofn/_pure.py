@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
-from ._apply import Metrics, apply, check_grads
+from ._apply import Metrics, apart, apply, check_grads, check_vmap
 from ._blocks import settled
-from ._boundary import enter, leave
+from ._boundary import OnlyForth, enter, leave
 from ._compat import functorch_active
 from ._errors import explain
-from ._linearize import linearize
+from ._linearize import check_recording, linearize
 from ._pipeline import Pipeline, pipeline
 from ._run import counter
 from ._state import State
@@ -76,9 +76,9 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     pipe = pipe_of(tx, state, "zf.full_params")
     leaves = state.leaves
     if of != "params":
-        averages = _averages(state.transforms.get(of, {}))
+        averages = _averages(state.transforms.get(of, {}), leaves)
         if not averages:
-            names = [n for n, s in state.transforms.items() if _averages(s)]
+            names = [n for n, s in state.transforms.items() if _averages(s, leaves)]
             raise ValueError(
                 f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}."
             )
@@ -86,14 +86,17 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     return state.layout.join(pipe.whole(leaves))
 
 
-def _averages(entries: dict[str, Any]) -> Leaves:
-    """The averages in a transform's state; those of a grouped one lie with its members."""
-    slot = entries.get("average")
-    found = dict(slot) if isinstance(slot, dict) else {}
-    for entry in entries.values():
+def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
+    """The averages in a transform's state; those of a grouped one lie with its members, whose labels may be any."""
+    found: Leaves = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            continue
         # A member's entries are slots; those of a slot are tensors by path.
-        if isinstance(entry, dict) and any(isinstance(x, dict) for x in entry.values()):
-            found.update(_averages(entry))
+        if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
+            found.update(_averages(entry, leaves))
+        elif name == "average":
+            found.update(entry)
     return found
 
 
@@ -129,6 +132,10 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure. Its
         derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout.
 
+    Raises:
+        ValueError: in a backward, on several ranks with `accumulate(weighted=True)` before the reduction: ranks
+            would be averaged without the weights that `zf.update` is given. `zf.vjp` leaves that to it.
+
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
     >>> state = zf.init(tx, {"w": torch.tensor([1.0, 2.0])})
@@ -140,6 +147,8 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     scale = pipe.scale_of(state.transforms)
     # All the way from storage: `pipe.views` begins at the resident form where the reduction is late.
     views = pipe._views(pipe.stages, pipe.cast.gradient)
+    if pipe.late and pipe.weighted:
+        views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
         seen = views[leaf.path](x, scale)
@@ -165,16 +174,19 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
         fn: `fn(params, *inputs)` on full parameters, returning any tree of tensors.
         tx: the pipeline.
         state: its state.
-        inputs: trees; floating-point tensors among them get a cotangent.
+        inputs: trees; floating-point and complex tensors among them get a cotangent.
 
     Returns:
         `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
-        unscaled and reduced, in the stored layout, ready for `zf.update`. `None` stands for "does not
-        depend on it"; the gradient of a tied tensor stands at its first place, and `None` at the others. It
-        may be called several times.
+        unscaled and reduced, in the stored layout, ready for `zf.update`. Where an `accumulate` that holds comes
+        before the reduction (ZeRO-1), that reduction is still to come, in `zf.update`: they are this rank's own,
+        and under `reduce_scatter` in the parameter's full shape. `None` stands for "does not depend on it"; the
+        gradient of a tied tensor stands at its first place, and `None` at the others. It may be called several
+        times.
 
     Raises:
         ValueError: cotangents of another structure or shape than `out`.
+        RuntimeError: inside `torch.inference_mode()`.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.sgd(1.0)
@@ -184,6 +196,7 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     ({'w': tensor([3.])}, tensor([2.]))
     """
     pipe = pipe_of(tx, state, "zf.vjp")
+    check_recording("zf.vjp")
     out, pull = linearize(pipe, fn, state, inputs, keep=True)
 
     def pullback(cotangents: Any) -> tuple:
@@ -198,10 +211,11 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
 
     Args:
         tx: the pipeline.
-        grads: true gradients in the stored layout, as `vjp`'s pullback or `torch.func.grad` of a bound
-            function give them; `None` for a leaf without one. Gradients at tied places add up.
+        grads: true gradients, as `vjp`'s pullback gives them; `None` for a leaf without one. Gradients at tied
+            places add up. Those of `torch.func.grad` of a bound function are the same, but where an `accumulate`
+            that holds comes before the reduction over several ranks: they are reduced, and this is to do it.
         state: its state, which is not written.
-        weight: of this micro-batch, for `accumulate(weighted=True)`.
+        weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
@@ -209,7 +223,8 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
         `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
 
     Raises:
-        ValueError: gradients of another structure, shape or dtype; every bad leaf is named.
+        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. Under
+            `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.sgd(0.5)
@@ -234,8 +249,10 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             `metrics["aux"]`.
         tx: the pipeline.
         donate: let the step write into the memory of the state it is given, which must not be used
-            again. Saves one copy of parameters and optimizer state. Without effect under `torch.func.vmap`,
-            where a step that only some members take must choose between old and new.
+            again. Saves one copy of parameters and optimizer state. Tensors that a step passes on as they are,
+            such as the parameters of a held one, belong to the old state and the new: to donate the new one
+            overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
+            some members take must choose between old and new; an error there if the state is not batched.
 
     Returns:
         The step. It takes `weight=` for `accumulate(weighted=True)`. Metrics are those of `zf.update`
@@ -257,6 +274,8 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         pipe = resolved.get(state.layout) if isinstance(state, State) else None
         if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
             pipe = resolved[state.layout] = pipe_of(tx, state, "step")
+        check_recording("step")
+        check_vmap(pipe, weight, state, batch)
         aux: dict[str, Any] = {}
 
         def scalar(params: Tree, *inputs: Tree) -> Any:
@@ -274,9 +293,11 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
         grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
         del pull
-        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate and not functorch_active()))
-        if "aux" in aux:
-            aux = {"aux": tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux["aux"])}
+        aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
+        if donate:
+            # A backward may return a parameter it saved, so gradients too.
+            loss, aux, grads = apart((loss, aux, grads), state.leaves)
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
         return new, {"loss": loss, **metrics, **aux}
 
     return step

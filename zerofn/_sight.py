@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._boundary import EntryMap, ExitMap, LeafView, differentiable
-from ._compat import executing, graph_task, next_sequence
+from ._boundary import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
+from ._compat import backward_roots, executing, graph_task, next_sequence
 from ._containers import map_outputs
 from ._crossing import Crossing, Edge, Spans, crossing_of
 from ._errors import bad_leaves
-from ._escape import Attributes, Shown, check_closed
+from ._escape import Attributes, Shown, check_closed, outline
 from ._pipeline import Pipeline
 from ._units import Units
+
+# How many losses are told apart. A program with a new one at each step is not searched at each.
+OUTLINES = 64
 
 
 class _Thread(threading.local):
@@ -35,6 +38,8 @@ class _Thread(threading.local):
         self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.task = -1
         self.backwards = 0
+        # Of the losses whose graphs have been searched; `()` for one that is not looked at.
+        self.outlines: set[tuple[str, ...]] = {()}
 
 
 class Call:
@@ -121,8 +126,8 @@ class Sight:
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
-        dtype = self.pipe.cast.param_dtype or self.pipe.cast.store_dtype
-        if not x.is_floating_point() or (dtype in (None, x.dtype) and not self.scaled):
+        dtype = cast_to(x, self.pipe.cast.param_dtype or self.pipe.cast.store_dtype)
+        if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
         if dtype in (None, x.dtype) and not differentiable(x):
             # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
@@ -135,8 +140,8 @@ class Sight:
             # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
             units = self.units
             y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
-        dtype = self.pipe.cast.output_dtype
-        if not y.is_floating_point() or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
+        dtype = cast_to(y, self.pipe.cast.output_dtype)
+        if not crosses(y) or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
             return y
         return self._crossing(ExitMap(dtype, y.dtype), False).cross(y)
 
@@ -154,7 +159,7 @@ class Sight:
 
     def admit(self, x: Tensor) -> Tensor:
         """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
-        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if x.is_floating_point() else x
+        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if crosses(x) else x
 
     def _crossing(self, edge: Edge, inward: bool) -> Crossing:
         return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)
@@ -168,8 +173,10 @@ class Sight:
         if task != local.task:
             local.task = task
             local.backwards += 1
-            # In backward 1, 2, 4, 8, ...: programs repeat themselves, and the search takes time.
-            if local.backwards & (local.backwards - 1) == 0:
+            shape = outline(backward_roots(), self) if len(local.outlines) < OUTLINES else ()
+            # With every new loss, and in backward 1, 2, 4, 8, ...: programs repeat themselves, and a search takes time.
+            if shape not in local.outlines or local.backwards & (local.backwards - 1) == 0:
+                local.outlines.add(shape)
                 check_closed(self, self.spans)
 
 

@@ -75,6 +75,9 @@ def _difference(a: Any, e: Any, bound: tuple[float, float] | None) -> str | None
         return f"{a.dtype} of shape {tuple(a.shape)} instead of {e.dtype} of shape {tuple(e.shape)}"
     if a.is_meta or e.is_meta:
         return None
+    if a.is_complex() != e.is_complex():
+        return f"{a.dtype} instead of {e.dtype}"
+    a, e = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, e))
     a, e, eps = a.detach().cpu(), e.detach().cpu(), _eps(a.dtype)
     both_nan = a.isnan() & e.isnan()
     if bound is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import pickle
@@ -137,6 +138,31 @@ def test_a_graph_kept_from_before_a_step(last, store):
         opt.step()
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified inplace"):
             loss.backward()
+
+
+class Leaking(nn.Module):
+    """Puts an inner tensor where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 1)
+        self.seen = collections.deque(maxlen=1)
+
+    def forward(self, x):
+        self.seen.append(self.first(x))
+        return self.last(self.seen[0])
+
+
+@pytest.mark.parametrize("backward", [1, 2, 3, 5, 7])
+def test_a_tensor_that_escapes_in_any_backward(backward):
+    """The first of another kind of loss, whichever backward that is."""
+    model = Leaking()
+    zf.attach(model, CASES["scaled"]())
+    for _ in range(backward - 1):
+        model(X).square().mean().backward()
+    loss = model(X).square().mean() + model.seen[0].square().mean()
+    with pytest.raises(RuntimeError, match="did not come out of it"):
+        loss.backward()
 
 
 def test_a_graph_kept_from_before_a_step_with_copies():

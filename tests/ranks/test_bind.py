@@ -42,3 +42,59 @@ def test_bind_sees_full_parameters_and_gives_stored_gradients(name):
         parts = [grads[leaf].flatten() for _, grads, _ in ranks]
         got = parts[0] if name == "late all_reduce" else torch.cat(parts)
         assert torch.equal(got[: whole.numel()], whole)
+
+
+WEIGHTED = {
+    "all_reduce": lambda: zf.chain(zf.accumulate(2, weighted=True), zf.all_reduce(), zf.sgd(1.0)),
+    "reduce_scatter": lambda: zf.chain(zf.accumulate(2, weighted=True), zf.reduce_scatter(), zf.sgd(1.0)),
+}
+
+
+def _message(fn, *args) -> str:
+    try:
+        fn(*args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def late(name: str):
+    rank, tx = torch.distributed.get_rank(), WEIGHTED[name]()
+    state, fn = (start := zf.init(tx, PARAMS)), zf.bind(loss, tx, start)
+    x = torch.full((5,), 1.0 + rank)
+    by_hand = {k: v.clone().requires_grad_() for k, v in state.params.items()}
+    refused = [
+        _message(torch.func.grad(fn), state.params, x),
+        _message(torch.func.vmap(torch.func.grad(fn), (None, 0)), state.params, x[None]),
+        _message(lambda: torch.func.grad(lambda p: torch.func.vmap(fn, (None, 0))(p, x[None]).sum())(state.params)),
+        _message(lambda: fn(by_hand, x).backward()),
+    ]
+    value = float(fn(state.params, x)), float(torch.func.vmap(fn, (None, 0))(state.params, x[None]))
+    of_input = torch.func.grad(fn, argnums=1)(state.params, x)
+    for _ in range(2):
+        _, pullback = zf.vjp(loss, tx, state, x)
+        state, _ = zf.update(tx, pullback(torch.ones(()))[0], state, weight=1 + 2 * rank)
+    return refused, value, of_input, zf.full_params(tx, state)
+
+
+@pytest.mark.parametrize("name", list(WEIGHTED))
+def test_a_late_weighted_pipeline_is_evaluated_but_not_differentiated_through_bind(name):
+    for rank, (refused, value, of_input, params) in enumerate(zf.launch(late, 2, name)):
+        for message in refused:
+            assert "accumulate(weighted=True) comes before the reduction" in message and "zf.vjp(fn" in message
+        assert value == ((89.0, 89.0), (254.0, 254.0))[rank]
+        assert torch.equal(of_input, 2 * PARAMS["w"] ** 2 * (1.0 + rank))
+        # Weights 1 and 3 of gradients 2 w and 8 w.
+        assert torch.equal(params["w"], PARAMS["w"] - 6.5 * PARAMS["w"])
+
+
+def shards_to_update():
+    tx = PIPELINES["zero-1"]()
+    state = zf.init(tx, PARAMS)
+    grads = torch.func.grad(zf.bind(loss, tx, state))(state.params, torch.ones(5))
+    return _message(zf.update, tx, grads, state)
+
+
+def test_reduced_gradients_for_a_late_reduction_name_the_remedy():
+    for message in zf.launch(shards_to_update, 2):
+        assert "shape" in message and "write: gradients from zf.vjp" in message and "torch.func" not in message

@@ -65,3 +65,59 @@ def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
                 assert "before reduce_scatter or all_reduce" in got
             else:
                 assert got == pytest.approx([-MEAN] * 3, rel=1e-12), (kind, route)
+
+
+BATCHED = {
+    **{kind: lambda kind=kind: _pipeline(kind) for kind in ("zero 1", "zero 2", "zero 3", "data parallel")},
+    "averaged at once": lambda: _pipeline("averaged at once"),
+    "scaled": lambda: zf.chain(zf.all_reduce(), zf.scale_loss(), zf.sgd(1.0)),
+    "plain": lambda: zf.chain(zf.all_reduce(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)),
+}
+
+
+def _batched() -> dict:
+    """Steps and updates under vmap, with weights and without: what they raise, or how far they are from a loop."""
+    return {(kind, w): _under_vmap(make(), w) for kind, make in BATCHED.items() for w in (None, "one", "each")}
+
+
+def _under_vmap(tx: zf.Transform, weights: str | None) -> list:
+    rank = int(os.environ["RANK"])
+    starts = [zf.init(tx, {"w": torch.arange(3.0) + i}) for i in range(2)]
+    together = torch.utils._pytree.tree_map(lambda *xs: torch.stack(xs), *starts)
+    x, w = torch.tensor(1.0 + rank), torch.tensor([1.0 + rank, 2.0])
+
+    def loss(p, x):
+        return (p["w"] * x).square().sum()
+
+    def update(state, weight):
+        late = tx.parts[0].name == "accumulate"
+        grads = {"w": x.expand(3)} if late else zf.vjp(loss, tx, state, x)[1](torch.ones(()))[0]
+        return zf.update(tx, grads, state, weight=weight)
+
+    found: list = []
+    for route in (lambda s, weight: zf.make_step(loss, tx)(s, x, weight=weight), update):
+        given = {None: (None, None), "one": (1.0 + rank, None), "each": (w, 0)}[weights]
+        try:
+            got = torch.func.vmap(route, in_dims=(0, given[1]))(together, given[0])[0]
+            want = [route(s, None)[0] for s in starts]
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        found.append(max(float((got.leaves["w"][i] - s.leaves["w"]).abs().max()) for i, s in enumerate(want)))
+    return found
+
+
+def test_under_vmap_weights_and_exchanges_of_numbers_are_refused_on_every_rank():
+    for found in zf.launch(_batched, 2, timeout=100):
+        for (kind, weights), routes in found.items():
+            for got in routes:
+                if weights is not None and kind in ("scaled", "plain"):
+                    assert "weight=" in got
+                elif weights is not None:
+                    assert "weight= under torch.func.vmap on 2 ranks" in got and "per member" in got, (kind, weights)
+                elif kind == "averaged at once":
+                    assert "a step without weight=" in got
+                elif kind == "plain":
+                    assert got < 1e-6
+                else:
+                    assert "torch.func.vmap over a step through" in got and "no batching rule" in got, kind
