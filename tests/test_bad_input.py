@@ -217,7 +217,8 @@ def test_groups():
             ValueError,
             ["a: 1 of 2", "b: 2 of 2"],
         ),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, ["'a.b'", "dot"]),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, ["params['a.b']", "params['a']['b']", "dot"]),
+        ({1: torch.ones(1), "1": torch.ones(1)}, ValueError, ["path '1': params[1], params['1']", "one text"]),
     ],
 )
 def test_bad_parameters(bad, error, needles):

@@ -20,6 +20,7 @@ from torch import nn
 
 import zerofn as zf
 from zerofn import _manifest
+from zerofn._launch import launch
 
 BF16 = torch.bfloat16
 LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))
@@ -336,6 +337,81 @@ def test_wrong_arguments(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"zf\.save did not write"):
         zf.load(tmp_path, like=state)
     assert files(tmp_path) == [".metadata", "file"]
+
+
+# ------------------------------------------------------------------------------------- a leaf without a key
+
+ALONE = {
+    "bare": lambda fill: torch.full((5,), fill),
+    "empty key": lambda fill: {
+        "": torch.full((5,), fill),
+        "a": torch.full((3,), fill),
+        "exp_avg": torch.full((), fill),
+    },
+    "nested": lambda fill: {"": {"": torch.full((5,), fill)}, "b": [torch.full((2,), fill)]},
+}
+
+
+def alone(kind, over_ranks, fill=1.0):
+    """A first state and a step; what is shared by all leaves stands beside what each has."""
+    first = [zf.shard()] if over_ranks else []
+    cast, adam = zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2, rounding="kahan")
+    tx = zf.chain(*first, cast, zf.accumulate(2, weighted=True), adam, zf.ema(0.5))
+
+    def loss_fn(params, x):
+        return sum(((p - x) ** 2).sum() for p in torch.utils._pytree.tree_leaves(params))
+
+    step = zf.make_step(loss_fn, tx)
+    return tx, zf.init(tx, ALONE[kind](fill)), lambda s, i: step(s, torch.tensor(float(i)), weight=1.0)[0]
+
+
+def alone_on_ranks(directory):
+    """Save after 3 steps, load, and go on; give everything whole."""
+    found = {}
+    for kind in ALONE:
+        tx, state, step = alone(kind, over_ranks=True)
+        for i in range(3):
+            state = step(state, i)
+        where = Path(directory) / kind
+        zf.save(where, state)
+        loaded = zf.load(where, like=alone(kind, True, fill=0.0)[1])
+        same(loaded, state)
+        same(step(loaded, 3), step(state, 3))
+        found[kind] = zf.full_params(tx, state), zf.full_params(tx, state, of="ema")
+    return found
+
+
+@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("optimizer", ["pipeline", "guest", "groups"])
+def test_a_leaf_without_a_key(kind, optimizer, tmp_path):
+    """A tree that is one tensor, or a key that is an empty text, gives the path ""."""
+    tx, state, step = alone(kind, over_ranks=False)
+    if optimizer != "pipeline":
+        tx = PIPELINES[optimizer]()
+        state = zf.init(tx, ALONE[kind](1.0))
+        step = lambda s, i: zf.update(tx, ALONE[kind](i + 1.0), s)[0]  # noqa: E731
+    for i in range(3):
+        state = step(state, i)
+    zf.save(tmp_path, state)
+    loaded = zf.load(tmp_path, like=zf.init(tx, ALONE[kind](0.0)))
+    same(loaded, state)
+    same(step(loaded, 3), step(state, 3))
+    names = [row[:3] for row in zf.describe(state).rows]
+    assert len(names) == len(tensors(state)) and len(set(names)) == len(names)
+
+
+def test_a_leaf_without_a_key_over_ranks(tmp_path):
+    answers = launch(alone_on_ranks, 2, str(tmp_path), timeout=120)
+    for kind in ALONE:
+        tx, state, step = alone(kind, over_ranks=False)
+        loaded = zf.load(tmp_path / kind, like=zf.init(tx, ALONE[kind](0.0)))
+        for i in range(3):
+            state = step(state, i)
+        # Every rank has the same batch, so the mean over ranks is what one process finds.
+        same(loaded, state)
+        for answer in answers:
+            same(answer[kind][0], zf.full_params(tx, state))
+            same(answer[kind][1], zf.full_params(tx, state, of="ema"))
 
 
 # ------------------------------------------------------------------------------------------ bad files

@@ -1,7 +1,9 @@
 """Every transform against an independent reference: torch.optim, its schedulers, its scaler, closed forms."""
 
 import functools
+import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -544,6 +546,26 @@ def test_masked_optimizer_leaves_the_rest():
     assert_trees_equal(state.params, {k: whole[k] if group(k) == "one" else x for k, x in tree().items()})
 
 
+def test_none_in_a_partition_leaves_its_leaves_alone():
+    """Among optimizers their parameters are frozen; among others gradients pass, and the optimizer trains them."""
+    label = {"w": "on", "b": "off"}
+    params, grads = {"w": torch.zeros(2), "b": torch.ones(3)}, {"w": torch.full((2,), 5.0), "b": torch.full((3,), 5.0)}
+
+    def end(tx):
+        state = zf.init(tx, params)
+        for _ in range(2):
+            state, _ = zf.update(tx, grads, state)
+        return state.params
+
+    frozen = end(zf.partition({"on": zf.sgd(1.0), "off": None}, label))
+    assert_trees_equal(frozen, {"w": torch.full((2,), -10.0), "b": params["b"]})
+    trained = end(zf.chain(zf.partition({"on": zf.clip_by_value(1.0), "off": None}, label), zf.sgd(1.0)))
+    assert_trees_equal(trained, {"w": torch.full((2,), -2.0), "b": torch.full((3,), -9.0)})
+    assert_trees_equal(trained, end(zf.chain(zf.masked(zf.clip_by_value(1.0), {"w": True, "b": False}), zf.sgd(1.0))))
+    # With no transform at all there is nothing that could train them.
+    assert_trees_equal(end(zf.partition({"on": None, "off": None}, label)), params)
+
+
 def test_masked_global_norm_is_that_of_its_leaves():
     tx = zf.chain(zf.masked(zf.clip_by_global_norm(0.1), lambda p: group(p) == "one"), zf.sgd(1.0))
     grads = gradients(2)
@@ -566,6 +588,65 @@ def test_offload_to_where_the_parameters_are_changes_no_bit(name):
     last = [zf.sgd(0.1)] if name.startswith("accumulate") else []
     plain = zf.chain(*first, *(tx.parts if name == "everything" else (tx,)), *last)
     assert_trees_equal(train(zf.chain(*first, *parts, *last), tree(), 7), train(plain, tree(), 7))
+
+
+# ---- names in chains ----
+
+MEMBERS = [
+    *(smooth(keep=k / 8) for k in (1, 3, 5, 7)),
+    smooth(keep=0.25).named("mine"),
+    smooth(keep=0.75).named("smooth_2"),
+    zf.masked(smooth(keep=0.5), not_bias),
+    zf.clip_by_value(1.0),
+]
+
+
+@st.composite
+def chains_in_chains(draw, members):
+    """The members in a random nest of chains, some of which have been pickled."""
+    cuts = draw(st.sets(st.integers(1, len(members) - 1))) if len(members) > 1 else set()
+    ends = [0, *sorted(cuts), len(members)]
+    pieces = [members[i:j] for i, j in itertools.pairwise(ends)]
+    tx = zf.chain(*(draw(chains_in_chains(p)) for p in pieces)) if cuts else zf.chain(*members)
+    return pickle.loads(pickle.dumps(tx)) if draw(st.booleans()) else tx
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(MEMBERS), min_size=3, max_size=6), st.data())
+def test_names_depend_on_the_members_alone(members, data):
+    members = [*members, zf.sgd(0.1)]
+    flat, nested = zf.chain(*members), data.draw(chains_in_chains(members))
+    names = [p.name for p in flat.parts]
+    assert [p.name for p in nested.parts] == names and len(set(names)) == len(names)
+    assert nested == flat and hash(nested) == hash(flat) and repr(nested) == repr(flat)
+    for given_name in ("mine", "smooth_2"):
+        of_that_name = [i for i, m in enumerate(members) if m.name == given_name]
+        assert not of_that_name or names.index(given_name) == of_that_name[0]
+    # What is equal is so in a longer chain too: what is read back from print as well.
+    again = eval(repr(flat), {**vars(zf), "smooth": smooth, "not_bias": not_bias})
+    assert again == flat and zf.chain(smooth(), again) == zf.chain(smooth(), flat)
+    params = {"w": torch.zeros(3), "bias": torch.zeros(2)}
+    state = zf.init(nested, params)
+    for i in range(3):
+        grads = random_like(params, i)
+        other, _ = zf.update(flat, grads, state)
+        state, _ = zf.update(nested, grads, state)
+        assert_trees_equal(other, state)
+
+
+def test_numbers_are_given_anew_and_names_are_not():
+    a, b, c = (zf.clip_by_value(float(i)) for i in (1, 2, 3))
+    for tx in (zf.chain(a, b, c), zf.chain(a, zf.chain(b, c)), zf.chain(zf.chain(a, b), c)):
+        assert [p.name for p in tx.parts] == ["clip_by_value", "clip_by_value_2", "clip_by_value_3"]
+    second = zf.chain(a, b).parts[1]
+    assert second.name == "clip_by_value_2" and zf.chain(second).parts == (b,)
+    mine = zf.chain(zf.chain(a, b), c.named("clip_by_value_2"))
+    assert [p.name for p in mine.parts] == ["clip_by_value", "clip_by_value_3", "clip_by_value_2"]
+    kept = zf.chain(a, second.named("clip_by_value_2"), b)
+    assert [p.name for p in zf.chain(c, kept).parts] == [f"clip_by_value{i}" for i in ("", "_3", "_2", "_4")]
+    # Offloaded, and in groups, they are those members still.
+    moved = zf.offload(zf.chain(*(smooth(keep=k) for k in (0.25, 0.5))))
+    assert [p.name for p in zf.chain(smooth(), moved).parts] == ["smooth", "smooth_2", "smooth_3"]
 
 
 # ---- schedules ----
@@ -713,3 +794,60 @@ def test_one_bad_number_anywhere_skips(seed, value, leaf):
     assert metrics["skipped"]
     assert_trees_equal(new.leaves, state.leaves)
     assert_trees_equal(new.transforms["adamw"], state.transforms["adamw"])
+
+
+def test_weights_do_not_overflow_fp16_sums():
+    """Tokens times a gradient: above 65504, where fp16 ends, and behind the search for overflow."""
+    dtypes = zf.precision(store_dtype=torch.float16, param_dtype=torch.float16, grad_dtype=torch.float16)
+    tx = zf.chain(dtypes, zf.accumulate(2, weighted=True), zf.sgd(0.5))
+    state = zf.init(tx, {"w": torch.zeros(2)})
+    for weight, g in ((4096.0, 20.0), (8192.0, 2.0)):
+        state, _ = zf.update(tx, {"w": torch.full((2,), g, dtype=torch.float16)}, state, weight=weight)
+    # (4096 * 20 + 8192 * 2) / 12288 = 8
+    assert state.params["w"].tolist() == [-4.0, -4.0] and state.params["w"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_offload_of_a_weighted_accumulation(eager):
+    def run(wrap):
+        tx = zf.chain(wrap(zf.accumulate(2, weighted=True)), zf.sgd(1.0))
+        model = torch.nn.ParameterDict({"w": torch.ones(3)})
+        x = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-4.0, 0.0, 5.0])]
+        if eager:
+            opt = zf.attach(model, tx)
+            for weight, row in zip((1.0, 3.0), x, strict=True):
+                (model["w"] * row).sum().backward()
+                opt.step(weight=weight)
+                opt.zero_grad()
+            return model["w"].detach()
+        state = zf.init(tx, {"w": torch.ones(3)})
+        step = zf.make_step(lambda p, row: (p["w"] * row).sum(), tx)
+        for weight, row in zip((1.0, 3.0), x, strict=True):
+            state, _ = step(state, row, weight=weight)
+        return state.params["w"]
+
+    assert torch.equal(run(zf.offload), run(lambda transform: transform))
+    # (1 * x0 + 3 * x1) / 4
+    assert run(zf.offload).tolist() == [1 + 11 / 4, 1 - 2 / 4, 1 - 18 / 4]
+
+
+def test_adamw_counts_in_fp32_whatever_the_default_dtype():
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
+    tx = zf.adamw(0.01)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        opt = torch.optim.AdamW([p], lr=0.01, fused=True)
+        state = zf.init(tx, {"w": p.detach().clone()})
+        # 257 is the first number that bf16 does not hold. torch rounds its own count under such a default.
+        opt.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+        for i in range(300):
+            p.grad = torch.full_like(p, 1.0 + i % 3)
+            state, metrics = zf.update(tx, {"w": p.grad.clone()}, state)
+            opt.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(state.params["w"], p.detach()) and metrics["lr"].dtype == torch.float32

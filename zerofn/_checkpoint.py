@@ -14,9 +14,10 @@ from torch import Tensor
 from ._attach import Optimizer
 from ._entries import Entry, entries, rebuild
 from ._errors import bad_leaves, explain
+from ._param_groups import packed
 from ._savers import check_replicas, group_of, row_major
 from ._state import State
-from ._tree import Placement
+from ._tree import Placement, tree_map
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))
@@ -53,7 +54,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     """
     from ._dcp import Piece, save_pieces
 
-    groups = state.state_dict()["param_groups"] if isinstance(state, Optimizer) else None
+    groups = [_numbers(packed(g)) for g in state.param_groups] if isinstance(state, Optimizer) else None
     given = state_of(state, "zf.save(directory, {})")
     placement = given.layout.placement
     group = group_of(placement, directory)
@@ -164,6 +165,11 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     return state
 
 
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as JSON can hold it."""
+    return tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, group)
+
+
 def state_of(given: Any, where: str) -> State:
     state = given.state if isinstance(given, Optimizer) else given
     if not isinstance(state, State):
@@ -271,7 +277,7 @@ def _share_windows(
             if read(lambda _, names=names: names) != manifest:
                 raise ValueError("the checkpoint was written anew while it was read; load it again.")
         for e in own:
-            seen = here.get("/".join((e.owner, "seen", e.path)))
+            seen = here.get(e._replace(slot="seen").key)
             # `accumulate` does not clear a sum that it has forgotten.
             if seen is None or bool(seen.any()):
                 total[e.key] += here[e.key].to(total[e.key].dtype)

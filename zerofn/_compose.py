@@ -29,7 +29,8 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
     """Compose transforms; left to right is the road of a gradient from the model to storage.
 
     Associative: a chain inside a chain is the same as its members. An order without meaning is
-    refused here. Members of one name get a number, so that each has its own state.
+    refused here. Members of one name get a number, so that each has its own state: those of a chain
+    inside are numbered anew, and names given by `named` stay.
 
     Args:
         transforms: what `zf` functions return, chains, or objects with `init(params)` and
@@ -47,16 +48,17 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
     for t in transforms:
         t = as_transform(t)
         flat.extend(t.parts if t.role is Role.CHAIN else [t])
+    taken = {t.base or t.name for t in flat}
     seen: dict[str, int] = {}
     parts = []
     for t in flat:
-        base = t.name
+        base = t.base or t.name
         seen[base] = seen.get(base, 0) + 1
         name = base if seen[base] == 1 else f"{base}_{seen[base]}"
-        while seen[base] > 1 and any(name == other.name for other in flat):
+        while seen[base] > 1 and name in taken:
             seen[base] += 1
             name = f"{base}_{seen[base]}"
-        parts.append(t if t.name == name else replace(t, name=name))
+        parts.append(t if t.name == name else replace(t, name=name, base=None if name == base else base))
     check_order(parts)
     return Transform(
         "chain",
@@ -196,7 +198,9 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     """Give each leaf to the transform of its label.
 
     Args:
-        transforms: label to transform, or chain. `None` freezes the leaves of that label.
+        transforms: label to transform, or chain. `None` leaves the leaves of that label alone: among
+            optimizers it freezes them; among transforms of gradients their gradients pass by unchanged, to
+            an optimizer that trains them.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
 
     Raises:
@@ -233,7 +237,7 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
         config["transforms"] = {k: None if t is None else fn(t) for k, t in config["transforms"].items()}
     else:
         config["transform"] = fn(config["transform"])
-    return replace(group.factory(**config), name=group.name)
+    return replace(group.factory(**config), name=group.name, base=group.base)
 
 
 def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:

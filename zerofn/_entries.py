@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,10 +22,11 @@ class Entry(NamedTuple):
     Attributes:
         owner: the transform, `"params"`, or `""` for the counters of the state itself.
         slot: what it is to its owner, for instance `"exp_avg"`.
-        path: the leaf it belongs to, or `""`.
+        path: the leaf it belongs to, or `""`; a tree that is one tensor has a leaf of that path too.
         value: the tensor as this process holds it.
         shape: of the whole tensor over all ranks.
         offset: flat index in the whole of this process's first element; `None` where it holds all of it.
+        of_leaf: whether it belongs to a leaf.
     """
 
     owner: str
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
     value: Any
     shape: tuple[int, ...]
     offset: int | None = None
+    of_leaf: bool = True
 
     @property
     def key(self) -> str:
@@ -42,29 +44,35 @@ class Entry(NamedTuple):
         >>> Entry("adamw", "exp_avg", "blocks.0.weight", None, ()).key
         'adamw/exp_avg/blocks.0.weight'
         """
-        return "/".join(part for part in (self.owner, self.slot, self.path) if part)
+        above = [part for part in (self.owner, self.slot) if part]
+        return "/".join([*above, self.path] if self.of_leaf else above)
 
 
 def entries(state: State) -> list[Entry]:
     """Every entry: parameters, transforms in the order of the chain, counters; leaves in the tree's order."""
-    slots = [("params", "", state.leaves)]
-    order = {leaf.path: i for i, leaf in enumerate(state.layout.leaves)}
+    slots: list[tuple[str, str, Mapping[Any, Any]]] = [("params", "", state.leaves)]
+    paths = {leaf.path for leaf in state.layout.leaves}
     for owner, own in state.transforms.items():
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str | None, Any]] = {}
         for keys, value in zip(tree_keys(own), flatten(own)[0], strict=True):
-            *above, last = keys
-            path = last if above and last in order else ""
-            found.setdefault("/".join(above if path else keys), {})[path] = value
+            slot, path = _split(keys, paths)
+            found.setdefault(slot, {})[path] = value
         # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
         first = {slot: i for i, slot in enumerate(own)}
         slots += [
             (owner, slot, found[slot]) for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
         ]
-    slots += [("", "step", {"": state.step}), ("", "micro_step", {"": state.micro_step})]
+    slots += [("", "step", {None: state.step}), ("", "micro_step", {None: state.micro_step})]
     return [e for owner, slot, values in slots for e in _slot(state, owner, slot, values)]
 
 
-def _slot(state: State, owner: str, slot: str, values: dict[str, Any]) -> list[Entry]:
+def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | None]:
+    """Slot and leaf of what a transform keeps under `keys`; `None` where it belongs to no leaf."""
+    *above, last = keys
+    return ("/".join(above), last) if above and last in paths else ("/".join(keys), None)
+
+
+def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
     """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
     placement = state.layout.placement
     spans = {leaf.path: placement.span(leaf.numel) for leaf in state.layout.leaves if leaf.path in values}
@@ -76,8 +84,8 @@ def _slot(state: State, owner: str, slot: str, values: dict[str, Any]) -> list[E
             x = values[leaf.path]
             offset = spans[leaf.path][0] if sharded else None
             rows.append(Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), offset))
-    if "" in values:
-        rows.append(Entry(owner, slot, "", values[""], _shape(values[""])))
+    if None in values:
+        rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
     return rows
 
 
@@ -92,17 +100,18 @@ def _shape(x: Any) -> tuple[int, ...]:
 def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
     """The same state with `fn(entry)` in the place of every entry."""
     found = entries(state)
-    new: dict[tuple[str | None, str], Any] = {}
+    paths = {leaf.path for leaf in state.layout.leaves}
+    new: dict[tuple[str | None, str, str | None], Any] = {}
     for i, e in enumerate(found):
         # A transform may have the name "params".
         owner = None if i < len(state.leaves) else e.owner
-        new[owner, "/".join(part for part in (e.slot, e.path) if part)] = fn(e)
+        new[owner, e.slot, e.path if e.of_leaf else None] = fn(e)
     transforms = {
-        owner: unflatten(flatten(own)[1], [new[owner, "/".join(keys)] for keys in tree_keys(own)])
+        owner: unflatten(flatten(own)[1], [new[owner, *_split(keys, paths)] for keys in tree_keys(own)])
         for owner, own in state.transforms.items()
     }
-    leaves = {path: new[None, path] for path in state.leaves}
-    step, micro_step = new["", "step"], new["", "micro_step"]
+    leaves = {path: new[None, "", path] for path in state.leaves}
+    step, micro_step = new["", "step", None], new["", "micro_step", None]
     return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
 
 

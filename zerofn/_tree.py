@@ -15,7 +15,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 from torch import Tensor
 
-from ._errors import bad_leaves
+from ._errors import bad_leaves, explain
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
 NAMESPACE = "zerofn"
@@ -228,10 +228,7 @@ def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: Tr
             places.append(first[id(tensor)])
         else:
             if path in tensors:
-                raise ValueError(
-                    f"two leaves have the path {path!r}: a key holds a dot. Rename the key: paths name leaves "
-                    "in checkpoints and messages, so they must differ."
-                )
+                raise ValueError(_same_path(params, paths, path))
             first[id(tensor)] = len(leaves)
             places.append(len(leaves))
             leaves.append(Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path)))
@@ -239,6 +236,17 @@ def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: Tr
     if not leaves:
         raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
     return Layout(tuple(leaves), tuple(places), tuple(paths), spec), tensors
+
+
+def _same_path(params: Tree, paths: list[str], path: str) -> str:
+    accessors = optree.tree_accessors(params, none_is_leaf=True, namespace=NAMESPACE)
+    places = [a.codify("params") for a, p in zip(accessors, paths, strict=True) if p == path]
+    return explain(
+        f"several leaves have the path {path!r}: {', '.join(places)}",
+        "a path is the text of the keys with dots between them, and it names a leaf in checkpoints and messages; keys "
+        "of one text (1 and '1'), or a key that holds a dot, can give one path twice",
+        "other keys, so that all paths differ, for instance {'a': ..., 'b': ...}",
+    )
 
 
 def _not_a_parameter(leaf: Any) -> str | None:

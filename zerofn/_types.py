@@ -143,7 +143,10 @@ class Context:
 
     def report(self, name: str, value: Any) -> None:
         """Show a number in the step's metrics."""
-        self.metrics[self.prefix + name] = value if isinstance(value, Tensor) else torch.tensor(value)
+        if isinstance(value, float):
+            # A rate of 0.001 has other digits in a default dtype of 16 bits.
+            value = torch.tensor(value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        self.metrics[self.prefix + name] = torch.as_tensor(value)
 
     def before_the_end(self, wait: Callable[[], None]) -> None:
         """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
@@ -211,6 +214,7 @@ class Transform:
         parts: the members of a chain, or the one that is wrapped.
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
+        base: its name before a chain gave it a number; `None` where none did.
     """
 
     name: str
@@ -225,12 +229,13 @@ class Transform:
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
 
     def named(self, name: str) -> Transform:
         """The same transform under another name, which is the key of its state and its metrics."""
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"named({name!r}): a name is a non-empty str without dots, since dots separate paths.")
-        return replace(self, name=name)
+        return replace(self, name=name, base=None)
 
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
@@ -268,7 +273,8 @@ class Transform:
         return hash((self.name, self.factory, self.parts))
 
     def _identity(self) -> tuple:
-        return self.name, self.factory, dict(self.config), self.parts
+        # What numbered members are called in a longer chain depends on the name they had before.
+        return self.name, self.base, self.factory, dict(self.config), self.parts
 
     def __repr__(self) -> str:
         if self.role is Role.CHAIN:
@@ -276,16 +282,19 @@ class Transform:
             return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
         arguments = ", ".join(f"{k}={_show(v)}" for k, v in self.config.items())
         function = getattr(self.factory, "__name__", self.name)
-        suffix = "" if self.name in (function, *(p.name for p in self.parts)) else f".named({self.name!r})"
+        name = self.base or self.name
+        suffix = "" if name in (function, *(p.base or p.name for p in self.parts)) else f".named({name!r})"
         return f"{function}({arguments}){suffix}"
 
     def __reduce__(self):
-        return _rebuild, (self.factory, dict(self.config), self.name, self.parts)
+        return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
 
 
-def _rebuild(factory: Callable, config: dict[str, Any], name: str, parts: tuple[Transform, ...]) -> Transform:
+def _rebuild(
+    factory: Callable, config: dict[str, Any], name: str, parts: tuple[Transform, ...], base: str | None = None
+) -> Transform:
     built = factory.__rebuild__(config, parts)  # type: ignore[attr-defined]
-    return replace(built, name=name)
+    return replace(built, name=name, base=base)
 
 
 def _show(value: Any) -> str:
