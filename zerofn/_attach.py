@@ -24,8 +24,12 @@ from ._state import State
 from ._state_dict import as_dict, pairs
 from ._tree import make_layout
 from ._types import Context, Transform
-from ._watch import Owner, Watch, check_alone, check_free, check_memory
+from ._watch import Owner, Watch, check_alone, check_free, check_hookable, check_memory
 from ._window import Window
+
+# Where the base class registers hooks.
+HOOKED = ("step", "state_dict", "load_state_dict")
+HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in HOOKED for when in ("pre", "post")]
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -62,8 +66,8 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: it is attached already, has no parameters, or NaN in one; `in_backward` with a transform
-            that needs the whole gradient.
+        ValueError: it is attached already, has no parameters, or NaN in one, or modules of `torch.jit`;
+            `in_backward` with a transform that needs the whole gradient.
 
     >>> import torch, zerofn as zf
     >>> model = torch.nn.Linear(2, 1)
@@ -90,15 +94,18 @@ class Optimizer(torch.optim.Optimizer):
     """What `attach` returns.
 
     A subclass, since learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`;
-    nothing of the base class is used, and its constructor does not run.
+    of the base class only the hooks on steps and state dicts are used, and its constructor does not run.
 
     Attributes:
         state: the `State` of the pipeline.
-        metrics: those of the last `step`, as 0-d tensors.
+        metrics: those of the last `step`, as 0-d tensors of their own.
         param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do.
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
+        check_hookable(model)
+        for kind in HOOKS:
+            setattr(self, kind, OrderedDict())
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
         check_free(named)
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
@@ -166,6 +173,7 @@ class Optimizer(torch.optim.Optimizer):
         index = int(self.metrics.get("overflow_leaf", -1))
         return None if index < 0 else self._pipe.layout.leaves[index].path
 
+    @torch.optim.Optimizer.profile_hook_step
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -197,9 +205,11 @@ class Optimizer(torch.optim.Optimizer):
         if self._home.in_backward is not None:
             self._refuse_override(weight)
             self._home.collect(self._window.forced)
-            self._home.state, self.metrics = self._home.in_backward.finish()
+            self._home.state, metrics = self._home.in_backward.finish()
         else:
-            self._update(weight)
+            metrics = self._update(weight)
+        # Some are entries of the state, into which `load_state_dict` writes.
+        self.metrics = {name: x.detach().clone() for name, x in metrics.items()}
         if bool(self.metrics["updated"]):
             self._home.refresh()
         self._groups.show(self.metrics)
@@ -207,7 +217,10 @@ class Optimizer(torch.optim.Optimizer):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
 
-    def _update(self, weight: Any) -> None:
+    def _optimizer_step_code(self) -> None:
+        """Where a profiler that records stacks reads `state` by parameter, which it cannot here."""
+
+    def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         rates = self._groups.rates()
         grads = self._home.collect(self._window.forced)
@@ -216,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         averaged = window.averaged is not False
         ctx = self._pipe.context(donate=True, weight=weight, boundary=window.forced, lr=rates, averaged=averaged)
         old = self._state
-        new, self.metrics = apply(self._pipe, grads, old, ctx)
+        new, metrics = apply(self._pipe, grads, old, ctx)
         with torch.no_grad():
             for path, x in new.leaves.items():
                 if x is not old.leaves[path]:
@@ -230,8 +243,9 @@ class Optimizer(torch.optim.Optimizer):
                 self._params[path].grad = None
         left = [(x, read(x)) for x in self._params.values()]
         self._spent = [(x, weakref.ref(g), g._version) for x, g in left if g is not None]
-        if closes and not bool(self.metrics["skipped"]):
+        if closes and not bool(metrics["skipped"]):
             window.averaged = None
+        return metrics
 
     def _context(self) -> Context:
         return self._pipe.context(donate=True, lr=self._groups.rates())
@@ -314,7 +328,13 @@ class Optimizer(torch.optim.Optimizer):
         Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
         them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
         """
-        return as_dict(self._pipe, self.state, self.param_groups)
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found = as_dict(self._pipe, self.state, self.param_groups)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            other = hook(self, found)
+            found = found if other is None else other
+        return found
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -322,14 +342,14 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             state: for instance of `zf.load(directory, like=opt.state)`.
             param_groups: learning rates, as `state_dict()["param_groups"]` has them; by default they stay.
+                Hooks on state dicts do not run: this is none.
 
         Raises:
             ValueError: as `load_state_dict`.
         """
         groups = self.param_groups if param_groups is None else param_groups
-        self.load_state_dict(as_dict(self._pipe, state, groups))
+        self._load(as_dict(self._pipe, state, groups))
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`.
 
@@ -337,8 +357,20 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
                 named, and nothing is changed.
         """
+        given = state_dict
+        if self._optimizer_load_state_dict_pre_hooks:
+            given = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            other = hook(self, given)
+            given = given if other is None else other
+        self._load(given)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._check_usable("load_state_dict")
-        for mine, theirs in pairs(self.state_dict(), state_dict):
+        for mine, theirs in pairs(as_dict(self._pipe, self.state, self.param_groups), state_dict):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))
         self._home.refresh()

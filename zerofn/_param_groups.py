@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,10 @@ from ._factory import learning_rate
 from ._pipeline import Pipeline
 from ._tree import Leaves
 from ._types import Role, Transform
+
+# Of each group, what this library puts there and a `state_dict` must have.
+OWN = ("name", "lr")
+NOT_PLAIN = object()
 
 
 class ParamGroups:
@@ -57,10 +62,42 @@ class ParamGroups:
                 group["lr"] = self.shown[i] = float(metrics[prefix + "lr"])
 
     def load(self, saved: list[dict[str, Any]]) -> None:
-        """Go on with the rates of a `state_dict`."""
+        """Go on with the rates of a `state_dict`, and with what schedulers had put beside them.
+
+        What is not in there stays: a scheduler that was made before has put it here.
+        """
         for group, there in zip(self.groups, saved, strict=True):
             group["lr"] = there["lr"]
+            group.update(_others(there))
         self.shown = [g["lr"] for g in self.groups]
+
+
+def packed(group: dict[str, Any]) -> dict[str, Any]:
+    """A group for a `state_dict`: its name and rate, and what schedulers and users have put there."""
+    return {**{k: group[k] for k in OWN if k in group}, **_others(group)}
+
+
+def _others(group: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: _plain(v) for k, v in group.items() if k not in OWN and k != "params"}
+    return {k: v for k, v in kept.items() if v is not NOT_PLAIN}
+
+
+def _plain(x: Any) -> Any:
+    """A copy of numbers, text and 0-d tensors, in lists and dicts too: what JSON and `torch.load` can bring back."""
+    if x is None or isinstance(x, bool | str):
+        return x
+    if isinstance(x, Tensor):
+        return x.detach().clone() if x.ndim == 0 else NOT_PLAIN
+    if isinstance(x, Real):
+        # Those of numpy become Python's.
+        return int(x) if isinstance(x, Integral) else float(x)
+    if isinstance(x, list | tuple):
+        values = [_plain(v) for v in x]
+        return NOT_PLAIN if any(v is NOT_PLAIN for v in values) else tuple(values) if isinstance(x, tuple) else values
+    if isinstance(x, dict) and all(isinstance(k, str) for k in x):
+        values = {k: _plain(v) for k, v in x.items()}
+        return NOT_PLAIN if any(v is NOT_PLAIN for v in values.values()) else values
+    return NOT_PLAIN
 
 
 def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:

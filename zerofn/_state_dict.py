@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._entries import over_ranks
 from ._errors import bad_leaves
+from ._param_groups import OWN, packed
 from ._pipeline import Pipeline
 from ._state import State
 
@@ -24,17 +25,17 @@ def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[
         "transforms": {k: _nested(v) for k, v in state.transforms.items()},
         "step": state.step,
         "micro_step": state.micro_step,
-        "param_groups": [{"name": g["name"], "lr": g["lr"]} for g in groups],
+        "param_groups": [packed(g) for g in groups],
     }
 
 
 def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Each entry of `own` with the one that is to replace it.
+    """Each entry of `own` with the one that is to replace it, but for what schedulers have put into groups.
 
     Raises:
         ValueError: every missing, unexpected or misshapen entry is named.
     """
-    mine, theirs = _flat(own), _flat(given)
+    mine, theirs = _flat(_required(own)), _flat(_required(given))
     bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
     for k in mine.keys() & theirs.keys():
         a, b = mine[k], theirs[k]
@@ -50,6 +51,14 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
             )
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
     return [(a, theirs[k]) for k, a in mine.items()]
+
+
+def _required(d: Any) -> Any:
+    """Without what a group may have or not."""
+    groups = d.get("param_groups") if isinstance(d, dict) else None
+    if not isinstance(groups, list | tuple):
+        return d
+    return {**d, "param_groups": [{k: g[k] for k in OWN if k in g} if isinstance(g, dict) else g for g in groups]}
 
 
 def _nested(entry: Any) -> Any:

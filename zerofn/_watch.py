@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ._compat import is_wrapper
@@ -109,6 +110,24 @@ def _taken(p: nn.Parameter) -> bool:
     # Its optimizer was dropped without detach(): what it had hooked would act a second time.
     owner.leave()
     return False
+
+
+def check_hookable(model: nn.Module) -> None:
+    """Modules of TorchScript run, and keep their parameters, out of Python's sight."""
+    found: list[tuple[str, str]] = []
+    for name, m in model.named_modules():
+        if isinstance(m, torch.jit.ScriptModule) and not any(name.startswith(f"{n}.") or not n for n, _ in found):
+            found.append((name, f"{type(m).__name__} of {m.original_name}"))
+    if found:
+        raise ValueError(
+            bad_leaves(
+                "attach: modules were compiled by torch.jit: they take no hooks, which a pipeline needs to see inputs, "
+                "outputs and parameters",
+                found,
+                "zf.attach(model, tx) on the modules as they were before torch.jit, and after training "
+                "torch.jit.script(opt.detach());\n         or torch.compile, whose modules can be attached",
+            )
+        )
 
 
 def check_alone(model: nn.Module, over_ranks: bool) -> None:
