@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import _hooks
 from ._agree import check_weight
 from ._apply import apply
 from ._collectives import as_local
@@ -26,10 +27,6 @@ from ._tree import make_layout
 from ._types import Context, Transform
 from ._watch import Owner, Watch, check_alone, check_free, check_hookable, check_memory
 from ._window import Window
-
-# Where the base class registers hooks.
-HOOKED = ("step", "state_dict", "load_state_dict")
-HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in HOOKED for when in ("pre", "post")]
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -104,8 +101,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
         check_hookable(model)
-        for kind in HOOKS:
-            setattr(self, kind, OrderedDict())
+        _hooks.prepare(self)
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
         check_free(named)
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
@@ -328,13 +324,7 @@ class Optimizer(torch.optim.Optimizer):
         Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
         them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
         """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        found = as_dict(self._pipe, self.state, self.param_groups)
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            other = hook(self, found)
-            found = found if other is None else other
-        return found
+        return _hooks.saved(self, lambda: as_dict(self._pipe, self.state, self.param_groups))
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -357,15 +347,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
                 named, and nothing is changed.
         """
-        given = state_dict
-        if self._optimizer_load_state_dict_pre_hooks:
-            given = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            other = hook(self, given)
-            given = given if other is None else other
-        self._load(given)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        _hooks.loaded(self, state_dict, self._load)
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
