@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +44,13 @@ class Hook:
         return Hook, (None,)
 
 
+class _Weights(list):
+    """Views of a recurrent module's parameters: no list of the user's, whose tensors another thread's call lets in."""
+
+
+GONE = weakref.ref(_Weights())
+
+
 class _Begin(Hook):
     """The hook before each call of one module. Most calls are inside of another one, and need no notice.
 
@@ -48,9 +58,14 @@ class _Begin(Hook):
     """
 
     def __init__(self, sight: Sight, module: nn.Module):
-        super().__init__(functools.partial(_before, sight))
+        recurrent = isinstance(module, nn.RNNBase)
+        # Held during calls of a recurrent module: the list that its kernel takes is the same for all threads.
+        # Parts that a backward repeats take it too, in whatever thread: who waits for a backward is in no such
+        # call, unless a hook of the user's on that very module runs one.
+        turn = threading.RLock() if recurrent else None
+        super().__init__(functools.partial(_before, sight, turn))
         self.sight = sight
-        self.plain = not isinstance(module, nn.RNNBase) and module is not sight.model()
+        self.plain = not recurrent and module is not sight.model()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.plain and not is_dynamo_compiling():
@@ -119,7 +134,9 @@ def _restore(module: nn.Module, plain: dict) -> None:
     module.__dict__["_parameters"] = plain
 
 
-def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+def _before(
+    sight: Sight, turn: AbstractContextManager[Any] | None, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
     local = sight.local
     if sight.units is not None and differentiating():
@@ -143,9 +160,9 @@ def _before(sight: Sight, module: nn.Module, args: tuple, kwargs: dict) -> tuple
     local.calls.append(call)
     if outermost and sight.units is not None:
         call.undo.enter_context(noting(sight.units))
-    if isinstance(module, nn.RNNBase):
-        # Recurrent kernels take this list, which was filled when the module was made.
-        module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
+    if turn is not None:
+        call.undo.enter_context(turn)
+        _fill(module)
     if sight.scaled and len(module._forward_hooks) > 1:
         _show_to_hooks(sight, module)
     if not outermost:
@@ -163,9 +180,9 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         # It was not noticed, or a hook of the user's raised before it could be.
         return None
     call = local.calls.pop()
-    call.undo.close()
     if isinstance(module, nn.RNNBase):
-        module._flat_weights = [dict.get(module._parameters, n) for n in module._flat_weights_names]
+        _empty(module)
+    call.undo.close()
     seen = dict(local.seen) if not local.calls else {}
     try:
         if call.shown is not None:
@@ -181,6 +198,22 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
             _check_unwritten(seen)
             if sight.units is not None:
                 sight.units.end_of_call()
+
+
+def _fill(module: Any) -> None:
+    """Recurrent kernels take this list, which was filled when the module was made."""
+    names = module._flat_weights_names
+    module._flat_weights = _Weights(getattr(module, n) for n in names)
+    # Otherwise the module notices that its weights are others, and makes a list of its own.
+    module._flat_weight_refs = [None] * len(names)
+    module.flatten_parameters()
+
+
+def _empty(module: Any) -> None:
+    """The stored parameters again; where the module is used by itself it is to look at them anew."""
+    names = module._flat_weights_names
+    module._flat_weights = [dict.get(module._parameters, n) for n in names]
+    module._flat_weight_refs = [GONE] * len(names)
 
 
 def _show_to_hooks(sight: Sight, module: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,8 +13,9 @@ from torch import Tensor
 from ._boundary import LinearMap
 from ._errors import explain
 
-# Calls whose graphs may still be alive. A graph older than that is taken for one made outside.
-REMEMBERED = 4096
+# Calls whose graphs may still be alive: more than a backward goes through. A graph older than that is taken for
+# one made outside. Each takes up to a hundred bytes.
+REMEMBERED = 1 << 16
 
 
 class Edge(Protocol):
@@ -84,22 +87,62 @@ class Spans:
     """Which autograd nodes were made during calls of a model, told by the numbers they are given.
 
     Each thread counts its own nodes. Backward threads make far fewer than the thread of forward, so
-    numbers of theirs are met there only by graphs that are long gone.
+    numbers of theirs are met there only by graphs that are long gone. Of spans that overlap the last one
+    counts: what is kept are disjoint ones in order, where a number is found by bisection.
     """
 
     def __init__(self) -> None:
-        self.found: deque[tuple[int, int, Any]] = deque(maxlen=REMEMBERED)
+        self.starts, self.ends, self.ages = array("q"), array("q"), array("q")
+        self.callers: list[Any] = []
+        self.added = 0
+        # Of all threads that call the model.
+        self.lock = threading.Lock()
 
     def add(self, start: int, end: int, caller: Any = None) -> None:
         """Nodes from `start` up to, not including, `end`, and a name for what made them."""
-        if self.found and self.found[-1][0] == start:
-            self.found.pop()
-        if end > start:
-            self.found.append((start, end, caller))
+        if end <= start:
+            return
+        with self.lock:
+            self.added += 1
+            if not self.ends or self.ends[-1] <= start:
+                self.starts.append(start)
+                self.ends.append(end)
+                self.ages.append(self.added)
+                self.callers.append(caller)
+            else:
+                self._paint(start, end, caller)
+            if len(self.starts) > 2 * REMEMBERED:
+                kept = [row for row in self._rows() if row[2] > self.added - REMEMBERED]
+                self._put(slice(None), kept)
+
+    def _paint(self, start: int, end: int, caller: Any) -> None:
+        """Add a span that may overlap others."""
+        first, last = bisect_right(self.ends, start), bisect_left(self.starts, end)
+        new = [(start, end, self.added, caller)]
+        if first < last:
+            # What earlier ones have before it and after it.
+            if self.starts[first] < start:
+                new.insert(0, (self.starts[first], start, self.ages[first], self.callers[first]))
+            if self.ends[last - 1] > end:
+                new.append((end, self.ends[last - 1], self.ages[last - 1], self.callers[last - 1]))
+        self._put(slice(first, last), new)
+
+    def _rows(self) -> list[tuple[int, int, int, Any]]:
+        return list(zip(self.starts, self.ends, self.ages, self.callers, strict=True))
+
+    def _put(self, where: slice, rows: list[tuple[int, int, int, Any]]) -> None:
+        for i, column in enumerate((self.starts, self.ends, self.ages)):
+            column[where] = array("q", [row[i] for row in rows])
+        self.callers[where] = [row[3] for row in rows]
+
+    def _find(self, number: int) -> tuple[bool, Any]:
+        with self.lock:
+            i = bisect_right(self.starts, number) - 1
+            return (True, self.callers[i]) if i >= 0 and number < self.ends[i] else (False, None)
 
     def __contains__(self, number: int) -> bool:
-        return any(start <= number < end for start, end, _ in reversed(self.found))
+        return self._find(number)[0]
 
     def maker(self, number: int) -> Any:
         """The name of what made a node."""
-        return next((caller for start, end, caller in reversed(self.found) if start <= number < end), None)
+        return self._find(number)[1]

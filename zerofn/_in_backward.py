@@ -2,11 +2,18 @@
 
 Only where every update half treats leaves alone. It is asked for, never a consequence of the pipeline: an
 exception half-way through backward then leaves some leaves updated and others not, and `p.grad` is never seen.
+
+After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
+their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
+counters of steps and with them schedules, stays, so the next step is made with the learning rate of the one given up.
+No window is half applied, since nothing that holds gradients is allowed here. Over ranks what had arrived on any of
+them is used on all. Where only some ranks fail under `shard`, parts of one leaf may differ by that update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,6 +73,8 @@ class InBackward:
         self.ctx: Context | None = None
         self.under_way: OneByOne | None = None
         self.done: set[str] = set()
+        # Whether the step is being given up: of what is still on its way, second gradients of a leaf are let go.
+        self.closing = False
 
     @torch.no_grad()
     def arrived(self, path: str, grad: Tensor) -> None:
@@ -75,6 +84,8 @@ class InBackward:
             RuntimeError: it has been updated since the last `step`.
         """
         if path in self.done:
+            if self.closing:
+                return
             raise RuntimeError(
                 explain(
                     f"a second gradient of {path} before opt.step(), with in_backward=True",
@@ -114,6 +125,30 @@ class InBackward:
         step = state.step + 1
         new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
+        self.forget()
+        return new, metrics
+
+    def give_up(self) -> State:
+        """Close the step without counting it: what is updated is updated, with all that the leaf has of its own."""
+        state = self.state()
+        if self.under_way is None:
+            return state
+        self.settle()
+        _uncount(self.under_way)
+        new = replace(state, transforms=self.under_way.states())
+        self.forget()
+        return new
+
+    def forget(self) -> None:
+        """Nothing is under way."""
         self.ctx = self.under_way = None
         self.done.clear()
-        return new, metrics
+
+
+def _uncount(steps: OneByOne) -> None:
+    """Leave what the leaves share as it was at the beginning of the step."""
+    for name, prepared in steps.prepared.items():
+        steps.prepared[name] = replace(prepared, state={})
+    for members_of in steps.groups.values():
+        for group in members_of.values():
+            _uncount(group.steps)

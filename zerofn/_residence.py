@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
-from ._compat import set_grad_dtype
+from ._compat import HAS_GRAD_DTYPE, set_grad_dtype
 from ._copies import Copies
 from ._group import Group
 from ._groups import channel, joint_channel
@@ -65,6 +65,8 @@ class Residence:
         if pipe.groups:
             self.groups = tuple(channel(g) for g in pipe.groups)
             self.control = joint_channel(pipe.groups)
+        # By path: the dtype that gradients were to have, where it was not the parameter's own.
+        self.grad_dtypes: dict[str, torch.dtype | None] = {}
         stored = {leaf.path: self._settle_in(leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.reduced: Leaves = {}
@@ -103,14 +105,22 @@ class Residence:
             resident = resident.to(pipe.cast.param_dtype or resident.dtype)
         if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
             resident = resident.contiguous()
+        was = p.grad_dtype if HAS_GRAD_DTYPE else p.dtype
+        if was != p.dtype:
+            self.grad_dtypes[leaf.path] = was
         p.data = resident
         if leaf.trainable:
-            set_grad_dtype(p, pipe.resident_grad_dtype(leaf))
+            wanted = pipe.resident_grad_dtype(leaf)
+            keep_grads_in(p, wanted)
+            # Raises where torch has no such thing.
+            set_grad_dtype(p, wanted)
         if resident.dtype != wide.dtype:
             return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
-        if pipe.sharding is None or pipe.sharded_use:
+        if pipe.sharded_use:
+            # A graph gathers shards anew and knows their age otherwise; writes of `p` are to be the user's alone.
             return resident.detach()
-        return pipe.sharding.store(resident.detach(), leaf)
+        # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other.
+        return p.detach() if pipe.sharding is None else pipe.sharding.store(p.detach(), leaf)
 
     def _stream(self) -> Stream | None:
         """Hooks that hand gradients over as they arrive, where the first update half is a reduction."""
@@ -218,7 +228,7 @@ class Residence:
         marks = self._marks(boundary, dropped=False)
         if self.units is not None:
             self.units.rounds.rest(STEP)
-            self.units.stirred = False
+            self.units.waiting.clear()
             self.units.drop()
             self._release()
         if self.stream is not None:
@@ -237,20 +247,42 @@ class Residence:
         return grads
 
     def clear(self) -> None:
-        """Forget the gradients of this micro-step."""
-        if self.units is not None and self.units.stirred:
-            # Another rank may be in a backward that this one has given up.
-            self.units.rounds.rest()
-            self.units.stirred = False
+        """Forget the gradients of this micro-step.
+
+        Where they are used as they arrive that is too late: the step is given up half done (`_in_backward`).
+        """
+        if self.units is not None:
+            self.units.rest_for_unfinished()
+        if self.in_backward is not None:
+            self._give_up(self.in_backward)
+            return
+        if self.units is not None:
             self.units.partial.clear()
         self.held.clear()
         if self.stream is not None and not self.stream.idle:
             self.stream.discard(self._marks(None, dropped=True))
         self.reduced.clear()
 
+    def _give_up(self, step: InBackward) -> None:
+        """Use what is still on its way, or ranks that had it earlier would differ; and count no step."""
+        step.closing = True
+        try:
+            self._release()
+            if self.stream is not None and not self.stream.idle:
+                self.copies.carry_over()
+                self.stream.settle(self._marks(None, dropped=True))
+        finally:
+            step.closing = False
+        if step.under_way is not None:
+            self.state = step.give_up()
+            self.refresh()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Resident parameters from the stored ones, one bucket at a time."""
+        if self.in_backward is not None:
+            # Of a step under way when a state was loaded nothing is left in what is stored.
+            self.in_backward.forget()
         if self.units is not None:
             self.units.renew()
         stages = self.pipe.stages[self.pipe.cut :]
@@ -308,6 +340,32 @@ class Residence:
         for action in reversed(self.undo):
             action()
         self.undo.clear()
+        for leaf in self.pipe.layout.leaves:
+            p = self.params[leaf.path]
+            grad = read(p)
+            if grad is not None and grad.shape != p.shape:
+                # A part of a gradient, to which nothing can be added any more.
+                write(p, None)
+            if leaf.trainable:
+                keep_grads_in(p, self.grad_dtypes.get(leaf.path, p.dtype))
+
+
+def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
+    """Let `p.grad` be kept in `dtype`; in any that comes, for `None`. What is there already is cast.
+
+    That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
+    detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.
+    """
+    if not HAS_GRAD_DTYPE or p.grad_dtype == dtype:
+        return
+    grad = read(p)
+    if grad is None or dtype in (None, grad.dtype):
+        p.grad_dtype = dtype
+        return
+    # torch refuses another dtype than that of a gradient which is there.
+    write(p, None)
+    p.grad_dtype = dtype
+    write(p, grad.to(dtype))
 
 
 def dense(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Units:
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.seen: dict[tuple, tuple[Tensor, ...]] = {}
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        # Backwards since the last step that have not come to their end.
         self.waiting: set[int] = set()
         self.most_alive = 0
         # Counts updates of the parameters; and by unit, what else was written into its parts.
@@ -88,8 +90,6 @@ class Units:
         self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in self.units]
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
         self.partial: set[str] = set()
-        # Whether a backward has run since the last step.
-        self.stirred = False
         # The parameters are full ones for a while, so that they are seen as they are.
         self.suspended = False
         # The model is a plain one again.
@@ -139,8 +139,7 @@ class Units:
             )
         if i not in self.live:
             self.drop(ALIVE - 1)
-            mine = [self.params[leaf.path].detach() for leaf in self.units[i]]
-            self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, mine))
+            self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, self._mine(i)))
             self._note(i)
         self.live.move_to_end(i)
         return self.live[i]
@@ -203,9 +202,9 @@ class Units:
                 )
             )
         if in_backward():
-            self.stirred = True
             self.rest_after_backward()
-        return self.rounds.perform(kind, i, work)
+        with lasting():
+            return self.rounds.perform(kind, i, work)
 
     def rest_after_backward(self) -> None:
         """Stay available at the end of this backward: other ranks' may be longer."""
@@ -225,19 +224,31 @@ class Units:
             self.waiting.add(task)
             at_end_of_backward(rest)
 
+    def rest_for_unfinished(self) -> None:
+        """The rest of a backward that this rank has given up: another one may still be in it.
+
+        One that has ended has rested, and to rest once more would be to wait for something that never comes.
+        """
+        if self.waiting:
+            self.waiting.clear()
+            self.rounds.rest()
+
     def _join(self, kind: int, i: int) -> None:
         """Take part in a collective for other ranks."""
         nothing: tuple = (None,) * len(self.units[i])
-        with torch.no_grad():
+        with lasting(), torch.no_grad():
             if kind == PARAMETERS:
                 self.drop(ALIVE - 1)
-                self._gather(i, [self.params[leaf.path].detach() for leaf in self.units[i]])
+                self._gather(i, self._mine(i))
             elif kind == TANGENTS:
                 self._gather(i, self._filled(i, nothing))
             else:
                 for leaf, g in zip(self.units[i], self._scatter(i, nothing), strict=True):
                     if g is not None and leaf.trainable:
                         self.accept(leaf, g)
+
+    def _mine(self, i: int) -> list[Tensor]:
+        return [self.params[leaf.path].detach() for leaf in self.units[i]]
 
     def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
         pairs = zip(self.units[i], shards, strict=True)
@@ -319,6 +330,15 @@ class ScatterUnit(Function):
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Where tensors are made that outlive a call under `torch.inference_mode`: of its own, training can use none.
+
+    A unit that an evaluation has gathered may be the next one that training wants, and gradients come to a
+    rank that rests between two calls, whatever mode it rests in.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> list[list[Leaf]]:

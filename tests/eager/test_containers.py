@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import random
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -11,8 +13,10 @@ import pytest
 import torch
 from parity import Run, compare
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
+import zerofn._crossing
 
 
 class Out(NamedTuple):
@@ -358,3 +362,92 @@ def test_a_second_derivative_across_a_change_of_scale_is_refused():
     opt.step()
     with pytest.raises(RuntimeError, match="a second derivative after the loss scale went from 4 to 8"):
         g.square().sum().backward()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = getattr(nn, kind)(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x)[0]).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_threads_that_call_a_recurrent_module_do_not_share_its_weights(kind: str):
+    """One thread stops between the choice of the weights and the kernel, and another one calls the model."""
+    plain, model = Recurrent(kind), Recurrent(kind)
+    opt = scaled(model)
+    xs = [torch.randn(3, 6, 4), torch.randn(3, 6, 4)]
+    check, inside, done = model.inner.check_forward_args, threading.Event(), threading.Event()
+
+    def check_slowly(*args: Any) -> None:
+        if not inside.is_set():
+            inside.set()
+            done.wait(0.3)
+        check(*args)
+
+    model.inner.check_forward_args = check_slowly
+    losses: list[Tensor] = []
+    one = threading.Thread(target=lambda: losses.append(model(xs[0])))
+    one.start()
+    assert inside.wait(10)
+    losses.append(model(xs[1]))
+    done.set()
+    one.join()
+    for x, loss in zip(xs, losses, strict=True):
+        plain(x).backward()
+        loss.backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}")
+    # A call that failed has let the others in again.
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 6, 5))
+    other = threading.Thread(target=model, args=(xs[0],), daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
+    del model.inner.check_forward_args
+    opt.detach()
+    model.zero_grad()
+    model(xs[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_backward_through_thousands_of_calls_repeats_parts_of_the_first_ones_too():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: y * self.gain, x, use_reentrant=True)
+
+    model = Inner()
+    scaled(model)
+    x = torch.ones(4, requires_grad=True)
+    torch.stack([model(x) for _ in range(4200)]).sum().backward()
+    assert torch.equal(model.gain.grad, torch.full((4,), 4200.0))
+
+
+def test_spans_are_found_as_by_a_look_at_all_of_them(monkeypatch):
+    """Numbers of several threads overlap, and the last span counts."""
+    monkeypatch.setattr(zerofn._crossing, "REMEMBERED", 40)
+    rng = random.Random(0)
+    for _ in range(50):
+        spans, every = zerofn._crossing.Spans(), []
+        for i in range(40):
+            start = rng.randrange(60)
+            end = start + rng.randrange(12)
+            spans.add(start, end, i)
+            every.append((start, end, i))
+            for number in (*range(80), (1 << 64) - 1):
+                made = [caller for a, b, caller in every if a <= number < b]
+                assert (number in spans) == bool(made) and spans.maker(number) == (made[-1] if made else None)
+    spans = zerofn._crossing.Spans()
+    for i in range(1000):
+        spans.add(3 * i, 3 * i + 2, i)
+        assert len(spans.starts) <= 80 and all(3 * j in spans for j in range(max(0, i - 39), i + 1))
+    assert 0 not in spans

@@ -238,3 +238,124 @@ def test_leaves_without_gradient_stay():
     opt.step()
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {"layer.weight", "layer.bias"}
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise MemoryError
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.low = nn.Linear(6, 6)
+        self.high = nn.Linear(6, 2)
+
+    def forward(self, x, fails=False):
+        h = torch.tanh(self.low(x.to(self.low.weight.dtype)))
+        return self.high(Fails.apply(h) if fails else h).float().square().mean()
+
+
+def given_up(model, opt):
+    """A step whose backward reaches `high` only."""
+    with pytest.raises(MemoryError):
+        model(inputs(9), fails=True).backward()
+    opt.zero_grad()
+
+
+def inputs(i):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+
+
+RATES = {
+    "adamw": lambda: zf.adamw(1e-2, weight_decay=0.1),
+    "bf16, stochastic": lambda: zf.chain(
+        zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2, rounding="stochastic", seed=3)
+    ),
+    "partition": lambda: zf.partition(
+        {"high": zf.chain(zf.clip_by_value(0.02), zf.adamw(1e-2)), "low": zf.sgd(1e-1, momentum=0.9)},
+        lambda path: path.split(".")[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_after_a_backward_that_failed_half_way_training_goes_on(name):
+    """As if a step had been made with the gradients that had come, but for the counters of steps."""
+    model, twin = Halves(), Halves()
+    opt, other = zf.attach(model, RATES[name](), in_backward=True), zf.attach(twin, RATES[name]())
+    for i in range(6):
+        if i == 2:
+            begun = values(model)
+            given_up(model, opt)
+            moved = {n for n, p in model.named_parameters() if not torch.equal(p, begun[n])}
+            assert moved == {"high.weight", "high.bias"}
+            with pytest.raises(MemoryError):
+                twin(inputs(9), fails=True).backward()
+            other.step()
+            other.zero_grad()
+        for m, o in ((model, opt), (twin, other)):
+            m(inputs(i)).backward()
+            o.step()
+            o.zero_grad()
+    assert (opt.global_steps, opt.micro_steps) == (6, 6) and other.global_steps == 7
+    for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q), n
+    mine, theirs = flat(opt.state.transforms), flat(other.state.transforms)
+    for key, value in mine.items():
+        assert torch.equal(value, theirs[key] - 1 if key.endswith("/step") else theirs[key]), key
+
+
+def test_a_step_that_was_given_up_does_not_advance_schedules():
+    model = Halves()
+    opt = zf.attach(model, zf.sgd(lambda step: 0.1 * (step + 1)), in_backward=True)
+    rates = []
+    for i in range(3):
+        given_up(model, opt)
+        with pytest.raises(ValueError, match="no parameter has a gradient"):
+            opt.step()
+        model(inputs(i)).backward()
+        opt.step()
+        opt.zero_grad()
+        rates.append(float(opt.metrics["lr"]))
+    assert rates == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_a_second_backward_that_was_refused_is_forgotten_by_zero_grad():
+    model = Halves()
+    opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
+    model(inputs(0)).backward()
+    with pytest.raises(RuntimeError, match="a second gradient"):
+        model(inputs(1)).backward()
+    opt.zero_grad()
+    model(inputs(2)).backward()
+    opt.step()
+    assert opt.global_steps == 1
+    assert {int(c) for c in opt.state.transforms["adamw"]["count"].values()} == {2}
+
+
+def test_a_state_that_is_loaded_after_a_failure_replaces_all_of_it():
+    model, twin = Halves(), Halves()
+    opt, other = (zf.attach(m, zf.chain(zf.adamw(1e-2), zf.ema(0.9)), in_backward=True) for m in (model, twin))
+    for m, o in ((model, opt), (twin, other)):
+        m(inputs(0)).backward()
+        o.step()
+    saved = copy.deepcopy(opt.state_dict())
+    with pytest.raises(MemoryError):
+        model(inputs(9), fails=True).backward()
+    opt.load_state_dict(saved)
+    for m, o in ((model, opt), (twin, other)):
+        o.zero_grad()
+        m(inputs(1)).backward()
+        o.step()
+    mine, theirs = flat(opt.state.transforms), flat(other.state.transforms)
+    assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

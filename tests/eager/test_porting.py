@@ -538,3 +538,50 @@ def test_scheduler_blocks():
     assert rate("WarmupCosineLR", total_num_steps=9) == WarmupCosineLR(1e-3, 9)
     assert rate("OneCycle", cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_momentum=False) == OneCycle(0.1, 1.0)
     assert rate("LRRangeTest") == LRRangeTest()
+
+
+# -- back to a plain model -------------------------------------------------------------------------------------
+
+
+def narrow(dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> zf.Transform:
+    casts = zf.precision(store_dtype=dtype, grad_dtype=grad_dtype)
+    return zf.chain(casts, zf.scale_loss(8.0), zf.low_precision_adam(1e-2))
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(FP16, None), (BF16, FP32)])
+def test_a_detached_model_keeps_gradients_as_it_did_before(dtype: torch.dtype, grad_dtype: torch.dtype | None):
+    model = nn.Linear(4, 2)
+    opt = zf.attach(model, narrow(dtype, grad_dtype))
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.dtype == FP32
+    opt.detach()
+    for p in model.parameters():
+        assert p.grad is not None and p.grad_dtype == p.grad.dtype == p.dtype == dtype
+        p.grad = None
+    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.dtype == dtype
+    torch.optim.AdamW(model.parameters(), 1e-2, fused=True).step()
+    for tx, want in (
+        (narrow(BF16), BF16),
+        (narrow(FP16), FP32),
+        (zf.chain(zf.precision(store_dtype=FP32), zf.sgd(0.1)), FP32),
+    ):
+        opt = zf.attach(model, tx)
+        opt.zero_grad()
+        model(torch.ones(2, 4)).float().sum().backward()
+        assert model.weight.grad.dtype == want
+        opt.step()
+        opt.detach()
+        assert all(p.grad_dtype == p.dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize("chosen", [FP32, None])
+def test_a_dtype_of_gradients_that_the_user_chose_is_there_again_after_detach(chosen: torch.dtype | None):
+    model = nn.Linear(4, 2).to(BF16)
+    for p in model.parameters():
+        p.grad_dtype = chosen
+    opt = zf.attach(model, narrow(BF16))
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.dtype == BF16
+    opt.detach()
+    assert all(p.grad_dtype == chosen for p in model.parameters())

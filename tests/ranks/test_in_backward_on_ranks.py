@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
+import zerofn._shard
 
 BF16 = torch.bfloat16
 STEPS = 5
@@ -171,3 +172,57 @@ def half_way() -> bool:
 @pytest.mark.timeout(120)
 def test_a_backward_that_is_given_up_leaves_no_parts():
     assert zf.launch(half_way, 2, timeout=100) == [True, True]
+
+
+def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
+    """Whether ranks agree, whole parameters after a failed backward and after steps that follow, and the counters."""
+    if buckets:
+        # One leaf in each, so that some have been reduced when backward fails.
+        zerofn._shard.LEAST_BYTES = zerofn._shard.BUCKET_BYTES = 1
+    model = Net()
+    casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
+    first = [*(f() for f in P.FIRST[stage]), *casts]
+    opt = zf.attach(model, zf.chain(*first, zf.adamw(1e-2)), in_backward=True)
+    rank = dist.get_rank()
+    x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(rank))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    def whole() -> dict[str, Tensor]:
+        with opt.gathered():
+            return {n: p.detach().float().clone() for n, p in model.named_parameters()}
+
+    found = [whole()]
+    handle = model.blocks[1].register_full_backward_hook(fail) if rank in failing else None
+    try:
+        model(x, -1).square().mean().backward()
+        assert handle is None
+    except MemoryError:
+        assert handle is not None
+        handle.remove()
+    opt.zero_grad()
+    found.append(whole())
+    for _ in range(2):
+        model(x, -1).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return [*found, whole(), opt.global_steps, opt.micro_steps]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all fail", "one fails"])
+@pytest.mark.parametrize(("stage", "buckets"), [(0, False), (0, True), (2, True), (3, False)])
+def test_after_a_backward_that_failed_half_way_training_goes_on(stage: int, buckets: bool, failing: tuple[int, ...]):
+    ranks = zf.launch(goes_on, 2, stage, failing, buckets, timeout=100)
+    for before, after, end, steps, micro_steps in ranks:
+        assert (steps, micro_steps) == (2, 2)
+        assert all(not torch.equal(x, before[path]) for path, x in end.items())
+        if len(failing) == 2:
+            still = {path for path, x in after.items() if torch.equal(x, before[path])}
+            assert still >= {"embed.weight", "blocks.0.weight", "blocks.0.bias"}
+            if stage == 3:
+                assert "head.bias" not in still
+    for one, other in zip(*(r[:3] for r in ranks), strict=True):
+        for path, x in one.items():
+            assert torch.equal(x, other[path]), path

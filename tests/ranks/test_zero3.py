@@ -248,3 +248,51 @@ def test_torch_func_over_a_sharded_model_is_refused_with_what_to_write():
     for message, grad in zf.launch(functional_gradient, 2, timeout=LIMIT):
         assert "sharded" in message and "zf.bind(fn, tx, state)" in message and "zf.vjp(fn, tx, state" in message
         assert grad.any()
+
+
+def evaluated_without_autograd(first, later, param_dtype, backwards):
+    """The losses of a model that one rank alone evaluates between its steps, in modes of its own."""
+    rank, _ = P.rank_and_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Sequential(nn.Linear(9, 9)), nn.Linear(9, 2))
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.precision(param_dtype=param_dtype), zf.sgd(0.1)))
+    x = torch.ones(4, 6)
+    losses = []
+    for _ in range(3):
+        for _ in range(backwards):
+            for mode in (first, later) if rank == 0 else ():
+                with mode():
+                    model(x)
+            loss = model(x).float().square().mean()
+            loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_an_evaluation_in_inference_mode_on_one_rank_is_no_concern_of_training(param_dtype, backwards):
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "none": torch.enable_grad}
+    want = None
+    for first, later in (("none", "none"), ("no_grad", "inference"), ("inference", "inference")):
+        args = modes[first], modes[later], param_dtype, backwards
+        losses = zf.launch(evaluated_without_autograd, 2, *args, timeout=LIMIT)
+        want = want or losses
+        assert losses == want and losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+def detached_between():
+    model = nn.Linear(3, 2)
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    model(torch.ones(1, 3)).sum().backward()
+    opt.detach()
+    left = [p.grad for p in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    return left, [tuple(p.grad.shape) for p in model.parameters()]
+
+
+def test_a_part_of_a_gradient_does_not_outlive_the_parts_of_its_parameter():
+    for left, shapes in zf.launch(detached_between, 2, timeout=LIMIT):
+        assert left == [None, None] and shapes == [(2, 3), (2,)]
