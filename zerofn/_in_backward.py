@@ -120,6 +120,10 @@ class InBackward:
                     "loss.backward() before opt.step()",
                 )
             )
+        with torch.no_grad():
+            for leaf in state.layout.leaves:
+                if leaf.trainable and leaf.path not in self.done:
+                    self.under_way.update(leaf.path, None, state.leaves[leaf.path])
         self.settle()
         transforms = self.under_way.states()
         step = state.step + 1

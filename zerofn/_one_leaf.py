@@ -49,14 +49,17 @@ class OneByOne:
                 }
         self.changed: dict[str, TransformState] = {part.name: {} for part in parts}
 
-    def update(self, path: str, grad: Tensor, stored: Tensor) -> Tensor | None:
-        """The new parameter, if an optimizer is among the parts; `None` for a leaf that is nobody's."""
-        signal: Tensor | None = grad
+    def update(self, path: str, grad: Tensor | None, stored: Tensor) -> Tensor | None:
+        """The new parameter, if an optimizer is among the parts; `None` for a leaf that is nobody's.
+
+        A leaf without a gradient is only watched, by what follows the optimizer.
+        """
+        signal = grad
         for part in self.parts:
             if signal is None:
                 if part.role is not Role.AFTER:
                     continue
-                # A frozen leaf has kept its value, and that is watched too.
+                # It has kept its value, and that is watched too.
                 signal = stored
             if part.name in self.groups:
                 group = next((g for g in self.groups[part.name].values() if path in g.paths), None)

@@ -240,6 +240,25 @@ def test_leaves_without_gradient_stay():
     assert moved == {"layer.weight", "layer.bias"}
 
 
+def test_averages_of_leaves_without_gradient_move_all_the_same():
+    """A leaf that is not used in a step has kept its value, and the average comes nearer to it."""
+    models = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        opt = zf.attach(model, zf.chain(zf.sgd(0.5), zf.ema(0.5)), in_backward=late)
+        for used in (("a", "b"), ("a",), ("b",), ("a",)):
+            sum(model[name](torch.ones(2, 3)).square().mean() for name in used).backward()
+            opt.step()
+            opt.zero_grad()
+        models.append((opt, values(model)))
+    (a, mine), (b, theirs) = models
+    for path, value in flat(a.state.transforms).items():
+        assert torch.equal(value, flat(b.state.transforms)[path]), path
+    for path, value in mine.items():
+        assert torch.equal(value, theirs[path]) and not torch.equal(value, a.state.transforms["ema"]["average"][path])
+
+
 class Fails(torch.autograd.Function):
     """The identity, whose backward fails."""
 
