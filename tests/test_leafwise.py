@@ -142,3 +142,37 @@ def test_an_optimizer_of_ones_own_keeps_the_stored_dtype(dtype):
     tx = zf.chain(zf.precision(store_dtype=dtype, grad_dtype=F32), descent(lr=0.5))
     state, _ = zf.update(tx, {"w": torch.full((2,), 0.25)}, zf.init(tx, {"w": torch.ones(2)}))
     assert state.params["w"].dtype == dtype and state.params["w"].tolist() == [0.875, 0.875]
+
+
+class Difference:
+    """As another library might write it: keeps the tree it is given."""
+
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, updates, state, params=None):
+        return {name: -0.5 * (g - state[name]) for name, g in updates.items()}, updates
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_a_transformation_of_another_library_keeps_is_its_own(donate):
+    tx = zf.chain(zf.accumulate(2), Difference())
+    state = zf.init(tx, {"w": start()})
+    step = zf.make_step(lambda p, g: (p["w"] * g).sum(), tx, donate=donate)
+    gradients = [torch.linspace(i, 2 + i * i, 5) for i in range(4)]
+    for g in gradients:
+        for _ in range(2):
+            state, _ = step(state, g)
+    change = expected("difference", gradients) - start().double()
+    torch.testing.assert_close(state.params["w"].double() - start().double(), change, rtol=1e-5, atol=1e-6)
+
+
+def test_updates_of_another_library_of_a_wrong_shape():
+    class Mean(Difference):
+        def update(self, updates, state, params=None):
+            return {name: g.mean(0, keepdim=True) for name, g in updates.items()}, state
+
+    params = {"a": torch.ones(4, 2), "b": torch.ones(1, 2)}
+    tx = zf.chain(Mean())
+    with pytest.raises(ValueError, match=r"updates of Mean do not fit\n  a: of shape \(1, 2\)\n  write"):
+        zf.update(tx, {k: torch.ones_like(p) for k, p in params.items()}, zf.init(tx, params))

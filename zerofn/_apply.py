@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import differentiating, functorch_active, is_wrapped, levels, memory
+from ._compat import differentiating, functorch_active, is_wrapped, levels
 from ._errors import bad_leaves, explain
 from ._pipeline import Pipeline
 from ._run import finish, run
@@ -168,12 +168,6 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
     frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
     leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
     return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), replace(ctx, donate=False)
-
-
-def apart(tree: Tree, leaves: Leaves) -> Tree:
-    """`tree`, with copies of what lies in the memory of `leaves`, which is about to be overwritten."""
-    taken = {memory(x) for x in leaves.values()} - {0}
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and memory(t) in taken else t, tree)
 
 
 def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:

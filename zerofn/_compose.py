@@ -13,7 +13,7 @@ from ._errors import bad_leaves, explain
 from ._factory import transform
 from ._order import check_order
 from ._run import finish, run
-from ._tree import Layout, Leaves, Tree, prefix_values
+from ._tree import Layout, Leaves, Tree, apart, prefix_values
 from ._types import Context, Prepared, Role, Scope, Transform, TransformState
 
 
@@ -124,7 +124,7 @@ def guest(transformation: GradientTransformation) -> Transform:
     """A transformation of another library. Where it ends a chain that has no optimizer, its updates are added."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"inner": transformation.init(dict(leaves))}
+        return {"inner": apart(transformation.init(dict(leaves)), leaves)}
 
     known = inspect.signature(transformation.update).parameters
     extra = {"inplace": False} if "inplace" in known else {}
@@ -138,7 +138,12 @@ def guest(transformation: GradientTransformation) -> Transform:
             out, inner = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
         else:
             out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
-        return dict(out), {"inner": inner}
+        name = type(transformation).__name__
+        wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
+        if wrong:
+            raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
+        # It may keep what it was given, and that is written in place.
+        return dict(out), {"inner": apart(inner, {**params, **{f"gradient of {p}": g for p, g in grads.items()}})}
 
     return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update)
 

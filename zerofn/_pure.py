@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
-from ._apply import Metrics, apart, apply, check_grads, check_vmap
+from ._apply import Metrics, apply, check_grads, check_vmap
 from ._blocks import settled
 from ._boundary import OnlyForth, enter, leave
 from ._compat import functorch_active
@@ -18,7 +18,7 @@ from ._linearize import check_recording, linearize
 from ._pipeline import Pipeline, pipeline
 from ._run import counter
 from ._state import State
-from ._tree import Layout, Leaf, Leaves, Tree, make_layout, tree_map
+from ._tree import Layout, Leaf, Leaves, Tree, apart, make_layout, tree_map
 from ._types import Transform, split_grads
 
 

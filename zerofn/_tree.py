@@ -15,6 +15,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 from torch import Tensor
 
+from ._compat import memory
 from ._errors import bad_leaves, explain
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
@@ -184,6 +185,12 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
     return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def apart(tree: Tree, leaves: Mapping[str, Tensor]) -> Tree:
+    """`tree`, with copies of what lies in the memory of `leaves`, which is about to be overwritten."""
+    taken = {memory(x) for x in leaves.values()} - {0}
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and memory(t) in taken else t, tree)
 
 
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
