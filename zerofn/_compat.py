@@ -166,15 +166,13 @@ def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _Reinterpret.apply(x, dtype) if wrapped else x.view(dtype)
 
 
-def set_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
-    """Let `leaf.grad` be kept in `dtype`; a no-op where it is the leaf's own."""
-    if leaf.dtype != dtype:
-        if not HAS_GRAD_DTYPE:
-            raise ValueError(
-                f"precision(grad_dtype={dtype}) on {leaf.dtype} parameters needs Tensor.grad_dtype, "
-                f"which torch {torch.__version__} does not have. Use torch >= 2.10 or the parameters' dtype."
-            )
-        leaf.grad_dtype = dtype
+def check_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
+    """Refuse gradients in another dtype than the leaf's where torch keeps none."""
+    if leaf.dtype != dtype and not HAS_GRAD_DTYPE:
+        raise ValueError(
+            f"precision(grad_dtype={dtype}) on {leaf.dtype} parameters needs Tensor.grad_dtype, "
+            f"which torch {torch.__version__} does not have. Use torch >= 2.10 or the parameters' dtype."
+        )
 
 
 def register_pytree_node(cls: type, flatten, unflatten) -> None:

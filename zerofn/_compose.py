@@ -124,7 +124,7 @@ def guest(transformation: GradientTransformation) -> Transform:
     """A transformation of another library. Where it ends a chain that has no optimizer, its updates are added."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"inner": apart(transformation.init(dict(leaves)), leaves)}
+        return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
 
     known = inspect.signature(transformation.update).parameters
     extra = {"inplace": False} if "inplace" in known else {}
@@ -143,7 +143,7 @@ def guest(transformation: GradientTransformation) -> Transform:
         if wrong:
             raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
         # It may keep what it was given, and that is written in place.
-        return dict(out), {"inner": apart(inner, {**params, **{f"gradient of {p}": g for p, g in grads.items()}})}
+        return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
     return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update)
 

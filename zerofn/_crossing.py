@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,8 +14,10 @@ from ._boundary import LinearMap
 from ._errors import explain
 
 # Calls whose graphs may still be alive: more than a backward goes through. A graph older than that is taken for
-# one made outside. Each takes up to a hundred bytes.
+# one made outside. Each takes some two hundred bytes.
 REMEMBERED = 1 << 16
+
+START, END = itemgetter(0), itemgetter(1)
 
 
 class Edge(Protocol):
@@ -92,8 +94,8 @@ class Spans:
     """
 
     def __init__(self) -> None:
-        self.starts, self.ends, self.ages = array("q"), array("q"), array("q")
-        self.callers: list[Any] = []
+        # (start, end, number of the call, caller), in order
+        self.spans: list[tuple[int, int, int, Any]] = []
         self.added = 0
         # Of all threads that call the model.
         self.lock = threading.Lock()
@@ -104,41 +106,23 @@ class Spans:
             return
         with self.lock:
             self.added += 1
-            if not self.ends or self.ends[-1] <= start:
-                self.starts.append(start)
-                self.ends.append(end)
-                self.ages.append(self.added)
-                self.callers.append(caller)
-            else:
-                self._paint(start, end, caller)
-            if len(self.starts) > 2 * REMEMBERED:
-                kept = [row for row in self._rows() if row[2] > self.added - REMEMBERED]
-                self._put(slice(None), kept)
-
-    def _paint(self, start: int, end: int, caller: Any) -> None:
-        """Add a span that may overlap others."""
-        first, last = bisect_right(self.ends, start), bisect_left(self.starts, end)
-        new = [(start, end, self.added, caller)]
-        if first < last:
-            # What earlier ones have before it and after it.
-            if self.starts[first] < start:
-                new.insert(0, (self.starts[first], start, self.ages[first], self.callers[first]))
-            if self.ends[last - 1] > end:
-                new.append((end, self.ends[last - 1], self.ages[last - 1], self.callers[last - 1]))
-        self._put(slice(first, last), new)
-
-    def _rows(self) -> list[tuple[int, int, int, Any]]:
-        return list(zip(self.starts, self.ends, self.ages, self.callers, strict=True))
-
-    def _put(self, where: slice, rows: list[tuple[int, int, int, Any]]) -> None:
-        for i, column in enumerate((self.starts, self.ends, self.ages)):
-            column[where] = array("q", [row[i] for row in rows])
-        self.callers[where] = [row[3] for row in rows]
+            new = [(start, end, self.added, caller)]
+            first, last = bisect_right(self.spans, start, key=END), bisect_left(self.spans, end, key=START)
+            if first < last:
+                # What earlier ones have before it and after it.
+                before, after = self.spans[first], self.spans[last - 1]
+                if START(before) < start:
+                    new.insert(0, (START(before), start, *before[2:]))
+                if END(after) > end:
+                    new.append((end, *after[1:]))
+            self.spans[first:last] = new
+            if len(self.spans) > 2 * REMEMBERED:
+                self.spans = [span for span in self.spans if span[2] > self.added - REMEMBERED]
 
     def _find(self, number: int) -> tuple[bool, Any]:
         with self.lock:
-            i = bisect_right(self.starts, number) - 1
-            return (True, self.callers[i]) if i >= 0 and number < self.ends[i] else (False, None)
+            i = bisect_right(self.spans, number, key=START) - 1
+            return (True, self.spans[i][3]) if i >= 0 and number < END(self.spans[i]) else (False, None)
 
     def __contains__(self, number: int) -> bool:
         return self._find(number)[0]

@@ -12,9 +12,9 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from ._compat import is_wrapped, memory
+from ._compat import is_wrapped
 from ._errors import bad_leaves, explain, unknown_keyword
-from ._tree import Layout, Leaves
+from ._tree import Layout, Leaves, apart
 from ._types import Context, Role, Schedule, Transform, TransformState
 
 P = ParamSpec("P")
@@ -74,8 +74,10 @@ def leafwise(
     fn = function
     options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
+    stateful = init is not None
+
     def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
-        return {} if init is None else {"value": {path: unshared(init(p), p) for path, p in leaves.items()}}
+        return {} if init is None else {"value": {path: apart(init(p), (p,)) for path, p in leaves.items()}}
 
     @functools.wraps(fn)
     def build(**given: Any) -> Transform:
@@ -93,17 +95,16 @@ def leafwise(
             wrong = []
             for path, g in grads.items():
                 p = params[path]
-                returned = fn(g, p, **config) if init is None else fn(g, p, kept[path], **config)
-                if reason := _misreturned(returned, p, init is not None):
+                returned = fn(g, p, kept[path], **config) if stateful else (fn(g, p, **config), None)
+                if reason := _misreturned(returned, p):
                     wrong.append((path, reason))
                     continue
-                new = returned if init is None else returned[0]
-                out[path] = unshared(new.to(p.dtype) if optimizer else new, p)
-                if init is not None:
-                    kept[path] = unshared(returned[1], g, p)
+                out[path] = apart(returned[0].to(p.dtype) if optimizer else returned[0], (p,))
+                if stateful:
+                    kept[path] = apart(returned[1], (g, p))
             if wrong:
-                raise ValueError(_misreturned_message(fn.__name__, wrong, init is not None, optimizer))
-            return out, state if init is None else {"value": kept}
+                raise ValueError(_misreturned_message(fn.__name__, wrong, stateful, optimizer))
+            return out, {"value": kept} if stateful else state
 
         role = Role.OPTIMIZER if optimizer else Role.GRADIENT
         return Transform(fn.__name__, role, init_fn=init_leaves, update_fn=update, factory=build, config=config)
@@ -112,17 +113,11 @@ def leafwise(
     return build
 
 
-def unshared(x: Any, *others: Tensor) -> Any:
-    """`x`, or a copy if it lies in the memory of one of `others`, which will be written in place."""
-    mine = memory(x) if isinstance(x, Tensor) else 0
-    return x.clone() if mine and mine in map(memory, others) else x
-
-
-def _misreturned(returned: Any, param: Tensor, pair: bool) -> str | None:
-    """Why a function on one tensor did not return what it should have; `None` if it did."""
-    if pair and not (isinstance(returned, tuple | list) and len(returned) == 2):
+def _misreturned(returned: Any, param: Tensor) -> str | None:
+    """Why it is no pair of a tensor that fits the parameter and a state; `None` if it is."""
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
         return f"a {type(returned).__name__} instead of a pair"
-    first = returned[0] if pair else returned
+    first = returned[0]
     if not isinstance(first, Tensor):
         return f"a {type(first).__name__} instead of a tensor"
     if first.shape != param.shape:

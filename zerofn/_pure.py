@@ -296,7 +296,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         if donate:
             # A backward may return a parameter it saved, so gradients too.
-            loss, aux, grads = apart((loss, aux, grads), state.leaves)
+            loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
         return new, {"loss": loss, **metrics, **aux}
 

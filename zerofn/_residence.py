@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
-from ._compat import HAS_GRAD_DTYPE, set_grad_dtype
+from ._compat import HAS_GRAD_DTYPE, check_grad_dtype
 from ._copies import Copies
 from ._group import Group
 from ._groups import channel, joint_channel
@@ -111,9 +111,8 @@ class Residence:
         p.data = resident
         if leaf.trainable:
             wanted = pipe.resident_grad_dtype(leaf)
+            check_grad_dtype(p, wanted)
             keep_grads_in(p, wanted)
-            # Raises where torch has no such thing.
-            set_grad_dtype(p, wanted)
         if resident.dtype != wide.dtype:
             return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
         if pipe.sharded_use:

@@ -6,7 +6,7 @@ from one to the other: everything inside zerofn is a `dict` from path to tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -187,9 +187,9 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def apart(tree: Tree, leaves: Mapping[str, Tensor]) -> Tree:
-    """`tree`, with copies of what lies in the memory of `leaves`, which is about to be overwritten."""
-    taken = {memory(x) for x in leaves.values()} - {0}
+def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
+    """`tree`, with copies of what lies in the memory of `tensors`, which will be written in place."""
+    taken = {memory(x) for x in tensors} - {0}
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and memory(t) in taken else t, tree)
 
 

@@ -449,5 +449,5 @@ def test_spans_are_found_as_by_a_look_at_all_of_them(monkeypatch):
     spans = zerofn._crossing.Spans()
     for i in range(1000):
         spans.add(3 * i, 3 * i + 2, i)
-        assert len(spans.starts) <= 80 and all(3 * j in spans for j in range(max(0, i - 39), i + 1))
+        assert len(spans.spans) <= 80 and all(3 * j in spans for j in range(max(0, i - 39), i + 1))
     assert 0 not in spans
