@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchopt
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -401,7 +402,7 @@ def test_a_leaf_without_a_key(kind, optimizer, tmp_path):
 
 
 def test_a_leaf_without_a_key_over_ranks(tmp_path):
-    answers = launch(alone_on_ranks, 2, str(tmp_path), timeout=120)
+    answers = launch(alone_on_ranks, 2, str(tmp_path), timeout=limit())
     for kind in ALONE:
         tx, state, step = alone(kind, over_ranks=False)
         loaded = zf.load(tmp_path / kind, like=zf.init(tx, ALONE[kind](0.0)))
@@ -649,7 +650,7 @@ def test_kill_at_any_moment(tmp_path):
             assert at < reported <= value <= reported + 1
             at = int(value)
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(limit(30)) == 0
     assert died > kills / 4  # with files half written
     zf.save(directory, like)
     assert len(files(directory)) == 2
@@ -683,10 +684,10 @@ time.sleep(60)
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(limit(10))
     start = time.monotonic()
     zf.save(directory, state)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < limit(5)
 
 
 # ----------------------------------------------------------------------------------------- safetensors

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from time_limits import limit
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = [*("--d-model", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "4"), "--sample", "8"]
@@ -147,7 +148,7 @@ def test_ctrl_c_from_a_terminal(train_lm, tmp_path):
         if "step 200/" in line:
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=limit())
     assert process.returncode == 0, err
     assert "--resume" in out
     done = json.loads((tmp_path / "run.json").read_text())
@@ -210,7 +211,7 @@ def test_zero_stages_under_torchrun(train_lm, tmp_path, stage):
     script = [str(EXAMPLES / "train_lm.py"), *options, "--zero", str(stage), "--route", route]
     command = [*torchrun, *script, "--out", str(tmp_path / "ranks")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=limit(120), env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     ranks = json.loads((tmp_path / "ranks" / "run.json").read_text())
@@ -224,7 +225,7 @@ def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]
     process = run("benchmarks/overhead.py", *small)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=limit())
     assert process.returncode == 0, err
     assert out.count("losses equal") == 5, out
     # Bytes do not depend on the machine: what a step holds beyond its states is one bucket.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from time_limits import limit
 
 from zerofn import _adam_formula, _kernels, _native
 from zerofn._kernels import adam_, implementation_for
@@ -519,7 +520,7 @@ print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())
 """
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", program], **options) for _ in range(2)]
-    results = [run.communicate(timeout=120) for run in runs]
+    results = [run.communicate(timeout=limit()) for run in runs]
     assert all(run.returncode == 0 for run in runs), results
     assert results[0][0] == results[1][0] != ""
     names = sorted(path.name for path in (fresh / "cache" / "zerofn").iterdir())

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from time_limits import limit
 
 with warnings.catch_warnings():
     # Deprecations among jupyter's own packages say nothing about a notebook.
@@ -41,7 +42,9 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_notebook_runs(path, kernel, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=120, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(
+        notebook, timeout=limit(), kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     # A cell that warns would teach a warning.
     noise = [o["text"] for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 import pytest
 from late_copies import compare_late
 from other_device import AVAILABLE, CASES, compare, register
+from time_limits import limit
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch registers no device from Python")
 KEPT: list = []
@@ -27,13 +28,13 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("pipeline, route", CASES)
 def test_bits_are_those_of_the_cpu(apart, pipeline, route):
-    assert apart.submit(compare, pipeline, route).result(timeout=120) == []
+    assert apart.submit(compare, pipeline, route).result(timeout=limit()) == []
 
 
 @pytest.mark.parametrize("pipeline, route", [case for case in CASES if case[0].startswith("offload")])
 def test_offload_reads_and_writes_nothing_while_it_is_copied(apart, pipeline, route):
     """Copies happen when they are waited for, which is as late as a stream may make them."""
-    wrong, coming, lost = apart.submit(compare_late, pipeline, route).result(timeout=120)
+    wrong, coming, lost = apart.submit(compare_late, pipeline, route).result(timeout=limit())
     assert wrong == [] and lost == 0
     # The next leaves came while these were updated, and are not all the leaves there are.
     # Another library's transformation has its whole state at once.

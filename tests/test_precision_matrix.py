@@ -15,6 +15,7 @@ import precision_matrix as matrix
 import pytest
 import torch
 from precision_matrix import AXES, BYTES, DTYPES, STEPS, Cell
+from time_limits import limit
 
 import zerofn as zf
 from zerofn._tree import flatten
@@ -39,7 +40,7 @@ def results(cells):
     found = {}
     for begin in range(0, len(cells), AT_ONCE):
         part = cells[begin : begin + AT_ONCE]
-        per_rank = zf.launch(matrix.run_cells, matrix.RANKS, part, timeout=280)
+        per_rank = zf.launch(matrix.run_cells, matrix.RANKS, part, timeout=limit(120))
         found.update(zip(part, zip(*per_rank, strict=True), strict=True))
         print(f"{len(found):,} of {len(cells):,} cells", flush=True)
     return found
@@ -62,7 +63,7 @@ def test_any_three_values_that_can_meet_do_meet(cells):
     print(f"\n{total:,} combinations: {total - len(possible):,} refused, {len(cells)} of the others trained")
 
 
-@pytest.mark.timeout(7200 if EVERY else 300)
+@pytest.mark.timeout(3600 if EVERY else 300)
 def test_every_cell_changes_parameters_as_float64_does(results, references):
     bad = []
     for cell, ranks in results.items():
@@ -235,7 +236,7 @@ def allocate_under_a_limit(wrapped: bool) -> str:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is that of Linux")
 def test_offload_into_too_little_memory_names_the_transform_and_the_bytes():
-    (text,) = zf.launch(allocate_under_a_limit, 1, True, timeout=60)
+    (text,) = zf.launch(allocate_under_a_limit, 1, True, timeout=limit())
     size = 8 * (32 << 20) + 16  # two fp32 moments and two counters
     assert text.startswith("MemoryError: offload(low_precision_adam(...)) found no room on cpu for the"), text
     assert f"{size:,} bytes of its state" in text and "8 bytes for each of 33,554,432 parameters" in text
@@ -317,7 +318,7 @@ def overflow_on_one_rank(zero: str):
 @pytest.mark.parametrize("zero", ["0", "3"])
 def test_all_ranks_name_the_same_leaf_and_give_up_together(zero):
     """The input of rank 1 is infinite: its outputs and the gradient of the first weight are."""
-    one, other = zf.launch(overflow_on_one_rank, 2, zero, timeout=120)
+    one, other = zf.launch(overflow_on_one_rank, 2, zero, timeout=limit())
     assert one == other
     named, message = one
     assert set(named) == {"0.weight"}

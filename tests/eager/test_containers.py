@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from parity import Run, compare
+from time_limits import limit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -393,7 +394,7 @@ def test_threads_that_call_a_recurrent_module_do_not_share_its_weights(kind: str
     losses: list[Tensor] = []
     one = threading.Thread(target=lambda: losses.append(model(xs[0])))
     one.start()
-    assert inside.wait(10)
+    assert inside.wait(limit(10))
     losses.append(model(xs[1]))
     done.set()
     one.join()
@@ -407,7 +408,7 @@ def test_threads_that_call_a_recurrent_module_do_not_share_its_weights(kind: str
         model(torch.ones(3, 6, 5))
     other = threading.Thread(target=model, args=(xs[0],), daemon=True)
     other.start()
-    other.join(10)
+    other.join(limit(10))
     assert not other.is_alive()
     del model.inner.check_forward_args
     opt.detach()

@@ -48,7 +48,7 @@ def _made(seed: int) -> torch.nn.Module:
     return programs.Net(seed)
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(120 + COUNT)
 @pytest.mark.parametrize("share", range(1 if ONLY else SHARES))
 def test_random_programs(share):
     failed = []

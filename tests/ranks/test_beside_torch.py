@@ -9,6 +9,7 @@ from typing import Any
 
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerofn as zf
 
-LIMIT = 60
 LR = 0.1
 
 
@@ -83,7 +83,7 @@ def test_other_wrappers():
     for rank in range(2):
         (plain(torch.ones(2, 4) * (rank + 1)).square().sum() / 2).backward()
     torch.optim.SGD(plain.parameters(), lr=LR).step()
-    for found in zf.launch(both, 2, timeout=LIMIT):
+    for found in zf.launch(both, 2, timeout=limit()):
         for stage in P.FIRST:
             assert "<root>" not in found["attach(ddp)", stage]
             assert (
@@ -116,7 +116,7 @@ def sparse() -> list[str]:
 
 
 def test_sparse_gradients_are_refused_by_path():
-    for found in zf.launch(sparse, 2, timeout=LIMIT):
+    for found in zf.launch(sparse, 2, timeout=limit()):
         for told in found:
             assert (
                 "0.weight: a gradient of layout torch.sparse_coo; make it dense: nn.Embedding(..., sparse=False)"
@@ -147,7 +147,7 @@ def scalers() -> list[str]:
 
 
 def test_a_grad_scaler_is_refused_over_ranks():
-    for found in zf.launch(scalers, 2, timeout=LIMIT):
+    for found in zf.launch(scalers, 2, timeout=limit()):
         for told in found:
             assert "torch.amp.GradScaler with a pipeline over ranks" in told and 'zf.scale_loss("dynamic")' in told
 
@@ -191,7 +191,7 @@ def with_evaluation(who: int | None) -> dict[int, Any]:
 
 def test_an_evaluation_on_one_rank_between_steps():
     for size, who in ((2, 0), (3, 1)):
-        plain, found = (zf.launch(with_evaluation, size, w, timeout=LIMIT) for w in (None, who))
+        plain, found = (zf.launch(with_evaluation, size, w, timeout=limit()) for w in (None, who))
         for stage in P.FIRST:
             outputs = found[who][stage][1]
             assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
@@ -229,4 +229,4 @@ def marked() -> None:
 
 
 def test_parameters_of_a_class_of_the_users():
-    zf.launch(marked, 2, timeout=LIMIT)
+    zf.launch(marked, 2, timeout=limit())

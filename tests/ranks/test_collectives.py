@@ -13,6 +13,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from time_limits import limit
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -35,7 +36,6 @@ from zerofn.collectives import (
     world_group,
 )
 
-LIMIT = 60
 WORLDS = [1, 2, 3, 4]
 
 
@@ -444,7 +444,7 @@ def everything():
 
 @pytest.mark.parametrize("nproc", WORLDS)
 def test_collectives(nproc):
-    assert launch(everything, nproc, timeout=LIMIT) == [True] * nproc
+    assert launch(everything, nproc, timeout=limit()) == [True] * nproc
 
 
 # ------------------------------------------------------------------------------------------------ meshes
@@ -510,7 +510,7 @@ def meshes():
 
 
 def test_meshes():
-    assert launch(meshes, 4, timeout=LIMIT) == [True] * 4
+    assert launch(meshes, 4, timeout=limit()) == [True] * 4
 
 
 # --------------------------------------------------------------------------------------------- one process
@@ -564,11 +564,11 @@ def test_torchrun(tmp_path):
         str(script),
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0 of 2") == 2
     assert "terminate called" not in done.stderr and "not called" not in done.stderr, done.stderr
-    alone = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=LIMIT)
+    alone = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=limit())
     assert "sum 1.0 of 1" in alone.stdout, alone.stderr
 
 
@@ -578,4 +578,4 @@ def disagree():
 
 def test_a_disagreement_reaches_the_caller():
     with pytest.raises(RankError, match=r"disagree on the parameters: rank 0 has '0', rank 1 has '1'"):
-        launch(disagree, 2, timeout=LIMIT)
+        launch(disagree, 2, timeout=limit())

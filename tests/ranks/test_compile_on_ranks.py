@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -99,10 +100,9 @@ def everything() -> dict[tuple[int, str, str], Any]:
         }
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_compiled_as_plain(size: int):
-    for rank, found in enumerate(zf.launch(everything, size, timeout=180)):
+    for rank, found in enumerate(zf.launch(everything, size, timeout=limit(120))):
         assert len(found) == len(P.FIRST) * len(PRECISIONS)
         for (stage, precision, how), ((moved, inputs), (plain, expected)) in found.items():
             where, tol = f"rank {rank} of {size}, stage {stage}, {precision}, {how}", PRECISIONS[precision]

@@ -7,12 +7,11 @@ import time
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-
-LIMIT = 60
 
 
 def said(fn):
@@ -67,7 +66,7 @@ def disagreements():
 
 
 def test_ranks_that_disagree_at_the_start_are_told_on_every_rank():
-    ranks = zf.launch(disagreements, 2, timeout=LIMIT)
+    ranks = zf.launch(disagreements, 2, timeout=limit())
     for results in ranks:
         for (name, route), message in results.items():
             what = {"lr": "pipeline", "transforms": "pipeline", "values": "bias"}.get(
@@ -110,7 +109,7 @@ def steps_differ(first, how):
     ],
 )
 def test_loops_that_differ_are_told_on_every_rank(first, how, what):
-    for message in zf.launch(steps_differ, 2, first, how, timeout=LIMIT):
+    for message in zf.launch(steps_differ, 2, first, how, timeout=limit()):
         assert "ranks disagree" in message and what in message and "rank 1" in message, message
 
 
@@ -138,7 +137,7 @@ def test_a_rank_with_more_batches_ends_in_an_error(route, first):
     with pytest.raises(
         zf.RankError, match=r"waits in .* for rank 0, which has finished.*same number of steps"
     ) as caught:
-        zf.launch(fewer_batches, 2, route, first, timeout=LIMIT)
+        zf.launch(fewer_batches, 2, route, first, timeout=limit())
     assert caught.value.rank == 1
 
 
@@ -160,9 +159,9 @@ def dies(first):
 def test_a_rank_that_dies_ends_the_others(first):
     start = time.monotonic()
     with pytest.raises(zf.RankError) as caught:
-        zf.launch(dies, 3, first, timeout=LIMIT)
+        zf.launch(dies, 3, first, timeout=limit())
     assert caught.value.rank == 1 and caught.value.exitcode == -signal.SIGKILL
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < limit(15)
 
 
 def meshes():
@@ -179,7 +178,7 @@ def meshes():
 
 
 def test_meshes_that_do_not_fit():
-    for got in zf.launch(meshes, 2, timeout=LIMIT):
+    for got in zf.launch(meshes, 2, timeout=limit()):
         assert "replicate" in got["axis"]
         assert "2 axes" in got["two axes"] or "one" in got["two axes"]
         assert "TypeError" in got["no mesh"] and "DeviceMesh" in got["no mesh"]
@@ -202,7 +201,7 @@ def misuse():
 
 
 def test_misuse_of_shards():
-    for got in zf.launch(misuse, 2, timeout=LIMIT):
+    for got in zf.launch(misuse, 2, timeout=limit()):
         assert "no parameter has a gradient" in got["no backward"]
         assert "w" in got["full gradient"] and "(5,)" in got["full gradient"]
         assert got["penalty"] == "full"

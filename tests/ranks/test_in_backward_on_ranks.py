@@ -9,6 +9,7 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -98,10 +99,9 @@ def both(stage: Any, differing: bool) -> dict[str, Any]:
     return {last: (train(stage, last, False, differing), train(stage, last, True, differing)) for last in LAST}
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), ("hybrid", 4)])
 def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int):
-    for rank, found in enumerate(zf.launch(both, ranks, stage, stage != "hybrid", timeout=200)):
+    for rank, found in enumerate(zf.launch(both, ranks, stage, stage != "hybrid", timeout=limit())):
         for last, ((after, states, _), (during, mine, left)) in found.items():
             where = f"rank {rank}, {last}"
             assert not any(left), f"{where}: a gradient was kept"
@@ -119,9 +119,8 @@ def hybrid(in_backward: bool) -> dict[str, Tensor]:
     return train("hybrid", "adamw", in_backward, True)[0]
 
 
-@pytest.mark.timeout(240)
 def test_hybrid_sharding_with_other_blocks_on_each_rank():
-    during, after = zf.launch(hybrid, 4, True, timeout=100), zf.launch(hybrid, 4, False, timeout=100)
+    during, after = zf.launch(hybrid, 4, True, timeout=limit()), zf.launch(hybrid, 4, False, timeout=limit())
     for mine, theirs in zip(during, after, strict=True):
         for path, x in mine.items():
             # Parts are added up before the replicas' are, and not after them: other last bits of a gradient.
@@ -143,11 +142,10 @@ def held_at_most(differing: bool) -> tuple[int, int]:
     return max(held), after
 
 
-@pytest.mark.timeout(120)
 def test_only_gradients_that_come_in_parts_are_kept_and_only_for_one_backward():
     """Blocks 0 and 1 are each used by one of two ranks, block 2 and the rest by both."""
-    assert zf.launch(held_at_most, 2, False, timeout=100) == [(0, 0), (0, 0)]
-    for most, after in zf.launch(held_at_most, 2, True, timeout=100):
+    assert zf.launch(held_at_most, 2, False, timeout=limit()) == [(0, 0), (0, 0)]
+    for most, after in zf.launch(held_at_most, 2, True, timeout=limit()):
         assert 1 <= most <= 4 and after == 0
 
 
@@ -169,9 +167,8 @@ def half_way() -> bool:
     return not opt._home.held and not opt._home.units.partial
 
 
-@pytest.mark.timeout(120)
 def test_a_backward_that_is_given_up_leaves_no_parts():
-    assert zf.launch(half_way, 2, timeout=100) == [True, True]
+    assert zf.launch(half_way, 2, timeout=limit()) == [True, True]
 
 
 def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
@@ -210,11 +207,10 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     return [*found, whole(), opt.global_steps, opt.micro_steps]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all fail", "one fails"])
 @pytest.mark.parametrize(("stage", "buckets"), [(0, False), (0, True), (2, True), (3, False)])
 def test_after_a_backward_that_failed_half_way_training_goes_on(stage: int, buckets: bool, failing: tuple[int, ...]):
-    ranks = zf.launch(goes_on, 2, stage, failing, buckets, timeout=100)
+    ranks = zf.launch(goes_on, 2, stage, failing, buckets, timeout=limit())
     for before, after, end, steps, micro_steps in ranks:
         assert (steps, micro_steps) == (2, 2)
         assert all(not torch.equal(x, before[path]) for path, x in end.items())

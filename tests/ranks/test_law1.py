@@ -4,12 +4,12 @@ import rank_programs as P
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from time_limits import limit
 from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
 
-LIMIT = 60
 STEPS = 4
 SHAPES = [(), (0,), (1,), (2,), (7,), (3, 0), (5, 3), (1, 1, 4), (2, 3, 5)]
 EXACT = {"fp64": torch.float64, "fp32": torch.float32}
@@ -141,7 +141,7 @@ def test_placement_does_not_change_the_update(plan, size):
     want, before = one_process(plan, size)
     assert (want[0].float() - before[0].float()).abs().min() > 1e-4
     bound = {"fp64": 1e-12, "fp32": 1e-5}.get(plan["kind"], 0.05)
-    ranks = zf.launch(everything, size, plan, timeout=LIMIT)
+    ranks = zf.launch(everything, size, plan, timeout=limit())
     for rank, results in enumerate(ranks):
         for (stage, route), got in results.items():
             for i, (x, y) in enumerate(zip(got, want, strict=True)):

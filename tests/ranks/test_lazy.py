@@ -8,6 +8,7 @@ import pytest
 import rank_programs as P
 import test_zero3 as Z
 import torch
+from time_limits import limit
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ import zerofn._linearize
 from zerofn._blocks import Blocks, by_prefix
 from zerofn._lazy import Lazy
 
-LIMIT = 100
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS
 TX = zf.chain(zf.shard(), zf.sgd(0.5))
@@ -103,7 +103,7 @@ def count_alive(how, whole):
         results.append(pullback(torch.ones_like(out)))
     first, again = results
     left = Z.full_weights()
-    end = time.monotonic() + 10
+    end = time.monotonic() + limit(10)
     while left and time.monotonic() < end:
         # A thread of gloo's lets its tensors go a moment after the operation is done.
         time.sleep(0.01)
@@ -117,7 +117,7 @@ def count_alive(how, whole):
 
 @pytest.mark.parametrize("how", ["module", "checkpoint", "dict of lists", "list of weights"])
 def test_two_blocks_are_alive_at_most(how):
-    for seen, after, left in zf.launch(count_alive, 2, how, False, timeout=LIMIT):
+    for seen, after, left in zf.launch(count_alive, 2, how, False, timeout=limit()):
         # In backward a weight's gradient, as large as the weight, may still stand beside the two.
         assert 1 <= seen["forward"] <= 2 and 1 <= seen["backward"] <= 3, seen
         assert after <= 2 and left == 0
@@ -125,7 +125,7 @@ def test_two_blocks_are_alive_at_most(how):
 
 
 def test_the_count_finds_a_whole_tree():
-    for seen, after, _ in zf.launch(count_alive, 2, "module", True, timeout=LIMIT):
+    for seen, after, _ in zf.launch(count_alive, 2, "module", True, timeout=limit()):
         assert min(seen["forward"], seen["backward"], after) >= LAYERS and seen["gradients"] == LAYERS - 1
 
 
@@ -151,7 +151,7 @@ def test_bytes_sent_are_those_of_the_formula(size):
     one = WIDTH * WIDTH * 8 * (size - 1) // size
     # The two blocks that forward used last are still there when backward begins.
     want = {"all_gather": (2 * LAYERS - 2) * one, "reduce_scatter": LAYERS * one}
-    for found in zf.launch(traffic, size, timeout=LIMIT):
+    for found in zf.launch(traffic, size, timeout=limit()):
         assert found.keys() == want.keys()
         for op, exact in want.items():
             # Shards are rounded up; headers of 16 bytes and a flag for each gradient go with them.
@@ -374,7 +374,7 @@ def reference(fn, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradients_are_those_of_one_process(size):
-    ranks = zf.launch(trained, size, timeout=LIMIT)
+    ranks = zf.launch(trained, size, timeout=limit())
     for fn in PROGRAMS:
         losses, want = reference(fn, size)
         for rank, results in enumerate(ranks):
@@ -464,7 +464,7 @@ def both_routes(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_routes_give_the_same_bits(size):
-    for results in zf.launch(both_routes, size, size, timeout=LIMIT):
+    for results in zf.launch(both_routes, size, size, timeout=limit()):
         for name, (same, moved) in results.items():
             assert all(same.values()) and len(same) == 15 and moved > 1e-3, (name, same, moved)
 
@@ -538,7 +538,7 @@ def test_mistakes_are_told():
         "kept": "after the function that it was given to has returned",
         "donated": "pull back before a step with donate=True",
     }
-    for found in zf.launch(mistakes, 2, timeout=LIMIT):
+    for found in zf.launch(mistakes, 2, timeout=limit()):
         assert found.keys() == told.keys()
         for name, part in told.items():
             assert part in found[name], (name, found[name])
@@ -557,6 +557,6 @@ def compiled():
 
 
 def test_compiled_blocks():
-    for plain, fast in zf.launch(compiled, 2, timeout=LIMIT):
+    for plain, fast in zf.launch(compiled, 2, timeout=limit()):
         for a, b in zip(plain, fast, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

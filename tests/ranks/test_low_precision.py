@@ -5,10 +5,10 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 
 import zerofn as zf
 
-LIMIT = 90
 BF, HALF, F32 = torch.bfloat16, torch.float16, torch.float32
 FIRST = {
     "data parallel": lambda: (zf.all_reduce(),),
@@ -83,7 +83,7 @@ def test_every_rounding_is_bitwise_that_of_one_process(size):
     want = one_process()
     wrong = [
         (rank, *key, n)
-        for rank, results in enumerate(zf.launch(bitwise, size, timeout=LIMIT))
+        for rank, results in enumerate(zf.launch(bitwise, size, timeout=limit()))
         for key, after in results.items()
         for n, x in after.items()
         if not torch.equal(x, want[key][n]) or x.dtype != BF
@@ -124,7 +124,7 @@ def mixed():
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_16_bit_compute_stays_close_to_float64(size):
     want = P.reference(size, lambda ps: torch.optim.SGD(ps, **SGD), P.simple("diff"), 3, P.make(), clip=0.5)
-    ranks = zf.launch(mixed, size, timeout=LIMIT)
+    ranks = zf.launch(mixed, size, timeout=limit())
     bad = []
     for rank, results in enumerate(ranks):
         for key, got in results.items():

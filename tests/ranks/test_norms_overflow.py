@@ -5,12 +5,12 @@ import math
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 
-LIMIT = 60
 ORDERS = ("data parallel", "zero1", "zero2", "zero3", "hybrid", "hybrid zero2")
 
 
@@ -98,7 +98,7 @@ def by_hand(size):
 @pytest.mark.parametrize("route", ["eager", "pure"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_one_bad_element_on_one_rank_skips_the_step_on_all(size, route):
-    ranks = zf.launch(steps, size, size, route, timeout=LIMIT)
+    ranks = zf.launch(steps, size, size, route, timeout=limit())
     norm, final = by_hand(size)
     for order in orders(size):
         for result in ranks:

@@ -8,11 +8,10 @@ import pytest
 import rank_programs as P
 import torch
 import torch.nn.functional as F
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-
-LIMIT = 100
 
 
 class Model(nn.Module):
@@ -170,7 +169,7 @@ def trained_by_all(losses):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_losses_that_use_parameters_outside_of_a_call(ranks):
     want = reference(LOSSES, ranks)
-    everywhere = zf.launch(trained_by_all, ranks, LOSSES, timeout=LIMIT)
+    everywhere = zf.launch(trained_by_all, ranks, LOSSES, timeout=limit())
     for rank, by_pipe in enumerate(everywhere):
         for pipe, name in ((p, n) for p in PIPES for n in want):
             values, changes = by_pipe[pipe][name]
@@ -185,12 +184,12 @@ def test_losses_that_use_parameters_outside_of_a_call(ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_function_that_the_model_calls_may_hold_a_parameter(ranks):
     want = reference([captured], ranks)["captured"][1]
-    for got in zf.launch(trained, ranks, PIPES["shard"], [captured], timeout=LIMIT):
+    for got in zf.launch(trained, ranks, PIPES["shard"], [captured], timeout=limit()):
         for path, change in got["captured"][1].items():
             torch.testing.assert_close(change, want[path], rtol=1e-10, atol=1e-13)
     # Under a loss scale what is inside and what is outside can no longer be told.
     with pytest.raises(RuntimeError, match=r"the attached model(.|\n)*the loss scale"):
-        zf.launch(trained, ranks, PIPES["scaled"], [captured], timeout=LIMIT)
+        zf.launch(trained, ranks, PIPES["scaled"], [captured], timeout=limit())
 
 
 # -- dtypes -------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ def seen_dtypes():
 
 
 def test_outside_a_parameter_has_the_dtype_it_is_stored_in():
-    for result in zf.launch(seen_dtypes, 2, timeout=LIMIT):
+    for result in zf.launch(seen_dtypes, 2, timeout=limit()):
         assert result == ([torch.bfloat16], torch.float32, True, True, True)
 
 
@@ -248,7 +247,7 @@ def test_ranks_may_ask_for_different_parameters():
         (sum(losses) / 2).backward()
         opt.step()
         opt.zero_grad()
-    for rank, (logged, params) in enumerate(zf.launch(asked_by_some, 2, timeout=LIMIT)):
+    for rank, (logged, params) in enumerate(zf.launch(asked_by_some, 2, timeout=limit())):
         assert logged == pytest.approx(want[rank], rel=1e-12)
         for path, p in model.named_parameters(remove_duplicate=False):
             torch.testing.assert_close(params[path], p.detach(), rtol=1e-11, atol=1e-13)
@@ -264,7 +263,7 @@ def asked_after_all_have_gone():
 
 def test_a_rank_that_asks_alone_is_told():
     with pytest.raises(RuntimeError, match="rank 0"):
-        zf.launch(asked_after_all_have_gone, 2, timeout=LIMIT)
+        zf.launch(asked_after_all_have_gone, 2, timeout=limit())
 
 
 # -- what looks, writes and copies --------------------------------------------------------------------------
@@ -308,7 +307,7 @@ def looks():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_looks_or_writes_finds_the_part(ranks):
-    assert zf.launch(looks, ranks, timeout=LIMIT) == [True] * ranks
+    assert zf.launch(looks, ranks, timeout=limit()) == [True] * ranks
 
 
 # -- mistakes ------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def stale(how):
 @pytest.mark.parametrize("how", ["call", "penalty", "view"])
 def test_a_graph_from_before_a_step(how):
     with pytest.raises(RuntimeError, match=r"a graph from before the parameters were updated(.|\n)*before opt.step"):
-        zf.launch(stale, 2, how, timeout=LIMIT)
+        zf.launch(stale, 2, how, timeout=limit())
 
 
 def mistakes():
@@ -381,7 +380,7 @@ def test_mistakes_are_told_and_change_nothing():
         "init": r"normal_ of an attached sharded parameter(.|\n)*with opt.gathered\(\)",
         "after detach": r"a graph from before opt.detach\(\)(.|\n)*the forward again after it",
     }
-    for said in zf.launch(mistakes, 2, timeout=LIMIT):
+    for said in zf.launch(mistakes, 2, timeout=limit()):
         assert said.keys() == wanted.keys()
         for name, pattern in wanted.items():
             assert re.search(pattern, said[name]), f"{name}: {said[name]}"
@@ -400,4 +399,4 @@ def alive_in_a_penalty():
 
 
 def test_a_penalty_holds_two_parameters_at_most():
-    assert all(1 <= alive <= 2 for alive in zf.launch(alive_in_a_penalty, 2, timeout=LIMIT))
+    assert all(1 <= alive <= 2 for alive in zf.launch(alive_in_a_penalty, 2, timeout=limit()))

@@ -8,11 +8,11 @@ from typing import Any
 import rank_programs as P
 import torch
 from safetensors.torch import load_file
+from time_limits import limit
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 
-LIMIT = 90
 LR = 0.1
 
 
@@ -73,7 +73,7 @@ def by_part(directory: str) -> dict[str, Any]:
 
 
 def test_each_part_has_its_own(tmp_path: Path):
-    ranks = zf.launch(by_part, 4, str(tmp_path), timeout=LIMIT)
+    ranks = zf.launch(by_part, 4, str(tmp_path), timeout=limit())
     for name in ("rows", "columns", "hybrid"):
         for found in ranks:
             part, said, saved, straight, resumed = found[name]

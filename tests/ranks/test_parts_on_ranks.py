@@ -6,13 +6,13 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofn as zf
 
-LIMIT = 90
 SGD = {"lr": 0.3, "momentum": 0.8}
 
 
@@ -68,7 +68,7 @@ def hybrid():
 
 
 def test_hybrid_sharding_on_a_2x2_mesh():
-    ranks = zf.launch(hybrid, 4, timeout=LIMIT)
+    ranks = zf.launch(hybrid, 4, timeout=limit())
     for results in ranks:
         for (name, route), got in results.items():
             program = uneven_rounds if route == "uneven" else P.simple("diff")
@@ -129,7 +129,7 @@ def test_two_models_of_different_stages_in_one_graph():
             opt.step()
             opt.zero_grad()
     want = {"before": before, "after": {n: p.detach() for n, p in eye.named_parameters()}}
-    for results in zf.launch(two_models, 2, timeout=LIMIT):
+    for results in zf.launch(two_models, 2, timeout=limit()):
         for got in results.values():
             near(got, want)
 
@@ -153,7 +153,7 @@ def beside_ddp():
 
 
 def test_distributed_data_parallel_agrees():
-    zf.launch(beside_ddp, 2, timeout=LIMIT)
+    zf.launch(beside_ddp, 2, timeout=limit())
 
 
 def wrapped():
@@ -178,7 +178,7 @@ def wrapped():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_wrappers_agree_over_stages(size):
-    ranks = zf.launch(wrapped, size, timeout=LIMIT)
+    ranks = zf.launch(wrapped, size, timeout=limit())
     for results in ranks:
         for (kind, stage), got in results.items():
             near(got, results[kind, "data parallel"], 1e-8 if kind in ("partition", "offload") else 1e-11)
@@ -202,7 +202,7 @@ def averaged():
 
 
 def test_averages_are_gathered():
-    got = zf.launch(averaged, 3, timeout=LIMIT)
+    got = zf.launch(averaged, 3, timeout=limit())
     # The target's mean is 2 and a step goes all the way there; b falls by 1 each step.
     first = got[0]["data parallel"]
     assert torch.all(first["w"] != 0)
@@ -252,7 +252,7 @@ def look_inside():
 
 
 def test_full_parameters_can_be_read_and_written():
-    assert all(zf.launch(look_inside, 3, timeout=LIMIT))
+    assert all(zf.launch(look_inside, 3, timeout=limit()))
 
 
 # ----------------------------------------------------------------------------------------------- weights
@@ -314,7 +314,7 @@ def weighted_reference(size):
 )
 def test_weights_count_over_ranks_too(stage, route):
     want = weighted_reference(3)
-    for got in zf.launch(weighted, 3, stage, route, timeout=LIMIT):
+    for got in zf.launch(weighted, 3, stage, route, timeout=limit()):
         for n, x in want.items():
             torch.testing.assert_close(got[n], x, rtol=1e-12, atol=1e-12)
 
@@ -322,7 +322,7 @@ def test_weights_count_over_ranks_too(stage, route):
 @pytest.mark.parametrize("stage", ["zero2", "zero3", "data parallel"])
 def test_unequal_weights_after_the_reduction_are_refused(stage):
     with pytest.raises(zf.RankError, match=r"accumulate.*before.*reduc"):
-        zf.launch(weighted, 3, stage, "eager", timeout=LIMIT)
+        zf.launch(weighted, 3, stage, "eager", timeout=limit())
 
 
 # -------------------------------------------------------------------------------------------- functional
@@ -390,7 +390,7 @@ def _rest(state):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_torch_func_through_bind(size):
-    assert all(zf.launch(through_bind, size, timeout=LIMIT))
+    assert all(zf.launch(through_bind, size, timeout=limit()))
 
 
 # ------------------------------------------------------------------------------- second order, eager
@@ -418,4 +418,4 @@ def parameter_gradient_penalty():
 
 
 def test_second_order_in_parameters_under_shard():
-    assert all(zf.launch(parameter_gradient_penalty, 3, timeout=LIMIT))
+    assert all(zf.launch(parameter_gradient_penalty, 3, timeout=limit()))

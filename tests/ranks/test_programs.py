@@ -7,13 +7,13 @@ import traceback
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 import zerofn._stream
 
-LIMIT = 60
 SGD = {"lr": 0.3, "momentum": 0.8}
 STAGES = {
     "data parallel": (zf.all_reduce,),
@@ -261,7 +261,7 @@ def wanted(size, name):
 
 
 def check(size, names):
-    ranks = zf.launch(everything, size, names, timeout=LIMIT)
+    ranks = zf.launch(everything, size, names, timeout=limit())
     bad = []
     for rank, results in enumerate(ranks):
         for (stage, name), got in results.items():

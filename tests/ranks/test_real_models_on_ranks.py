@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -21,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "eager"))
 transformers = pytest.importorskip("transformers")
 import test_real_models as R  # noqa: E402
 
-LIMIT = 180
 SGD = {"lr": 0.1, "momentum": 0.7}
 STEPS = 2
 
@@ -96,12 +96,11 @@ def wanted(name: str, wide: bool, size: int) -> Any:
     return P.reference(size, lambda ps: torch.optim.SGD(ps, **SGD), MODELS[name][0], steps, model)
 
 
-@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("size", [2, 3])
 def test_real_models_train_as_plain_pytorch(size: int):
     bad = []
-    for rank, found in enumerate(zf.launch(on_ranks, size, timeout=LIMIT)):
+    for rank, found in enumerate(zf.launch(on_ranks, size, timeout=limit(120))):
         for (name, stage, precision), got in found.items():
             # Sums over ranks in another order, in float64. T5 does not scale its attention scores.
             tol = {"exact": 1e-13, "scaled": 1e-13, "bf16": 0.02, "fp16": 0.003}[precision]

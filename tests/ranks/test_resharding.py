@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -20,7 +21,6 @@ from zerofn._entries import entries
 from zerofn._groups import world_group
 from zerofn._launch import RankError, launch
 
-LIMIT = 120
 BF16 = torch.bfloat16
 BATCH = 12  # divides by 1, 2, 3 and 4
 
@@ -138,7 +138,7 @@ def saved(tmp_path_factory):
     (directory / "1").mkdir()
     answers = {1: [save_and_go_on(directory / "1", PIPELINES)]}
     for n in (2, 3):
-        answers[n] = launch(save_and_go_on, n, str(directory / str(n)), list(PIPELINES), timeout=LIMIT)
+        answers[n] = launch(save_and_go_on, n, str(directory / str(n)), list(PIPELINES), timeout=limit())
     return directory, answers
 
 
@@ -161,7 +161,7 @@ def test_one_process_reads_what_ranks_saved(saved, n):
 def test_any_world_to_any_other(saved, n, m, tmp_path):
     """Read by m ranks and saved by them, it is bit for bit what n ranks saved; they go on as one process does."""
     directory, answers = saved
-    again = launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), list(PIPELINES), timeout=LIMIT)
+    again = launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), list(PIPELINES), timeout=limit())
     for name in PIPELINES:
         tx, like, step = pure(name, seed=1)
         first = zf.load(directory / str(n) / f"{name}4", like=like)
@@ -205,7 +205,7 @@ def test_an_open_window_is_closed_by_another_world(saved, n, m):
     directory, answers = saved
     where = directory / str(n) / "zero15"
     _, last = close_window(where)
-    for params, later in launch(close_window, m, str(where), timeout=LIMIT):
+    for params, later in launch(close_window, m, str(where), timeout=limit()):
         for k, x in params.items():
             # Those who saved it closed it too.
             torch.testing.assert_close(later[k] - x, last[k] - x, rtol=0, atol=1e-5)
@@ -225,7 +225,7 @@ def unused_on_a_rank(directory):
 
 
 def test_an_open_window_without_what_is_forgotten(tmp_path):
-    launch(unused_on_a_rank, 2, str(tmp_path), timeout=LIMIT)
+    launch(unused_on_a_rank, 2, str(tmp_path), timeout=limit())
     tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0))
     state = zf.load(tmp_path, like=zf.init(tx, {"a": torch.zeros(5), "b": torch.zeros(3)}))
     sums = state.transforms["accumulate"]["sum"]
@@ -252,7 +252,7 @@ def tables(names):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_plan_is_describe_on_every_rank(n):
     """Planned in one process, which has no ranks."""
-    for rank, found in enumerate(launch(tables, n, list(PIPELINES), timeout=LIMIT)):
+    for rank, found in enumerate(launch(tables, n, list(PIPELINES), timeout=limit())):
         for name, table in found.items():
             planned = zf.plan(PIPELINES[name](), model(), world_size=n, rank=rank)
             assert planned == table
@@ -329,9 +329,9 @@ def through_torch(directory, names):
 def test_attached_models_and_export(tmp_path):
     from safetensors.torch import load_file
 
-    launch(attached, 3, str(tmp_path), list(PIPELINES), timeout=LIMIT)
+    launch(attached, 3, str(tmp_path), list(PIPELINES), timeout=limit())
     names = [name for name in PIPELINES if name != "zero1"]  # the middle of a window, each rank has its own sum
-    for found in launch(through_torch, 2, str(tmp_path), names, timeout=LIMIT):
+    for found in launch(through_torch, 2, str(tmp_path), names, timeout=limit()):
         for name in names:
             exported = load_file(tmp_path / f"{name}.safetensors")
             assert set(exported) == set(found[name]) - {"tied.weight"}
@@ -351,7 +351,7 @@ def hybrid(directory):
 
 
 def test_hybrid_sharding(tmp_path):
-    answers = launch(hybrid, 4, str(tmp_path), timeout=LIMIT)
+    answers = launch(hybrid, 4, str(tmp_path), timeout=limit())
     tx = zf.adamw(1e-2)
     state = zf.load(tmp_path, like=zf.init(tx, named()))
     for answer in answers:
@@ -446,7 +446,7 @@ def group_barrier(group):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_failures_reach_every_rank(n, tmp_path):
-    assert launch(failures, n, str(tmp_path / "checkpoint"), timeout=LIMIT) == [True] * n
+    assert launch(failures, n, str(tmp_path / "checkpoint"), timeout=limit()) == [True] * n
 
 
 def die_while_saving(directory):
@@ -460,7 +460,7 @@ def die_while_saving(directory):
 
 def test_a_rank_that_dies_while_saving(tmp_path):
     with pytest.raises(RankError, match="rank 1"):
-        launch(die_while_saving, 2, str(tmp_path), timeout=LIMIT)
+        launch(die_while_saving, 2, str(tmp_path), timeout=limit())
     tx, like, _ = pure("zero3", seed=1)
     state = zf.load(tmp_path, like=like)
     assert all(torch.equal(x, named()[k]) for k, x in zf.full_params(tx, state).items())

@@ -7,13 +7,13 @@ from typing import Any
 
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 
-LIMIT = 90
 BLOCKS = 3
 
 
@@ -106,7 +106,7 @@ def both() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_hooks_around_a_call_act_inside_of_it():
-    ranks = zf.launch(both, 2, timeout=LIMIT)
+    ranks = zf.launch(both, 2, timeout=limit())
     for how in (f.__name__ for f in WAYS):
         for pipe in ("shard", "scaled"):
             for found in ranks:
@@ -164,7 +164,7 @@ def nested(sharded: bool) -> list[Tensor]:
 
 def test_a_sharded_model_inside_of_another():
     want = nested(sharded=False)
-    for found in zf.launch(nested, 2, True, timeout=LIMIT):
+    for found in zf.launch(nested, 2, True, timeout=limit()):
         for got, expected in zip(found, want, strict=True):
             # A difference of numbers near 0.5, in fp32.
             assert expected.norm() > 0 and (got - expected).abs().max() < 1e-6

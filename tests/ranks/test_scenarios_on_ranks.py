@@ -21,6 +21,7 @@ import rank_programs as P
 import torch
 import torch.distributed as dist
 from channels import Channels
+from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -32,7 +33,6 @@ parity = importlib.import_module("parity")
 zoo = importlib.import_module("models")
 S = importlib.import_module("test_scenarios")
 
-LIMIT = 60
 LR = 0.25
 # Steps by which the data of two ranks are apart; even, as some programs do another thing in every other step.
 APART = 10
@@ -528,11 +528,10 @@ def check(name: str, stage: int, precision: str, ranks: list[Any], reference: Re
         assert left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left), "detach changed them"
 
 
-@pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_scenarios_give_the_gradients_of_plain_torch(size: int, precision: str):
-    ranks = zf.launch(all_cells, size, precision, timeout=LIMIT)
+    ranks = zf.launch(all_cells, size, precision, timeout=limit(120))
     references = {name: Reference(scenario, size) for name, scenario in SCENARIOS.items()}
     bad = []
     for name, stage in ranks[0]:

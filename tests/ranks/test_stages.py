@@ -5,10 +5,10 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 
 import zerofn as zf
 
-LIMIT = 120
 SGD = {"lr": 0.3, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01}
 ADAM = {"lr": 0.02, "weight_decay": 0.1}
 OPTIMIZERS = {
@@ -58,7 +58,7 @@ def wanted(size, optimizer, mode, every, clip):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_stage_trains_as_one_process(size):
-    ranks = zf.launch(exact, size, timeout=LIMIT)
+    ranks = zf.launch(exact, size, timeout=limit())
     bad = []
     for key in ranks[0]:
         stage, optimizer, mode, _ = key

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 import zerofn as zf
 
-LIMIT = 60
 CLIPS: dict[str, Callable[[nn.Module], Any]] = {
     "clip_grad_norm_": lambda m: clip_grad_norm_(m.parameters(), 0.01),
     "clip_grads_with_norm_": lambda m: clip_grads_with_norm_(m.parameters(), 0.01, torch.tensor(2.0)),
@@ -68,7 +68,7 @@ WHY = {
 
 
 def test_refused_where_it_would_be_wrong():
-    for found in zf.launch(everything, 2, timeout=LIMIT):
+    for found in zf.launch(everything, 2, timeout=limit()):
         for (stage, name), said in found.items():
             if stage == 3 and name != "clip_grad_norm_":
                 # What is done to each element alone is right on parts.
@@ -125,4 +125,4 @@ def others() -> None:
 
 
 def test_others_are_not_disturbed():
-    zf.launch(others, 2, timeout=LIMIT)
+    zf.launch(others, 2, timeout=limit())

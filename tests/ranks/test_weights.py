@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from time_limits import limit
 
 import zerofn as zf
 
@@ -57,7 +58,7 @@ def _all(kinds: list[str]) -> dict:
 
 def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
     kinds = ["zero 1", "zero 2", "zero 3", "data parallel", "averaged at once"]
-    for found in zf.launch(_all, 2, kinds, timeout=100):
+    for found in zf.launch(_all, 2, kinds, timeout=limit()):
         for (kind, route), got in found.items():
             if route == "_eager" and kind in ("zero 2", "zero 3", "averaged at once"):
                 # Its gradients had been averaged before any weight was known.
@@ -108,7 +109,7 @@ def _under_vmap(tx: zf.Transform, weights: str | None) -> list:
 
 
 def test_under_vmap_weights_and_exchanges_of_numbers_are_refused_on_every_rank():
-    for found in zf.launch(_batched, 2, timeout=100):
+    for found in zf.launch(_batched, 2, timeout=limit()):
         for (kind, weights), routes in found.items():
             for got in routes:
                 if weights is not None and kind in ("scaled", "plain"):

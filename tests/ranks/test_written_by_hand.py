@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
 
-LIMIT = 90
 LR = 0.1
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 PRECISIONS: dict[str, Callable[[], list[zf.Transform]]] = {
@@ -127,7 +127,7 @@ def test_what_is_written_is_what_is_trained(size: int):
     for write in WAYS:
         model = model_of()
         plain[write.__name__] = run(model, torch.optim.SGD(model.parameters(), lr=LR), write)
-    for rank, found in enumerate(zf.launch(writes, size, timeout=LIMIT)):
+    for rank, found in enumerate(zf.launch(writes, size, timeout=limit())):
         for (stage, precision, how), got in found.items():
             # A batch norm over four rows magnifies the rounding of 16-bit products.
             tol = {"fp32": 1e-5, "bf16 compute": 8e-2, "fp16 compute": 1e-2}[precision]
@@ -154,7 +154,7 @@ def masters() -> list[Tensor]:
 
 
 def test_masters_of_other_elements_keep_every_bit():
-    zf.launch(masters, 2, timeout=LIMIT)
+    zf.launch(masters, 2, timeout=limit())
 
 
 def graph_from_before() -> None:
@@ -173,7 +173,7 @@ def graph_from_before() -> None:
 
 
 def test_backward_of_a_graph_from_before_the_writing():
-    zf.launch(graph_from_before, 2, timeout=LIMIT)
+    zf.launch(graph_from_before, 2, timeout=limit())
 
 
 def saving(folder: str) -> None:
@@ -218,7 +218,7 @@ def saving(folder: str) -> None:
 
 
 def test_parts_are_not_saved_for_the_whole(tmp_path: Path):
-    zf.launch(saving, 2, str(tmp_path), timeout=LIMIT)
+    zf.launch(saving, 2, str(tmp_path), timeout=limit())
 
 
 def clear(model: nn.Module) -> None:
@@ -251,7 +251,7 @@ def clearing() -> None:
 
 
 def test_gradients_that_have_left_are_cleared_by_the_optimizer():
-    zf.launch(clearing, 2, timeout=LIMIT)
+    zf.launch(clearing, 2, timeout=limit())
 
 
 def gradients_by_hand(size: int, sharded: bool) -> dict[Any, list[Tensor]]:
@@ -282,7 +282,7 @@ def gradients_by_hand(size: int, sharded: bool) -> dict[Any, list[Tensor]]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradients_put_in_place_by_hand(size: int):
     plain = gradients_by_hand(size, False)["plain"]
-    for found in zf.launch(gradients_by_hand, size, size, True, timeout=LIMIT):
+    for found in zf.launch(gradients_by_hand, size, size, True, timeout=limit()):
         for stage, got in found.items():
             for g, want in zip(got, plain, strict=True):
                 # Before a batch norm a bias has a gradient of zero, up to rounding.
@@ -300,4 +300,4 @@ def replaced() -> None:
 
 
 def test_gradients_that_have_left_are_not_replaced():
-    zf.launch(replaced, 2, timeout=LIMIT)
+    zf.launch(replaced, 2, timeout=limit())

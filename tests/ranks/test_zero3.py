@@ -8,6 +8,7 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,6 @@ import zerofn as zf
 import zerofn._residence
 import zerofn._stream
 
-LIMIT = 60
 WIDTH, LAYERS = 64, 6
 
 
@@ -43,16 +43,16 @@ class Wide(nn.Module):
 
 def full_weights():
     """How many distinct storages as large as a block's full weight are alive now."""
-    for _ in range(20):
+    end = time.monotonic() + limit(1)
+    while True:
         found = set()
         for o in gc.get_objects():
             if isinstance(o, torch.Tensor) and o.untyped_storage().nbytes() == WIDTH * WIDTH * 8:
                 found.add(o.untyped_storage().data_ptr())
-        if len(found) <= 2:
-            break
+        if len(found) <= 2 or time.monotonic() > end:
+            return len(found)
         # The backend's thread lets go of a buffer a moment after the work is done.
         time.sleep(0.01)
-    return len(found)
 
 
 def count_alive(kind):
@@ -83,7 +83,7 @@ def count_alive(kind):
 
 @pytest.mark.parametrize("kind, calls", [("plain", LAYERS), ("saved", 2 * LAYERS), ("reentrant", 2 * LAYERS)])
 def test_two_blocks_are_alive_at_most_and_nothing_is_computed_twice(kind, calls):
-    for seen, after, left, called, most in zf.launch(count_alive, 2, kind, timeout=LIMIT):
+    for seen, after, left, called, most in zf.launch(count_alive, 2, kind, timeout=limit()):
         # In backward a weight's gradient, as large as the weight, may still stand beside the two.
         assert seen["forward"] <= 2 and 1 <= seen["backward"] <= 3, seen
         assert most <= 2
@@ -126,7 +126,7 @@ def test_bytes_sent_are_those_of_the_formula(size):
     # A flag for each leaf and rank travels with gradients, and a few scalars of norms.
     spare = 2 * LAYERS * 8 * size + 64
     for order, ops in want.items():
-        for found in zf.launch(traffic, size, order, timeout=LIMIT):
+        for found in zf.launch(traffic, size, order, timeout=limit()):
             for op in found.keys() | ops.keys():
                 exact = ops.get(op, 0) * one
                 assert exact <= found.get(op, 0) <= exact + spare, (order, op, found, one)
@@ -162,7 +162,7 @@ def kept_gradients():
 
 
 def test_zero2_never_holds_a_gradient_tree():
-    for most in zf.launch(kept_gradients, 2, timeout=LIMIT):
+    for most in zf.launch(kept_gradients, 2, timeout=limit()):
         # Buffers under way, the one being packed and the gradient it is packed from; the tree has six.
         assert 1 <= most <= zerofn._stream.IN_FLIGHT + 2 < LAYERS
 
@@ -187,7 +187,7 @@ def slow_rank_with_talk():
 
 
 def test_a_collective_of_the_user_between_backward_and_step_never_waits_for_a_bucket():
-    for found in zf.launch(slow_rank_with_talk, 2, timeout=LIMIT):
+    for found in zf.launch(slow_rank_with_talk, 2, timeout=limit()):
         assert all(worst < 1e-11 for worst, _ in found.values()), found
 
 
@@ -202,7 +202,7 @@ def gathered_buffers():
 
 
 def test_gathered_leaves_have_memory_of_their_own():
-    for sizes in zf.launch(gathered_buffers, 2, timeout=LIMIT):
+    for sizes in zf.launch(gathered_buffers, 2, timeout=limit()):
         assert sum(sizes) <= 4 * (2 + 50 + 2) and dist.is_available()
 
 
@@ -227,7 +227,7 @@ def other_parameters():
 
 
 def test_a_call_with_other_parameters_uses_those():
-    for y, weight, bias, alone, step, message in zf.launch(other_parameters, 2, timeout=LIMIT):
+    for y, weight, bias, alone, step, message in zf.launch(other_parameters, 2, timeout=limit()):
         assert (y, weight, bias) == ([[4.0, 4.0]], [[0.0, 1.0, 2.0]] * 2, [1.0, 1.0])
         assert alone and step == 1
         assert "weight: given in shape (3,), in full it is (2, 3)" in message and "opt.gathered()" in message
@@ -245,7 +245,7 @@ def functional_gradient():
 
 
 def test_torch_func_over_a_sharded_model_is_refused_with_what_to_write():
-    for message, grad in zf.launch(functional_gradient, 2, timeout=LIMIT):
+    for message, grad in zf.launch(functional_gradient, 2, timeout=limit()):
         assert "sharded" in message and "zf.bind(fn, tx, state)" in message and "zf.vjp(fn, tx, state" in message
         assert grad.any()
 
@@ -278,7 +278,7 @@ def test_an_evaluation_in_inference_mode_on_one_rank_is_no_concern_of_training(p
     want = None
     for first, later in (("none", "none"), ("no_grad", "inference"), ("inference", "inference")):
         args = modes[first], modes[later], param_dtype, backwards
-        losses = zf.launch(evaluated_without_autograd, 2, *args, timeout=LIMIT)
+        losses = zf.launch(evaluated_without_autograd, 2, *args, timeout=limit())
         want = want or losses
         assert losses == want and losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
@@ -294,5 +294,5 @@ def detached_between():
 
 
 def test_a_part_of_a_gradient_does_not_outlive_the_parts_of_its_parameter():
-    for left, shapes in zf.launch(detached_between, 2, timeout=LIMIT):
+    for left, shapes in zf.launch(detached_between, 2, timeout=limit()):
         assert left == [None, None] and shapes == [(2, 3), (2,)]
