@@ -14,10 +14,6 @@ from zerofn.testing import assert_trees_equal, clone
 F16, BF16, F64 = torch.float16, torch.bfloat16, torch.float64
 
 
-# torch's own derivative rules for forward mode are compiled with torch.jit when first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-
 def refuses(error, *needles):
     """`pytest.raises` that looks for each needle in the message."""
     return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(n)})" for n in needles))

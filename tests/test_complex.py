@@ -19,9 +19,6 @@ import zerofn as zf
 from zerofn._boundary import over, times
 from zerofn.testing import assert_trees_close, assert_trees_equal
 
-# torch's own derivative rules for forward mode are compiled with torch.jit when first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F32, F64, C64, C128 = torch.float32, torch.float64, torch.complex64, torch.complex128
 SGD = zf.sgd(0.5)
 SCALED = zf.chain(zf.scale_loss(2.0**10), SGD)

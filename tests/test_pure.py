@@ -14,9 +14,6 @@ from torch.utils._pytree import tree_map as torch_map
 import zerofn as zf
 from zerofn.testing import assert_trees_close, assert_trees_equal, random_like
 
-# torch's own derivative rules for forward mode are compiled with torch.jit when first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 # Powers of two: multiplied and divided without a rounding, so that everything below is bitwise or float64.
 PIPES = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._compat import apply_function, functorch_active, is_wrapped
+from ._compat import functorch_active, is_wrapped
 from ._errors import explain
 from ._tree import Leaf
 from ._types import Stage
@@ -30,16 +30,36 @@ WIDE = frozenset((torch.float32, torch.float64))
 
 
 class LinearMap(Function):
-    """`forth(x)`, whose derivative is `back`, whose derivative is `forth`.
+    """`forth(x)`, whose derivative is `back`, whose derivative is `forth`; applied by `linear_map`.
 
     The scale is an argument and not part of the maps, because under `vmap` each member of an ensemble
     has its own. It has no gradient.
     """
 
-    @classmethod
-    def apply(cls, *args: Any) -> Tensor:  # type: ignore[override]
-        """As of any Function, but that torch's own reads the signature of `forward` anew at each call: 50 us."""
-        return apply_function(cls, *args)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:  # type: ignore[override]
+        _keep(ctx, scale, forth, back)
+        return forth(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        scale = ctx.saved_tensors[0] if ctx.has_scale else None
+        pulled = ctx.back(g, scale) if untracked() else linear_map(g, scale, ctx.back, ctx.forth)
+        return pulled, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return linear_map(x, ctx.saved_tensors[0] if ctx.has_scale else None, ctx.forth, ctx.back)
+
+
+class LinearMapInFunc(Function):
+    """The same as torch.func and torch.compile want it: `forward` without `ctx`, and a rule for `vmap`.
+
+    One class would do, but for such a one torch reads the signature of `forward` anew at each call: 20 us.
+    """
+
+    backward = LinearMap.backward  # type: ignore[assignment]
+    jvp = LinearMap.jvp  # type: ignore[assignment]
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
@@ -47,23 +67,7 @@ class LinearMap(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, scale, ctx.forth, ctx.back = inputs
-        ctx.has_scale = scale is not None
-        if ctx.has_scale:
-            ctx.save_for_backward(scale)
-            ctx.save_for_forward(scale)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        scale = ctx.saved_tensors[0] if ctx.has_scale else None
-        if untracked():
-            return ctx.back(g, scale), None, None, None
-        return LinearMap.apply(g, scale, ctx.back, ctx.forth), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
-        scale = ctx.saved_tensors[0] if ctx.has_scale else None
-        return LinearMap.apply(x, scale, ctx.forth, ctx.back)
+        _keep(ctx, *inputs[1:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> tuple:  # type: ignore[override]
@@ -71,7 +75,20 @@ class LinearMap(Function):
         if scale is not None and in_dims[1] is not None:
             scale = scale.movedim(in_dims[1], 0).to(x.device)
             scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
-        return LinearMap.apply(x, scale, forth, back), 0
+        return linear_map(x, scale, forth, back), 0
+
+
+def _keep(ctx: Any, scale: Tensor | None, forth: Map, back: Map) -> None:
+    ctx.forth, ctx.back, ctx.has_scale = forth, back, scale is not None
+    if scale is not None:
+        ctx.save_for_backward(scale)
+        ctx.save_for_forward(scale)
+
+
+def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+    """`forth(x, scale)`, whose derivative is `back`."""
+    rule = LinearMapInFunc if torch.compiler.is_compiling() or functorch_active() else LinearMap
+    return rule.apply(x, scale, forth, back)  # type: ignore[return-value]
 
 
 def untracked() -> bool:
@@ -145,7 +162,7 @@ class LeafView:
         """The differentiable view; `x` itself where there is nothing to see it through."""
         if scale is None and not self.stages:
             return x
-        return LinearMap.apply(x, scale, self.forth, self.back)
+        return linear_map(x, scale, self.forth, self.back)
 
 
 class OnlyForth(LeafView):
@@ -215,7 +232,7 @@ def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if not crosses(y) or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
         return y
     edge = ExitMap(dtype, y.dtype)
-    return LinearMap.apply(y, scale, edge.forth, edge.back)
+    return linear_map(y, scale, edge.forth, edge.back)
 
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -224,4 +241,4 @@ def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if not crosses(x) or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
         return x
     edge = EntryMap(dtype, x.dtype)
-    return LinearMap.apply(x, scale, edge.forth, edge.back)
+    return linear_map(x, scale, edge.forth, edge.back)

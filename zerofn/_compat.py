@@ -136,16 +136,6 @@ def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def apply_function(cls: Any, *args: Any) -> Any:
-    """`Function.apply` for a full list of positional arguments."""
-    if functorch_active() or torch.compiler.is_compiling():
-        return Function.apply.__func__(cls, *args)  # type: ignore[attr-defined]
-    # What that does too, once it has looked up defaults that nobody needs. A tensor that torch.func wrapped
-    # may outlive its transform.
-    live = [_functorch.unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args]
-    return super(Function, cls).apply(*live)  # type: ignore[attr-defined]
-
-
 class _Reinterpret(Function):
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:

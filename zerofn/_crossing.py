@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ._boundary import LinearMap
+from ._boundary import linear_map
 from ._errors import explain
 
 # Calls whose graphs may still be alive: more than a backward goes through. A graph older than that is taken for
@@ -56,7 +56,7 @@ class Crossing:
 
     def cross(self, x: Tensor) -> Tensor:
         """The tensor on the other side."""
-        return LinearMap.apply(x, None, self.forth, self.back)
+        return linear_map(x, None, self.forth, self.back)
 
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
         """The value; and, once a first derivative exists, the derivative of `back`."""

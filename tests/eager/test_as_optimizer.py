@@ -356,7 +356,6 @@ PIPES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", PIPES)
 @pytest.mark.parametrize("where", ("1.0", "0", ""))
 def test_modules_of_torch_jit(kind: str, where: str):
@@ -381,7 +380,6 @@ def test_modules_of_torch_jit(kind: str, where: str):
     opt.step()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripted_after_training():
     """What the message says to write."""
     model = net()
