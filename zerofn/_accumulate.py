@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_count, check_flag
 from ._compat import is_wrapped
 from ._errors import explain
 from ._factory import transform
@@ -33,7 +34,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
             loss of the big batch: `sum(w_i * g_i) / sum(w_i)`.
 
     Raises:
-        ValueError: `every` is no positive int; at an update, a weight is missing or has no use.
+        ValueError: `every` is no positive int, `weighted` no bool; at an update, a weight is missing or has no use.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
@@ -44,10 +45,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     False tensor([0.])
     True tensor([-2.])
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            explain(f"accumulate({every!r})", "every is a number of micro-batches: an int, at least 1", "accumulate(4)")
-        )
+    check_count("accumulate", "every", every, "micro-batches")
+    check_flag("accumulate", "weighted", weighted)
     if every == 1 and not weighted:
         return Transform("accumulate", Role.ACCUMULATE, linear=True)
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_lr, check_number, misfit
 from ._compat import fused_adam_, fused_adamw_, tell_autograd
-from ._errors import bad_leaves
-from ._factory import check_lr, check_number, transform
+from ._errors import bad_leaves, explain
+from ._factory import transform
 from ._optimizer import Group, like, optimizer, plain, typed
 from ._tree import Layout, Leaves
 from ._types import ScalarOrSchedule, Transform, TransformState
@@ -70,9 +71,11 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
     """Refuse hyperparameters that are no numbers or out of range."""
     check_lr(function, lr)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"{function}(betas={betas!r}): betas is a pair of numbers, such as (0.9, 0.999).")
-    for beta in betas:
-        check_number(function, "betas", beta, high=1.0)
+        why: str | None = f"betas is a pair of numbers, and {betas!r} is none"
+    else:
+        why = next(filter(None, (misfit("each of betas", beta, 0.0, 1.0) for beta in betas)), None)
+    if why:
+        raise ValueError(explain(f"{function}(betas={betas!r})", why, f"{function}(betas=(0.9, 0.999))"))
     check_number(function, "eps", eps)
     check_number(function, "weight_decay", weight_decay)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import _hooks
 from ._agree import check_weight
 from ._apply import apply
+from ._arguments import check_flag
 from ._collectives import as_local
 from ._compat import in_backward
 from ._errors import explain
@@ -84,6 +85,7 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
                 "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)",
             )
         )
+    check_flag("attach", "in_backward", in_backward)
     return Optimizer(model, tx, in_backward)
 
 
@@ -276,6 +278,7 @@ class Optimizer(torch.optim.Optimizer):
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
         """
         self._check_usable("backward")
+        check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

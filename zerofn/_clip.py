@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ._factory import check_number, transform
+from ._arguments import TINY, check_number
+from ._factory import transform
 from ._norms import squared_norm
 from ._tree import Leaves
 from ._types import Context, Prepared, Role, Scope, Transform, TransformState
@@ -30,7 +30,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     >>> float(metrics["grad_norm"]), state.params["w"]
     (5.0, tensor([-0.6000, -0.8000]))
     """
-    check_number("clip_by_global_norm", "max_norm", max_norm, low=torch.finfo(torch.float32).tiny)
+    check_number("clip_by_global_norm", "max_norm", max_norm, low=TINY)
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         norm = ctx.reduction.sum(squared_norm(grads)).sqrt()
@@ -51,7 +51,7 @@ def clip_by_value(max_value: float) -> Transform:
     >>> zf.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, {}, {"w": torch.zeros(2)})[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    check_number("clip_by_value", "max_value", max_value, low=torch.finfo(torch.float32).tiny)
+    check_number("clip_by_value", "max_value", max_value, low=TINY)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
         return {path: g.clamp(-max_value, max_value) for path, g in grads.items()}, state

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec
 
-import torch
 from torch import Tensor
 
-from ._compat import is_wrapped
+from ._arguments import check_flag, plain
 from ._errors import bad_leaves, explain, unknown_keyword
 from ._tree import Layout, Leaves, apart
-from ._types import Context, Role, Schedule, Transform, TransformState
+from ._types import Context, Role, Transform, TransformState
 
 P = ParamSpec("P")
 
@@ -30,9 +28,9 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
         for given in kwargs:
             if given not in names:
                 raise TypeError(unknown_keyword(factory.__name__, given, names))
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
         bound.apply_defaults()
-        return replace(factory(*args, **kwargs), factory=build, config=dict(bound.arguments))
+        return replace(factory(*bound.args, **bound.kwargs), factory=build, config=dict(bound.arguments))
 
     # Pickling goes through the arguments: closures inside a transform need not be picklable.
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
@@ -69,6 +67,11 @@ def leafwise(
     >>> state.params["w"]
     tensor([-1.,  1.])
     """
+    check_flag("leafwise", "optimizer", optimizer)
+    for what, given in (("function", function), ("init", init)):
+        if given is not None and not callable(given):
+            why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
+            raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
     if function is None:
         return functools.partial(leafwise, init=init, optimizer=optimizer)
     fn = function
@@ -129,75 +132,3 @@ def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, op
     first = "new_param" if optimizer else "new_grad"
     right = f"return {first}, new_state" if pair else f"return {first}"
     return bad_leaves(f"{name}, a leafwise transform, returned", wrong, f"{right}, with {first}.shape == param.shape")
-
-
-def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuse what is no number in [low, high): NaN, negative, text, bool."""
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        why = f"{name} is a number, and {value!r} is a {type(value).__name__}"
-    elif not low <= value < high:
-        why = f"{name} must lie in [{low:g}, {high:g})"
-    else:
-        return
-    raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}={_example(low, high)})"))
-
-
-def _example(low: float, high: float) -> str:
-    return f"{0.9 if high == 1.0 else max(low, 1e-3):g}"
-
-
-def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> None:
-    """Refuse a dtype that is not among `allowed`; `None` stands for "as it is" and passes."""
-    if value is not None and value not in allowed:
-        names = ", ".join(str(d) for d in allowed)
-        raise ValueError(
-            explain(
-                f"{function}({name}={value!r})",
-                f"{name} is one of {names}, or None",
-                f"{function}({name}={allowed[0]})",
-            )
-        )
-
-
-def check_lr(function: str, lr: Any) -> None:
-    """A learning rate is a non-negative number or a function of the step."""
-    if not callable(lr):
-        check_number(function, "lr", lr)
-
-
-def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> Any:
-    """The learning rate at an optimizer step; what a schedule returns is checked."""
-    value = lr(step) if callable(lr) else lr
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise TypeError(
-            explain(
-                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
-                "a schedule returns a number",
-                f"{function}(lr=lambda step: 1e-3 * 0.99 ** step)",
-            )
-        )
-    if isinstance(value, Tensor) and value.ndim:
-        raise TypeError(
-            explain(
-                f"{function}(lr={_name(lr)}) returned a tensor of shape {tuple(value.shape)} at step {step}",
-                "a learning rate is one number; per-leaf rates are groups",
-                "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, labels)",
-            )
-        )
-    # On a GPU looking at it would wait for the device; inside vmap nobody may look.
-    readable = isinstance(value, int | float) or (not is_wrapped(value) and value.device.type == "cpu")
-    if readable and not 0 <= value < math.inf:
-        raise ValueError(
-            explain(
-                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
-                "a learning rate is finite and not negative",
-                f"{function}(lr=zf.schedules.cosine(1e-3, 1000))",
-            )
-        )
-    return value
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", repr(value))

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import TINY, check_count, check_number
 from ._errors import explain
-from ._factory import check_number, transform
+from ._factory import transform
 from ._norms import not_finite
 from ._run import counter
 from ._tree import Layout, Leaves
@@ -53,13 +54,13 @@ def scale_loss(
         scale: `"dynamic"`, or a positive number that never changes.
         init_scale: first dynamic scale.
         growth_factor: at least 1.
-        backoff_factor: between 0 and 1.
+        backoff_factor: between 0 and 1, neither of them.
         growth_interval: micro-steps.
         min_scale: the dynamic scale never falls below.
         hysteresis: overflows until the scale backs off.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or infinite in float32, in which scales are kept.
         FloatingPointError: at an update, once the scale has overflowed 50 times in a row at its
             minimum: the leaf, the micro-step and the remedy are named.
 
@@ -74,28 +75,19 @@ def scale_loss(
     if isinstance(scale, str) and not dynamic:
         raise ValueError(
             explain(
-                f"scale_loss({scale!r})",
+                f"scale_loss(scale={scale!r})",
                 "the only word it knows is 'dynamic'",
                 "scale_loss('dynamic') or scale_loss(1024.0)",
             )
         )
     if not isinstance(scale, str):
-        check_number("scale_loss", "scale", scale, low=torch.finfo(torch.float32).tiny)
+        check_number("scale_loss", "scale", scale, low=TINY)
     check_number("scale_loss", "growth_factor", growth_factor, low=1.0)
-    check_number("scale_loss", "backoff_factor", backoff_factor, high=1.0)
-    check_number("scale_loss", "growth_interval", growth_interval, low=1)
-    check_number("scale_loss", "min_scale", min_scale, low=torch.finfo(torch.float32).tiny)
-    check_number("scale_loss", "hysteresis", hysteresis, low=1)
+    check_number("scale_loss", "backoff_factor", backoff_factor, low=TINY, high=1.0)
+    check_number("scale_loss", "min_scale", min_scale, low=TINY)
     check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
-    for name, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-        if not isinstance(value, int):
-            raise ValueError(
-                explain(
-                    f"scale_loss({name}={value!r})",
-                    "it counts micro-steps: an int",
-                    f"scale_loss({name}={round(value)})",
-                )
-            )
+    check_count("scale_loss", "growth_interval", growth_interval, "micro-steps")
+    check_count("scale_loss", "hysteresis", hysteresis, "overflows")
 
     idle = {
         "init_scale": 2.0**16,

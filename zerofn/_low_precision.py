@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from ._adam import check_adam
+from ._arguments import check_dtype
 from ._errors import bad_leaves, explain
-from ._factory import check_dtype, transform
+from ._factory import transform
 from ._kernels import adam_
 from ._optimizer import Group, like, optimizer
 from ._rounding import leaf_key
@@ -75,8 +76,10 @@ def low_precision_adam(
                 f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
             )
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"low_precision_adam(seed={seed!r}): a seed is an int.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        # Of a longer one the draws would be those of its low bits.
+        why = "a seed is an int of 64 bits, as for torch.manual_seed"
+        raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
 
     def moment(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x, dtype=state_dtype)

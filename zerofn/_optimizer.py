@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import learning_rate
 from ._compat import foreach_add, is_wrapped
-from ._factory import learning_rate
 from ._run import counter
 from ._tree import Layout, Leaves
 from ._types import Context, Prepared, Role, ScalarOrSchedule, Transform, TransformState, number

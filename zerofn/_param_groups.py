@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ._arguments import learning_rate
 from ._errors import explain
-from ._factory import learning_rate
 from ._pipeline import Pipeline
 from ._tree import Leaves
 from ._types import Role, Transform

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._factory import check_dtype, transform
+from ._arguments import check_dtype
+from ._factory import transform
 from ._tree import Layout, Leaf
 from ._types import Role, Transform
 

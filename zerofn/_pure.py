@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
 from ._apply import Metrics, apply, check_grads, check_vmap
+from ._arguments import check_flag
 from ._blocks import settled
 from ._boundary import OnlyForth, enter, leave
 from ._compat import functorch_active
@@ -268,6 +269,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
     """
     if not callable(loss_fn):
         raise TypeError(f"make_step({loss_fn!r}, tx): the first argument is a function loss_fn(params, *batch).")
+    check_flag("make_step", "donate", donate)
     resolved: dict[Layout, Pipeline] = {}
 
     def step(state: State, *batch: Tree, weight: Any = None) -> tuple[State, Metrics]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._factory import check_lr, check_number, transform
+from ._arguments import check_flag, check_lr, check_number
+from ._errors import explain
+from ._factory import transform
 from ._optimizer import Group, like, optimizer, typed
 from ._types import ScalarOrSchedule, Transform
 
@@ -39,10 +41,11 @@ def sgd(
     check_number("sgd", "momentum", momentum, high=1.0)
     check_number("sgd", "dampening", dampening, high=1.0 + 1e-12)
     check_number("sgd", "weight_decay", weight_decay)
+    check_flag("sgd", "nesterov", nesterov)
     if nesterov and (momentum == 0 or dampening != 0):
-        raise ValueError(
-            "sgd(nesterov=True) needs momentum > 0 and dampening=0: write sgd(lr, momentum=0.9, nesterov=True)."
-        )
+        given = f"sgd(momentum={momentum!r}, dampening={dampening!r}, nesterov=True)"
+        why = "to look ahead takes a momentum above 0, and a dampening of 0"
+        raise ValueError(explain(given, why, "sgd(lr, momentum=0.9, nesterov=True)"))
 
     def update_group(group: Group) -> None:
         count, rate = group.count, group.lr

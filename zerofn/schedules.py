@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._factory import check_number
+from ._arguments import check_count, check_number, plain
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def constant(value: float) -> Constant:
     >>> constant(0.1)(5)
     0.1
     """
-    check_number("constant", "value", value)
+    (value,) = _checked("constant", value=value)
     return Constant(value)
 
 
@@ -101,7 +101,7 @@ def linear(start: float, end: float, steps: int) -> Linear:
     >>> linear(1.0, 0.0, 4)(1)
     0.75
     """
-    _check("linear", steps=steps, start=start, end=end)
+    start, end, steps = _checked("linear", start=start, end=end, steps=steps)
     return Linear(start, end, steps)
 
 
@@ -111,7 +111,7 @@ def warmup(peak: float, steps: int) -> Linear:
     >>> [warmup(1.0, 4)(s) for s in (0, 3, 9)]
     [0.25, 1.0, 1.0]
     """
-    _check("warmup", steps=steps, peak=peak)
+    peak, steps = _checked("warmup", peak=peak, steps=steps)
     # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
     return Linear(peak / steps, peak, max(steps - 1, 1)) if steps > 1 else Linear(peak, peak, 1)
 
@@ -125,7 +125,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
     """
-    _check("cosine", steps=steps, peak=peak, end=end)
+    peak, steps, end = _checked("cosine", peak=peak, steps=steps, end=end)
     return Cosine(peak, steps, end)
 
 
@@ -136,7 +136,8 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     >>> [round(s(i), 3) for i in (0, 1, 2, 6, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    _check("warmup_cosine", steps=steps, warmup_steps=warmup_steps, peak=peak, end=end)
+    given = {"peak": peak, "warmup_steps": warmup_steps, "steps": steps, "end": end}
+    peak, warmup_steps, steps, end = _checked("warmup_cosine", **given)
     if warmup_steps >= steps:
         raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
     return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end))
@@ -148,13 +149,15 @@ def step(value: float, every: int, gamma: float = 0.1) -> Step:
     >>> step(1.0, 10, 0.5)(25)
     0.25
     """
-    _check("step", every=every, value=value, gamma=gamma)
+    value, every, gamma = _checked("step", value=value, every=every, gamma=gamma)
     return Step(value, every, gamma)
 
 
-def _check(function: str, **numbers: float) -> None:
+def _checked(function: str, **numbers: Any) -> list[Any]:
+    """The numbers as Python's, in their order."""
     for name, value in numbers.items():
-        counts = name.endswith("steps") or name == "every"
-        check_number(function, name, value, low=1 if counts else 0)
-        if counts and not isinstance(value, int):
-            raise ValueError(f"{function}({name}={value!r}): a number of steps is an int.")
+        if name.endswith("steps") or name == "every":
+            check_count(function, name, plain(value), "steps")
+        else:
+            check_number(function, name, value)
+    return [plain(value) for value in numbers.values()]

@@ -1,0 +1,251 @@
+"""Every argument of every factory: what it may be is in one table, and whatever else is drawn is refused at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zerofn as zf
+
+F32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True)
+class Number:
+    """In [low, high), and finite in float32. `open`: without `low` itself."""
+
+    low: float = 0.0
+    high: float = math.inf
+    open: bool = False
+
+    def good(self) -> st.SearchStrategy:
+        return st.floats(0.3, 0.7) if self.high < 2 else st.floats(max(self.low, 0.1), 1e6)
+
+    def bad(self) -> st.SearchStrategy:
+        below = [-1.0, -1, -1e-30, *([self.low] if self.open else []), self.low - 0.1]
+        above = [] if math.isinf(self.high) else [self.high, 1.5, 10]
+        return st.sampled_from([math.nan, math.inf, -math.inf, 1e39, 1 << 200, *below, *above, *NO_NUMBERS])
+
+
+@dataclass(frozen=True)
+class Count:
+    """A positive int."""
+
+    def good(self) -> st.SearchStrategy:
+        return st.integers(3, 1 << 40)
+
+    def bad(self) -> st.SearchStrategy:
+        return st.sampled_from([0, -1, -7, 2.0, 1.5, math.nan, math.inf, 1 << 63, 1 << 200, *NO_NUMBERS])
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A bool."""
+
+    def good(self) -> st.SearchStrategy:
+        return st.booleans()
+
+    def bad(self) -> st.SearchStrategy:
+        return st.sampled_from([0, 1, 2, 1.0, math.nan, "yes", "no", "", None, [], (True,), torch.ones(1)])
+
+
+@dataclass(frozen=True)
+class Seed:
+    """An int of 64 bits."""
+
+    def good(self) -> st.SearchStrategy:
+        return st.integers(-(1 << 63), (1 << 63) - 1)
+
+    def bad(self) -> st.SearchStrategy:
+        return st.sampled_from([1 << 64, -(1 << 63) - 1, 1.0, math.nan, *NO_NUMBERS])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two numbers in [0, 1)."""
+
+    def good(self) -> st.SearchStrategy:
+        return st.tuples(Number(high=1).good(), Number(high=1).good())
+
+    def bad(self) -> st.SearchStrategy:
+        one = Number(high=1)
+        wrong = st.one_of(st.tuples(one.good(), one.bad()), st.tuples(one.bad(), one.good()))
+        return st.one_of(wrong, st.sampled_from([0.9, "ab", None, (), (0.9,), (0.9, 0.9, 0.9), {0.9: 0.99}]))
+
+
+NO_NUMBERS = ["3", "dynamik", "", None, True, False, 1j, [], [1.0], (), {}, Fraction(1, 2), torch.ones(2), np.bool_(True)]
+POSITIVE = Number(open=True)
+LR = Number()
+ADAM = {"lr": LR, "betas": Pair(), "eps": Number(), "weight_decay": Number()}
+
+# Of each factory: what its arguments may be; `None` for what is no number, which other tests have.
+TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "sgd": (
+        zf.sgd,
+        {
+            "lr": LR,
+            "momentum": Number(high=1),
+            "dampening": Number(high=1.1),
+            "weight_decay": Number(),
+            "nesterov": Flag(),
+        },
+        {"lr": 0.1, "momentum": 0.5},
+    ),
+    "adam": (zf.adam, ADAM, {}),
+    "adamw": (zf.adamw, ADAM, {}),
+    "low_precision_adam": (
+        zf.low_precision_adam,
+        {**ADAM, "seed": Seed(), "state_dtype": None, "rounding": None},
+        {},
+    ),
+    "clip_by_global_norm": (zf.clip_by_global_norm, {"max_norm": POSITIVE}, {}),
+    "clip_by_value": (zf.clip_by_value, {"max_value": POSITIVE}, {}),
+    "ema": (zf.ema, {"decay": Number(high=1)}, {}),
+    "accumulate": (zf.accumulate, {"every": Count(), "weighted": Flag()}, {"every": 4}),
+    "scale_loss": (
+        zf.scale_loss,
+        {
+            "scale": POSITIVE,
+            "init_scale": Number(low=1),
+            "growth_factor": Number(low=1),
+            "backoff_factor": Number(high=1, open=True),
+            "growth_interval": Count(),
+            "min_scale": POSITIVE,
+            "hysteresis": Count(),
+        },
+        {"init_scale": 1e7},
+    ),
+    "precision": (
+        zf.precision,
+        dict.fromkeys(("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype")),
+        {},
+    ),
+    "offload": (zf.offload, {"transform": None, "device": None}, {}),
+    "masked": (zf.masked, {"transform": None, "mask": None}, {}),
+    "partition": (zf.partition, {"transforms": None, "labels": None}, {}),
+    "shard": (zf.shard, {"mesh": None}, {}),
+    "reduce_scatter": (zf.reduce_scatter, {"mesh": None}, {}),
+    "all_reduce": (zf.all_reduce, {"mesh": None}, {}),
+    "constant": (zf.schedules.constant, {"value": Number()}, {}),
+    "linear": (
+        zf.schedules.linear,
+        {"start": Number(), "end": Number(), "steps": Count()},
+        {"start": 1, "end": 0, "steps": 9},
+    ),
+    "warmup": (zf.schedules.warmup, {"peak": Number(), "steps": Count()}, {"peak": 1, "steps": 9}),
+    "cosine": (
+        zf.schedules.cosine,
+        {"peak": Number(), "steps": Count(), "end": Number()},
+        {"peak": 1, "steps": 9},
+    ),
+    "warmup_cosine": (
+        zf.schedules.warmup_cosine,
+        {"peak": Number(), "warmup_steps": Count(), "steps": Count(), "end": Number()},
+        {"peak": 1, "warmup_steps": 1, "steps": 1 << 50},
+    ),
+    "step": (
+        zf.schedules.step,
+        {"value": Number(), "every": Count(), "gamma": Number()},
+        {"value": 1, "every": 9},
+    ),
+}
+CELLS = [(name, argument) for name, (_, kinds, _) in TABLE.items() for argument, kind in kinds.items() if kind]
+# The static scale stands beside no other argument.
+ALONE = {("scale_loss", "scale")}
+
+
+def built(name: str, argument: str, value: Any) -> Any:
+    factory, _, base = TABLE[name]
+    return factory(**{**({} if (name, argument) in ALONE else base), argument: value})
+
+
+def test_the_table_has_every_argument_of_every_factory():
+    public = {n: f for n, f in vars(zf).items() if hasattr(f, "__rebuild__") and n != "chain"}
+    own = vars(zf.schedules).items()
+    public |= {n: f for n, f in own if inspect.isfunction(f) and f.__module__ == zf.schedules.__name__ and n[0] != "_"}
+    public.pop("linear_warmup")
+    assert public.keys() - {"guest"} == TABLE.keys()
+    for name, (factory, kinds, _) in TABLE.items():
+        assert list(inspect.signature(factory).parameters) == sorted(
+            kinds, key=list(inspect.signature(factory).parameters).index
+        ), name
+
+
+@pytest.mark.parametrize(("name", "argument"), CELLS)
+@given(data=st.data())
+def test_what_is_wrong_is_refused_by_name(name, argument, data):
+    value = data.draw(TABLE[name][1][argument].bad())
+    with pytest.raises(ValueError) as caught:
+        built(name, argument, value)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{name}(") and f"{argument}=" in lines[0]
+    assert lines[1].startswith("  why:   ") and lines[2].startswith("  write: ")
+    # What it says to write is right.
+    eval(lines[2].removeprefix("  write: "), {name: lambda *args, **given: built(name, argument, *args, *given.values())})
+
+
+@pytest.mark.parametrize(("name", "argument"), CELLS)
+@given(data=st.data())
+def test_a_number_of_numpy_is_the_number_it_is(name, argument, data):
+    kind = TABLE[name][1][argument]
+    value = data.draw(kind.good())
+    as_numpy: Any
+    if isinstance(kind, Pair):
+        as_numpy = tuple(np.float32(x) for x in value)
+        value = tuple(float(x) for x in as_numpy)
+    elif isinstance(kind, Flag):
+        as_numpy = np.bool_(value)
+    elif isinstance(kind, Number):
+        as_numpy = data.draw(st.sampled_from([np.float16, np.float32, np.float64]))(value if value < 6e4 else 6e4)
+        value = float(as_numpy)
+    else:
+        as_numpy = np.int64(value)
+    one, other = built(name, argument, as_numpy), built(name, argument, value)
+    assert one == other and repr(one) == repr(other)
+    again = pickle.loads(pickle.dumps(one))
+    assert again == other and repr(again) == repr(other)
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.25), np.float64(0.25), np.float16(0.25)])
+def test_rates_of_numpy_train(rate):
+    """Given, returned by a schedule, and set by hand, as a scheduler does that computes with numpy."""
+    for lr in (rate, lambda step: rate):
+        tx = zf.sgd(lr)
+        state, metrics = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.ones(2)}))
+        assert state.params["w"].tolist() == [0.75, 0.75] and float(metrics["lr"]) == 0.25
+    model = torch.nn.Linear(1, 1, bias=False)
+    before = model.weight.detach().clone()
+    opt = zf.attach(model, zf.adamw(1.0, weight_decay=0.0))
+    opt.param_groups[0]["lr"] = rate
+    model(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.25)
+
+
+@pytest.mark.parametrize("scale", [F32.max, F32.tiny, 3e38])
+def test_the_last_numbers_of_float32_are_numbers(scale):
+    assert float(zf.scale_loss(scale).init({"w": torch.ones(1)})["scale"]) == np.float32(scale)
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None, torch.ones(1)])
+def test_flags_of_functions(wrong):
+    with pytest.raises(ValueError, match=r"make_step\(donate="):
+        zf.make_step(lambda p: p["w"].sum(), zf.sgd(0.1), donate=wrong)
+    with pytest.raises(ValueError, match=r"attach\(in_backward="):
+        zf.attach(torch.nn.Linear(1, 1), zf.sgd(0.1), in_backward=wrong)
+    with pytest.raises(ValueError, match=r"leafwise\(optimizer="):
+        zf.leafwise(optimizer=wrong)
+    opt = zf.attach(torch.nn.Linear(1, 1), zf.chain(zf.accumulate(2), zf.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"opt.backward\(scale_wrt_gas="):
+        opt.backward(torch.ones((), requires_grad=True), scale_wrt_gas=wrong)
