@@ -84,7 +84,22 @@ class Pair:
         return st.one_of(wrong, st.sampled_from([0.9, "ab", None, (), (0.9,), (0.9, 0.9, 0.9), {0.9: 0.99}]))
 
 
-NO_NUMBERS = ["3", "dynamik", "", None, True, False, 1j, [], [1.0], (), {}, Fraction(1, 2), torch.ones(2), np.bool_(True)]
+NO_NUMBERS = [
+    "3",
+    "dynamik",
+    "",
+    None,
+    True,
+    False,
+    1j,
+    [],
+    [1.0],
+    (),
+    {},
+    Fraction(1, 2),
+    torch.ones(2),
+    np.bool_(True),
+]
 POSITIVE = Number(open=True)
 LR = Number()
 ADAM = {"lr": LR, "betas": Pair(), "eps": Number(), "weight_decay": Number()}
@@ -192,7 +207,9 @@ def test_what_is_wrong_is_refused_by_name(name, argument, data):
     assert lines[0].startswith(f"{name}(") and f"{argument}=" in lines[0]
     assert lines[1].startswith("  why:   ") and lines[2].startswith("  write: ")
     # What it says to write is right.
-    eval(lines[2].removeprefix("  write: "), {name: lambda *args, **given: built(name, argument, *args, *given.values())})
+    eval(
+        lines[2].removeprefix("  write: "), {name: lambda *args, **given: built(name, argument, *args, *given.values())}
+    )
 
 
 @pytest.mark.parametrize(("name", "argument"), CELLS)

@@ -176,3 +176,79 @@ def test_updates_of_another_library_of_a_wrong_shape():
     tx = zf.chain(Mean())
     with pytest.raises(ValueError, match=r"updates of Mean do not fit\n  a: of shape \(1, 2\)\n  write"):
         zf.update(tx, {k: torch.ones_like(p) for k, p in params.items()}, zf.init(tx, params))
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (5, "an int instead of a tensor"),
+        (None, "a NoneType instead of a tensor"),
+        (torch.ones(3, dtype=torch.complex64), "a tensor of torch.complex64; parameters and gradients are real"),
+        (torch.ones(3, dtype=torch.int64), "a tensor of torch.int64; parameters and gradients are real"),
+        (torch.ones(3) > 0, "a tensor of torch.bool; parameters and gradients are real"),
+        (torch.ones(3, device="meta"), "a tensor on meta for a leaf on cpu"),
+        (torch.ones(3).to_sparse(), "a tensor of layout torch.sparse_coo instead of a tensor"),
+    ],
+)
+def test_results_that_are_no_real_tensors_of_the_leaf(returned, reason, optimizer):
+    """Refused at the step by path, before anything changes; a complex number would lose its imaginary part."""
+    own = zf.leafwise(lambda grad, param: returned if len(param) == 3 else grad, optimizer=optimizer)()
+    tx = zf.chain(own) if optimizer else zf.chain(own, zf.sgd(1.0))
+    params = {"ok": torch.ones(2), "w": torch.ones(3), "z": torch.ones(3)}
+    state = zf.init(tx, params)
+    with pytest.raises(ValueError) as caught:
+        zf.update(tx, params, state)
+    first = "new_param" if optimizer else "new_grad"
+    rows = [f"<lambda>, a leafwise transform, returned\n  w: {reason}\n  z: {reason}\n  write: return {first}, with "]
+    assert str(caught.value).startswith(rows[0])
+    assert all(torch.equal(state.params[k], x) for k, x in params.items())
+
+
+FORM = "a tensor of shape (3,), torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state: 5, "an int for its state"),
+        (lambda state: state.sum(), f"a tensor of shape (), torch.float32 for its state, which init made {FORM}"),
+        (lambda state: state.double(), f"a tensor of shape (3,), torch.float64 for its state, which init made {FORM}"),
+        (lambda state: (state, state), "a state of another structure than init gave it"),
+        (lambda state: None, "a NoneType for its state"),
+    ],
+)
+def test_a_state_keeps_the_form_that_init_gave_it(change, reason):
+    """Otherwise no checkpoint of it could be loaded into a state that begins anew."""
+    tx = zf.chain(zf.leafwise(lambda g, p, state: (g, change(state)), init=torch.zeros_like)(), zf.sgd(1.0))
+    with pytest.raises(ValueError, match=r"and a state of the shapes and dtypes that init gave it") as caught:
+        zf.update(tx, {"w": torch.ones(3)}, zf.init(tx, {"w": torch.ones(3)}))
+    assert f"\n  w: {reason}" in str(caught.value)
+
+
+def test_states_may_be_trees():
+    @zf.leafwise(init=lambda p: {"sum": torch.zeros_like(p), "count": (torch.tensor(0), None)})
+    def mean(grad, param, state):
+        total, count = state["sum"] + grad, state["count"][0] + 1
+        return total / count, {"sum": total, "count": (count, None)}
+
+    tx = zf.chain(mean(), zf.sgd(1.0))
+    state = zf.init(tx, {"w": torch.zeros(2)})
+    for g in (1.0, 3.0):
+        state, _ = zf.update(tx, {"w": torch.full((2,), g)}, state)
+    assert state.params["w"].tolist() == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize("made", [5, "zeros", [1.0], torch.ones(2).to_sparse()])
+def test_what_init_may_return(made):
+    tx = zf.chain(zf.leafwise(lambda g, p, state: (g, state), init=lambda p: made)(), zf.sgd(1.0))
+    with pytest.raises(ValueError, match=r"init, which gives the state of a leaf, returned\n  a: an?.*\n  b: an?"):
+        zf.init(tx, {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_what_is_no_function():
+    for wrong in (5, "sign", torch.ones(2)):
+        with pytest.raises(TypeError, match=r"leafwise\(function=(.|\n)*a function of tensors"):
+            zf.leafwise(wrong)
+        with pytest.raises(TypeError, match=r"leafwise\(init=(.|\n)*init=torch.zeros_like"):
+            zf.leafwise(init=wrong)

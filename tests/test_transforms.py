@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
+from zerofn._compose import as_transform
 from zerofn.testing import assert_trees_close, assert_trees_equal, check_transform, random_like
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -145,9 +147,15 @@ def writes_state(grad, param, state):
     return grad, state.add_(1)
 
 
-@zf.leafwise(init=torch.zeros_like)
-def drifts(grad, param, state):
-    return grad, state.double()
+@dataclass(frozen=True)
+class Drifts:
+    """As of another library; what a leafwise function returns is looked at in each step."""
+
+    def init(self, params):
+        return {path: torch.zeros_like(p) for path, p in params.items()}
+
+    def update(self, updates, state, params=None):
+        return updates, {path: x.double() for path, x in state.items()}
 
 
 @zf.leafwise(init=lambda p: torch.zeros(int(p.abs().sum() * 100) if not p.is_meta else 1))
@@ -186,7 +194,7 @@ def looks_at_others(grad, param):
     [
         (writes_gradient(), "The gradients were written"),
         (writes_state(), "The state was written"),
-        (drifts(), "They changed with an update"),
+        (as_transform(Drifts()), "They changed with an update"),
         (looks_at_values(), "They changed with values of parameters"),
         (fails_on_meta(), "They changed on meta tensors"),
         (dead(), "nothing is tested"),

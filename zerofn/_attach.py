@@ -98,7 +98,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         state: the `State` of the pipeline.
         metrics: those of the last `step`, as 0-d tensors of their own.
-        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do.
+        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do. One
+            of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is an error.
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):

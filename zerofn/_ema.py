@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compat import is_wrapped
 from ._arguments import check_number
+from ._compat import is_wrapped
 from ._factory import transform
 from ._tree import Layout, Leaves
 from ._types import Context, Role, Transform, TransformState

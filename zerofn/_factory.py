@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec
 
+import torch
 from torch import Tensor
 
-from ._arguments import check_flag, plain
+from ._arguments import check_flag, learning_rate, plain
 from ._errors import bad_leaves, explain, unknown_keyword
-from ._tree import Layout, Leaves, apart
-from ._types import Context, Role, Transform, TransformState
+from ._tree import Layout, Leaves, apart, flatten
+from ._types import Context, Prepared, Role, Transform, TransformState
 
 P = ParamSpec("P")
 
@@ -49,8 +50,13 @@ def leafwise(
     `optimizer=True` it returns the new *parameter*, which is stored in the dtype it had. It must write none of
     its arguments; it may keep them: a state that is the gradient or the parameter itself is copied.
 
+    A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
+    it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it.
+
     Raises:
-        ValueError: at a step, what the function returned is no tensor of the leaf's shape; names the leaves.
+        TypeError: the function, or `init`, is none.
+        ValueError: at a step, what the function returned is no real tensor of the leaf's shape and device, or its
+            state has other shapes or dtypes than `init` gave it; names the leaves.
 
     >>> import torch, zerofn as zf
     >>> @zf.leafwise
@@ -80,7 +86,16 @@ def leafwise(
     stateful = init is not None
 
     def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
-        return {} if init is None else {"value": {path: apart(init(p), (p,)) for path, p in leaves.items()}}
+        if init is None:
+            return {}
+        made = {path: init(p) for path, p in leaves.items()}
+        wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
+        if wrong:
+            right = "init=torch.zeros_like, or a dict or tuple of tensors"
+            raise ValueError(
+                bad_leaves(f"{fn.__name__}: init, which gives the state of a leaf, returned", wrong, right)
+            )
+        return {"value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
 
     @functools.wraps(fn)
     def build(**given: Any) -> Transform:
@@ -92,14 +107,24 @@ def leafwise(
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{fn.__name__}() needs {name}=; it has no default.")
 
-        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+            if not optimizer or "lr" not in config:
+                return Prepared(carry=config)
+            rate = plain(ctx.lr.get(ctx.prefix, config["lr"]))
+            if rate is not config["lr"]:
+                rate = learning_rate(fn.__name__, rate, ctx.micro_step)
+            if isinstance(rate, int | float | Tensor):
+                ctx.report("lr", rate)
+            return Prepared(carry={**config, "lr": rate})
+
+        def update(grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
             out: Leaves = {}
             kept = dict(state.get("value", {}))
             wrong = []
             for path, g in grads.items():
                 p = params[path]
-                returned = fn(g, p, kept[path], **config) if stateful else (fn(g, p, **config), None)
-                if reason := _misreturned(returned, p):
+                returned = fn(g, p, kept[path], **options) if stateful else (fn(g, p, **options), None)
+                if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                     wrong.append((path, reason))
                     continue
                 out[path] = apart(returned[0].to(p.dtype) if optimizer else returned[0], (p,))
@@ -110,7 +135,9 @@ def leafwise(
             return out, {"value": kept} if stateful else state
 
         role = Role.OPTIMIZER if optimizer else Role.GRADIENT
-        return Transform(fn.__name__, role, init_fn=init_leaves, update_fn=update, factory=build, config=config)
+        return Transform(
+            fn.__name__, role, init_fn=init_leaves, prepare_fn=prepare, update_fn=update, factory=build, config=config
+        )
 
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
     return build
@@ -119,16 +146,45 @@ def leafwise(
 def _misreturned(returned: Any, param: Tensor) -> str | None:
     """Why it is no pair of a tensor that fits the parameter and a state; `None` if it is."""
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
-        return f"a {type(returned).__name__} instead of a pair"
+        return f"{_kind(returned) or 'a Tensor'} instead of a pair"
     first = returned[0]
-    if not isinstance(first, Tensor):
-        return f"a {type(first).__name__} instead of a tensor"
+    if kind := _kind(first):
+        return f"{kind} instead of a tensor"
     if first.shape != param.shape:
         return f"a tensor of shape {tuple(first.shape)} for a leaf of shape {tuple(param.shape)}"
+    if not first.is_floating_point():
+        # Cast to the parameter's dtype a complex number would lose its imaginary part.
+        return f"a tensor of {first.dtype}; parameters and gradients are real"
+    if first.device != param.device:
+        return f"a tensor on {first.device} for a leaf on {param.device}"
+    return None
+
+
+def _kind(x: Any, *others: Any) -> str | None:
+    """What it is, if it is no dense tensor, and none of `others`."""
+    if not isinstance(x, Tensor):
+        name = type(x).__name__
+        return None if x in others else f"a{'n' * (name[0] in 'aeiou')} {name}"
+    return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
+
+
+def _other_state(old: Any, new: Any) -> str | None:
+    """How a leaf's state differs in form from what it was: no checkpoint could be loaded into a new one."""
+    if type(old) is type(new) is Tensor and old.shape == new.shape and old.dtype == new.dtype:
+        return None
+    (olds, was), (news, now) = flatten(old), flatten(new)
+    if was != now:
+        return f"a state of another structure than init gave it: {now} instead of {was}"
+    for a, b in zip(olds, news, strict=True):
+        form, given = (_kind(x) or f"a tensor of shape {tuple(x.shape)}, {x.dtype}" for x in (b, a))
+        if form != given:
+            return f"{form} for its state, which init made {given}"
     return None
 
 
 def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, optimizer: bool) -> str:
     first = "new_param" if optimizer else "new_grad"
     right = f"return {first}, new_state" if pair else f"return {first}"
-    return bad_leaves(f"{name}, a leafwise transform, returned", wrong, f"{right}, with {first}.shape == param.shape")
+    right += f", with {first}.shape == param.shape"
+    right += ", and a state of the shapes and dtypes that init gave it" if pair else ""
+    return bad_leaves(f"{name}, a leafwise transform, returned", wrong, right)

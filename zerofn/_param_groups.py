@@ -13,6 +13,8 @@ from ._pipeline import Pipeline
 from ._tree import Leaves
 from ._types import Role, Transform
 
+# What a group shows whose optimizer has no rate: the factor that schedulers multiply, so that none goes unnoticed.
+NO_RATE = 1.0
 # Of each group, what this library puts there and a `state_dict` must have.
 OWN = ("name", "lr")
 NOT_PLAIN = object()
@@ -45,6 +47,15 @@ class ParamGroups:
                 )
             if "lr" in t.config and not callable(t.config["lr"]):
                 rates[prefix] = group["lr"]
+            elif group["lr"] != shown and "lr" not in t.config:
+                raise ValueError(
+                    explain(
+                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
+                        "that optimizer has no learning rate, so what is set here would have no effect",
+                        "a keyword-only argument lr in a function of your own, def mine(grad, param, *, lr), which is "
+                        "given\nwhat is set here; a transformation of another library with a schedule of its own",
+                    )
+                )
             elif group["lr"] != shown:
                 raise ValueError(
                     explain(
@@ -66,8 +77,8 @@ class ParamGroups:
 
         What is not in there stays: a scheduler that was made before has put it here.
         """
-        for group, there in zip(self.groups, saved, strict=True):
-            group["lr"] = there["lr"]
+        for group, there, (t, _) in zip(self.groups, saved, self.optimizers.values(), strict=True):
+            group["lr"] = there["lr"] if "lr" in t.config else NO_RATE
             group.update(_others(there))
         self.shown = [g["lr"] for g in self.groups]
 
@@ -101,7 +112,7 @@ def _plain(x: Any) -> Any:
 
 
 def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
-    lr = t.config.get("lr", 0.0)
+    lr = t.config.get("lr", NO_RATE)
     return {
         "params": params,
         "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
