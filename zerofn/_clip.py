@@ -17,8 +17,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is
     that of the true gradient over all leaves and all ranks; metrics show it as `grad_norm`, before
-    clipping. A NaN or infinite norm makes every gradient NaN or zero, as in torch: `scale_loss` before it
-    skips such steps.
+    clipping, and of several in a chain that of the first. A NaN or infinite norm makes every gradient NaN or zero,
+    as in torch: `scale_loss` before it skips such steps.
 
     Args:
         max_norm: positive.
@@ -40,7 +40,10 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
         return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state
 
-    return Transform("clip_by_global_norm", Role.GRADIENT, Scope.TREE, prepare_fn=prepare, update_fn=update)
+    reports = frozenset(["grad_norm"])
+    return Transform(
+        "clip_by_global_norm", Role.GRADIENT, Scope.TREE, prepare_fn=prepare, update_fn=update, reports=reports
+    )
 
 
 @transform

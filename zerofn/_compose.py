@@ -58,7 +58,7 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
         while seen[base] > 1 and name in taken:
             seen[base] += 1
             name = f"{base}_{seen[base]}"
-        parts.append(t if t.name == name else replace(t, name=name, base=None if name == base else base))
+        parts.append(t if t.name == name else t.renamed(name, None if name == base else base))
     check_order(parts)
     return Transform(
         "chain",
@@ -242,7 +242,7 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
         config["transforms"] = {k: None if t is None else fn(t) for k, t in config["transforms"].items()}
     else:
         config["transform"] = fn(config["transform"])
-    return replace(group.factory(**config), name=group.name, base=group.base)
+    return group.factory(**config).renamed(group.name, group.base)
 
 
 def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
@@ -322,4 +322,5 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         update_fn=update,
         parts=tuple(members.values()),
         members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
+        named_fn=lambda other: _grouped(other, labels, inner),
     )

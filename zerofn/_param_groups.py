@@ -37,7 +37,7 @@ class ParamGroups:
         """Learning rates by prefix, where the groups and not a schedule own them."""
         rates = {}
         for group, shown, (prefix, (t, _)) in zip(self.groups, self.shown, self.optimizers.items(), strict=True):
-            if useless := [k for k in group if k in t.config and k != "lr"]:
+            if useless := [k for k in group if k in t.config and k not in (*OWN, "params")]:
                 raise ValueError(
                     explain(
                         f"param_groups with {useless[0]} = {group[useless[0]]!r}",

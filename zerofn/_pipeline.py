@@ -162,7 +162,7 @@ class Pipeline:
         """The update halves that have something to do, in order."""
         parts = [self._late_update(p) for p in self.parts]
         kept = [p for p in parts if p is not None]
-        if not any(p.factory is not None and p.factory.__name__ == "clip_by_global_norm" for p in kept):
+        if not any("grad_norm" in p.reports for p in kept):
             at = next(i for i, p in enumerate(kept) if p.role is Role.OPTIMIZER)
             kept.insert(at, GRAD_NORM)
         return tuple(kept)
@@ -326,5 +326,6 @@ def _placement(parts: Sequence[Transform], stages: Sequence[Stage], late: bool) 
 
 
 def _is_weighted(part: Transform) -> bool:
-    """An accumulation with weights, or what holds one, such as `offload`."""
-    return bool(part.config.get("weighted")) or any(map(_is_weighted, part.parts))
+    """An accumulation with weights, or what holds one, such as `offload`. Others' keywords may have any name."""
+    own = part.role is Role.ACCUMULATE
+    return own and (bool(part.config.get("weighted")) or any(map(_is_weighted, part.parts)))

@@ -142,11 +142,11 @@ class Context:
         return x if self.donate else x.clone()
 
     def report(self, name: str, value: Any) -> None:
-        """Show a number in the step's metrics."""
+        """Show a number in the step's metrics; of several of one name the first, which is before any clipping."""
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.tensor(value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        self.metrics[self.prefix + name] = torch.as_tensor(value)
+        self.metrics.setdefault(self.prefix + name, torch.as_tensor(value))
 
     def before_the_end(self, wait: Callable[[], None]) -> None:
         """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
@@ -214,6 +214,8 @@ class Transform:
         parts: the members of a chain, or the one that is wrapped.
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
+        named_fn: of a transform whose metrics have its name in them: the same under another one.
+        reports: metrics of the whole gradient that it shows, which the pipeline then need not.
         base: its name before a chain gave it a number; `None` where none did.
     """
 
@@ -227,6 +229,8 @@ class Transform:
     stage_fn: Callable[[Layout], Stage | None] = no_stage
     parts: tuple[Transform, ...] = ()
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
+    named_fn: Callable[[str], Transform] | None = None
+    reports: frozenset[str] = frozenset()
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
@@ -235,7 +239,14 @@ class Transform:
         """The same transform under another name, which is the key of its state and its metrics."""
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"named({name!r}): a name is a non-empty str without dots, since dots separate paths.")
-        return replace(self, name=name, base=None)
+        return self.renamed(name, None)
+
+    def renamed(self, name: str, base: str | None) -> Transform:
+        """As `named`; `base` is what it was called before a chain gave it a number."""
+        if self.named_fn is None or name == self.name:
+            return replace(self, name=name, base=base)
+        other = self.named_fn(name)
+        return replace(self, name=name, base=base, update_fn=other.update_fn, members_fn=other.members_fn)
 
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
@@ -294,7 +305,7 @@ def _rebuild(
     factory: Callable, config: dict[str, Any], name: str, parts: tuple[Transform, ...], base: str | None = None
 ) -> Transform:
     built = factory.__rebuild__(config, parts)  # type: ignore[attr-defined]
-    return replace(built, name=name, base=base)
+    return built.renamed(name, base)
 
 
 def _show(value: Any) -> str:

@@ -158,7 +158,8 @@ class _Case:
 
     @property
     def weight(self) -> dict[str, float]:
-        return {"weight": 2.0} if any(t.config.get("weighted") for t in _inner(self.pipe)) else {}
+        held = (t for t in _inner(self.pipe) if t.role is Role.ACCUMULATE)
+        return {"weight": 2.0} if any(t.config.get("weighted") for t in held) else {}
 
     @property
     def guests(self) -> bool:
