@@ -24,6 +24,7 @@ from ._pipeline import pipeline
 from ._residence import Residence
 from ._state import State
 from ._state_dict import as_dict, pairs
+from ._together import together
 from ._tree import make_layout
 from ._types import Context, Transform
 from ._watch import Owner, Watch, check_alone, check_free, check_hookable, check_memory
@@ -308,14 +309,28 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`."""
+        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
+
+        On several ranks under `shard` every rank enters it, and one may then do inside what it likes.
+
+        Raises:
+            RuntimeError: only some ranks came, as for `zf.save`.
+        """
         self._check_usable("gathered")
+        if self._home.units is not None:
+            inside = "and inside of it `if rank == 0:` around what one rank does alone"
+            self._together("opt.gathered()", f"with opt.gathered(): on every rank, {inside}")
         with self._home.gathered() as model:
             yield model
 
     def detach(self) -> nn.Module:
-        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards."""
+        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
+
+        Raises:
+            RuntimeError: on several ranks, only some of them came, as for `zf.save`.
+        """
         if self._attached:
+            self._together("opt.detach()", "opt.detach() on every rank")
             self._home.leave()
             for p in self._params.values():
                 del p._zerofn_owner  # type: ignore[attr-defined]
@@ -396,6 +411,11 @@ class Optimizer(torch.optim.Optimizer):
                 "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)",
             )
         )
+
+    def _together(self, call: str, right: str) -> None:
+        """Wait for the other ranks, which make the same call."""
+        if self._home.control is not None:
+            together(call, self._home.control.ranks, right)
 
     def _check_usable(self, what: str) -> None:
         if not self._attached:

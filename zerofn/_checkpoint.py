@@ -15,7 +15,7 @@ from ._attach import Optimizer
 from ._entries import Entry, entries, rebuild
 from ._errors import bad_leaves, explain
 from ._param_groups import packed
-from ._savers import check_replicas, group_of, row_major
+from ._savers import check_replicas, group_of, meet, row_major
 from ._state import State
 from ._tree import Placement, tree_map
 
@@ -42,6 +42,9 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     Raises:
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
+        RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
+            late is waited for as long as it is seen to compute, and else for the 25 seconds that
+            ZEROFN_TOGETHER_TIMEOUT in the environment may set otherwise. Nothing is written.
 
     >>> import tempfile, torch, zerofn as zf
     >>> tx = zf.adamw(lr=1e-3)
@@ -57,6 +60,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     groups = [_numbers(packed(g)) for g in state.param_groups] if isinstance(state, Optimizer) else None
     given = state_of(state, "zf.save(directory, {})")
     placement = given.layout.placement
+    meet("zf.save(directory, state)", placement)
     group = group_of(placement, directory)
     pieces: dict[str, Piece] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -116,6 +120,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
         FileNotFoundError: no checkpoint there.
         ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
             path; of another format version; truncated or changed.
+        RuntimeError: only some ranks call it, as for `save`.
 
     >>> import tempfile, torch, zerofn as zf
     >>> tx = zf.adamw(lr=1e-3)
@@ -130,6 +135,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
 
     model = state_of(like, "zf.load(directory, like={})")
     placement = model.layout.placement
+    meet("zf.load(directory, like=state)", placement)
     group = group_of(placement)
     wanted = entries(model)
     new: dict[str, Tensor] = {}

@@ -39,8 +39,8 @@ def default_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def make_default(backend: str | None, file: str | None, prefix: str) -> Any:
-    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...); the store its ranks met at.
+def make_default(backend: str | None, file: str | None, prefix: str) -> None:
+    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...).
 
     They meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
@@ -54,7 +54,16 @@ def make_default(backend: str | None, file: str | None, prefix: str) -> Any:
     # A store may outlive the group: a second group in it would find the addresses of the first.
     store = meet.PrefixStore(prefix, store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return store
+
+
+def job_store(prefix: str) -> Any:
+    """Where the ranks of the default group met, with a prefix of our own; None where they met in no store."""
+    try:
+        met: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    except RuntimeError:
+        return None
+    stores: Any = dist  # (documented, but missing from its list of exports)
+    return None if met is None else stores.PrefixStore(prefix, met)
 
 
 def world() -> tuple[int, int]:

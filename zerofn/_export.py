@@ -14,7 +14,7 @@ from ._collectives import gather_objects
 from ._entries import Entry, entries
 from ._errors import explain
 from ._group import Group
-from ._savers import group_of
+from ._savers import group_of, meet
 from ._state import State
 from ._transfers import all_gather_into
 
@@ -36,6 +36,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
         OSError: it cannot be written. A file that was there is as it was.
+        RuntimeError: only some ranks call it, as for `zf.save`.
 
     >>> import tempfile, torch, zerofn as zf
     >>> from safetensors.torch import load_file
@@ -56,6 +57,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
             )
         ) from error
     given = state_of(state, "zf.export_safetensors(path, {})")
+    meet("zf.export_safetensors(path, state)", given.layout.placement)
     owner, slot = ("params", "") if of == "params" else (of, "average")
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
     if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -23,13 +24,18 @@ class Traffic:
     (600, 1, {'all_gather': 600})
     """
 
-    __slots__ = ("_bytes", "_calls")
+    __slots__ = ("_bytes", "_calls", "begun", "thread")
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
+        # Never reset: the number of the last collective, by which ranks tell whether they are in the same one, and
+        # the thread that began it.
+        self.begun, self.thread = 0, 0
 
     def count(self, op: str, size: int, full_bytes: int) -> None:
+        self.begun += 1
+        self.thread = threading.get_ident()
         rounds = 2 if op == "all_reduce" else 1
         self._bytes[op] += rounds * (size - 1) * full_bytes // size
         self._calls[op] += 1

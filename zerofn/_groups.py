@@ -10,6 +10,8 @@ import atexit
 import itertools
 import os
 import sys
+import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch
 
 from . import _collectives as raw
 from ._group import Group
+from ._presence import Presence
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 
@@ -37,13 +40,13 @@ class _Registry:
         self.default: Any = None  # the default group these were made on
         self.ours = False  # whether that default group was made here
         self.made = 0  # how many default groups were made here so far
-        self.store: Any = None  # where the ranks of the last of them met
+        self.presence: Presence | None = None  # of the ranks of the default group
 
     def current(self) -> dict[tuple[Any, Hashable], Group | None]:
         default = raw.default_group()
         if default is not self.default:
             self.groups.clear()
-            self.default, self.ours = default, False
+            self.default, self.ours, self.presence = default, False, None
         return self.groups
 
     def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
@@ -65,7 +68,7 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
 
     The ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
-    _registry.store = raw.make_default(backend, file, f"zerofn/{_registry.made}")
+    raw.make_default(backend, file, f"zerofn/{_registry.made}")
     _registry.made += 1
 
 
@@ -101,6 +104,11 @@ def world_group(purpose: Hashable = "") -> Group:
     several = _ensure_default()
     group = _registry.get("world", purpose, make)
     assert group is not None
+    if several and _registry.presence is None:
+        # A store may outlive the group: what is written into it now must not be taken for what is there.
+        name = raw.gather_objects(uuid.uuid4().hex, group)[0]
+        store = raw.job_store(f"zerofn/{name}")
+        _registry.presence = None if store is None else Presence(store, raw.world()[0])
     return group
 
 
@@ -271,13 +279,25 @@ def _leave() -> None:
         pass  # the others are gone already: there is nothing left to close in order
 
 
+def presence() -> Presence | None:
+    """What the ranks of this job tell each other outside of collectives; None before any group was opened."""
+    _registry.current()
+    return _registry.presence
+
+
 def finished() -> None:
     """Tell the other ranks that this one takes part in nothing any more."""
-    if _registry.store is not None:
-        _registry.store.set(f"finished/{os.environ['RANK']}", b"1")
+    if _registry.presence is not None:
+        _registry.presence.finished()
 
 
-def gone(group: Group) -> list[int]:
-    """Ranks of the group that have said so."""
-    store = _registry.store
-    return [r for r in group.ranks if store is not None and store.check([f"finished/{r}"])]
+def begun(own: bool = False) -> dict[str, int]:
+    """By channel, the number of the last collective or common call that this process has begun.
+
+    Args:
+        own: only on channels on which no other thread of this process was the last: that one may go on.
+    """
+    here, me = presence(), threading.get_ident()
+    open_ = [g for g in _registry.groups.values() if g is not None and g.pg is not None]
+    counts = {g.pg.group_name: g.traffic.begun for g in open_ if not own or g.traffic.thread in (0, me)}
+    return {**counts, **(here.calls if here is not None else {})}

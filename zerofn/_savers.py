@@ -8,12 +8,13 @@ import zlib
 import torch
 from torch import Tensor
 
-from ._collectives import gather_objects
+from ._collectives import gather_objects, world
 from ._entries import entries
 from ._errors import bad_leaves, explain
 from ._group import Group
 from ._groups import connected, world_group
 from ._state import State
+from ._together import together
 from ._tree import Placement
 
 SMALL = 4096  # elements of a tensor that is compared between ranks
@@ -22,6 +23,13 @@ SMALL = 4096  # elements of a tensor that is compared between ranks
 def row_major(x: Tensor) -> Tensor:
     """The elements in the order in which they are saved."""
     return x.detach().contiguous().view(-1)
+
+
+def meet(call: str, placement: Placement) -> None:
+    """Return when all ranks have come to this call; an error on those that have where others make none, or another."""
+    if placement.together > 1:
+        everybody = tuple(range(world()[1]))
+        together(call, everybody, f"{call} on every rank, without `if rank == 0:` around it")
 
 
 def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
