@@ -15,6 +15,7 @@ from ._clip import clip_by_global_norm
 from ._compose import chain
 from ._deepspeed_keys import Reader
 from ._deepspeed_schedules import schedule_of
+from ._deepspeed_values import between, count, decay, flag, number, one_of, pair, positive
 from ._errors import explain
 from ._groups import world_group
 from ._loss_scale import scale_loss
@@ -76,11 +77,9 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
     """
     reader = Reader(config)
     every = _batches(reader)
-    stage = reader.take("zero_optimization.stage", 0)
-    if stage not in (0, 1, 2, 3):
-        reader.refuse("zero_optimization.stage", f"{stage!r} is none of 0, 1, 2, 3")
+    stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
     dtypes, scale, low = _precision(reader)
-    clipping = reader.take("gradient_clipping", CLIPPING)
+    clipping = reader.take("gradient_clipping", CLIPPING, number)
     optimizer = _optimizer(reader, low)
     reader.close()
 
@@ -99,12 +98,9 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
 def _batches(reader: Reader) -> int:
     """The micro-batches of a window, from any two of the three batch sizes."""
     total, micro, every = (
-        reader.take(k) for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        reader.take(k, None, count)
+        for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
-    for name, value in (("train_batch_size", total), ("train_micro_batch_size_per_gpu", micro)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            reader.refuse(name, f"{value!r} is no positive int")
-            return 1
     if total is None or (micro is None and every is None):
         return 1 if every is None else every
     world = world_group().size
@@ -127,16 +123,19 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
     """Arguments of `precision`; the loss scale; stored dtype and whether states have it too, where that is low."""
     dtypes: dict[str, torch.dtype] = {}
     scale, low = None, None
-    half, brain = reader.take("fp16.enabled", False), reader.take("bf16.enabled", False)
+    half, brain = reader.take("fp16.enabled", False, flag), reader.take("bf16.enabled", False, flag)
     if half and brain:
         reader.refuse("bf16.enabled", "fp16 is enabled too; choose one")
-    settings = {k: reader.take(f"fp16.{k}", v) for k, v in SCALE.items()}
+    settings = {k: reader.take(f"fp16.{k}", v, check) for k, (v, check) in SCALE.items()}
+    if settings["min_loss_scale"] > 2.0 ** settings["initial_scale_power"]:
+        reader.refuse("fp16.min_loss_scale", f"{settings['min_loss_scale']!r} is above the scale to begin with")
+        settings["min_loss_scale"] = 1
     masters = {
-        kind: any([reader.take(f"{kind}.{kind}_master_weights_and_{g}", False) for g in ("grads", "gradients")])
+        kind: any([reader.take(f"{kind}.{kind}_master_weights_and_{g}", False, flag) for g in ("grads", "gradients")])
         for kind in ("fp16", "bf16")
     }
-    states = reader.take("bf16.bf16_optimizer_states", False)
-    check = reader.take("bf16.check_grad_overflow", False)
+    states = reader.take("bf16.bf16_optimizer_states", False, flag)
+    check = reader.take("bf16.check_grad_overflow", False, flag)
     if half or brain:
         compute = torch.float16 if half else torch.bfloat16
         master = masters["fp16" if half else "bf16"]
@@ -149,7 +148,7 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
         scale = _scale(settings)
     elif brain and check:
         scale = scale_loss(1.0)
-    if reader.take("torch_autocast.enabled", False):
+    if reader.take("torch_autocast.enabled", False, flag):
         dtype = _dtype(reader, "torch_autocast.dtype", "bfloat16")
         # What torch.amp.GradScaler does by default, which is what DeepSpeed uses there.
         scale = scale or (scale_loss("dynamic") if dtype is torch.float16 else None)
@@ -165,7 +164,14 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
     return dtypes, scale, low
 
 
-SCALE = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+# By key: DeepSpeed's default, and what a value may be. A scale of 2 ** 128 is infinite in float32.
+SCALE: dict[str, tuple[Any, Any]] = {
+    "loss_scale": (0, number),
+    "initial_scale_power": (16, between(0, 128)),
+    "loss_scale_window": (1000, count),
+    "hysteresis": (2, count),
+    "min_loss_scale": (1, positive),
+}
 
 
 def _scale(settings: dict[str, Any]) -> Transform:
@@ -195,6 +201,13 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
     if device not in ("none", "cpu"):
         reader.refuse("zero_optimization.offload_optimizer.device", f"{device!r}; use 'cpu'")
     if kind is None:
+        for key in given:
+            reader.refuse(f"optimizer.params.{key}", "needs an optimizer.type; or give it to your own optimizer")
+        if device == "cpu":
+            reader.refuse(
+                "zero_optimization.offload_optimizer.device",
+                "needs an optimizer block; or zf.offload(...) around yours",
+            )
         if reader.left.get("scheduler.type") is not None:
             reader.refuse("scheduler", "needs an optimizer block; or give your optimizer lr=a function of the step")
         return None
@@ -208,6 +221,9 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
             reader.refuse(f"optimizer.params.{key}", f"{given[key]!r} is not supported; use {only}")
     for key in given.keys() - known.keys() - IDLE - FIXED.keys():
         reader.refuse(f"optimizer.params.{key}", f"unknown; {kind} takes {', '.join(known)}")
+    for key in given.keys() & known.keys():
+        if reason := VALUES[key](given[key]):
+            reader.refuse(f"optimizer.params.{key}", reason)
     values = {**known, **{k: v for k, v in given.items() if k in known}}
     values["lr"] = schedule_of(reader, values["lr"])
     if reader.bad:
@@ -232,6 +248,11 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True}
 SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "adam_w_mode": flag} | {
+    "momentum": decay,
+    "dampening": between(0.0, 1.0 + 1e-12),
+    "nesterov": flag,
+}
 # Which of its implementations DeepSpeed is to take.
 IDLE = {"torch_adam", "fused", "foreach"}
 FIXED = {"amsgrad": False, "bias_correction": True}

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ._errors import bad_leaves
+from ._deepspeed_values import Check
+from ._errors import bad_leaves, explain
 
 # How DeepSpeed is to run rather than what it is to compute; here it has no counterpart.
 TUNING = {
@@ -22,6 +23,13 @@ TUNING = {
     | {"pipeline_write"},
     "fp16": {"auto_cast"},
     "bf16": {"immediate_grad_update"},
+}
+
+BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimizer.params"} | {
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "scheduler",
+    "scheduler.params",
 }
 
 INSTEAD = {
@@ -50,19 +58,26 @@ class Reader:
 
     def __init__(self, config: Any):
         if isinstance(config, str | os.PathLike):
-            with open(config, encoding="utf-8") as file:
-                config = json.load(file)
+            config = _read(config)
         if not isinstance(config, Mapping):
             raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
         self.left: dict[str, Any] = dict(_leaves(config, ""))
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
 
-    def take(self, path: str, default: Any = None) -> Any:
-        """The entry at a dotted path, which is then dealt with."""
-        value = self.left.pop(path, default)
-        if value == "auto":
+    def take(self, path: str, default: Any = None, check: Check | None = None) -> Any:
+        """The entry at a dotted path, which is then dealt with; the default where `check` has a reason against it.
+
+        A null is as if the key were absent, where there is no default.
+        """
+        if path not in self.left:
+            return default
+        value = self.left.pop(path)
+        if isinstance(value, str) and value == "auto":
             self.refuse(path, "'auto' is filled in by the Hugging Face Trainer; write the number")
+            return default
+        if check is not None and not (value is None is default) and (reason := check(value)):
+            self.refuse(path, reason)
             return default
         return value
 
@@ -83,7 +98,7 @@ class Reader:
             if name in TUNING.get(head, ()):
                 self.idle.append(path)
             elif instead is None:
-                self.refuse(path, "unknown")
+                self.refuse(path, f"{value!r} is no block of keys" if path in BLOCKS else "unknown")
             elif (
                 value is not False
                 and value not in (None, "none")
@@ -92,12 +107,39 @@ class Reader:
                 self.refuse(path, f"not supported; use {instead}")
         if self.bad:
             raise ValueError(
-                bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, "the configuration without them")
+                bad_leaves(
+                    "from_deepspeed: keys that have no pipeline",
+                    self.bad,
+                    "each as its line says, or the configuration without it",
+                )
             )
         if self.idle:
             warnings.warn(
                 f"from_deepspeed: {', '.join(self.idle)} say how DeepSpeed runs and have no effect here.", stacklevel=3
             )
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file, object_pairs_hook=_once)
+        except ValueError as error:
+            # Cut short, not text, or a key twice: json does not know the name of the file.
+            raise ValueError(
+                explain(
+                    f"from_deepspeed({os.fspath(path)!r})",
+                    f"the file cannot be read as JSON: {error}",
+                    f"python -m json.tool {os.fspath(path)}, which shows where; or a dict",
+                )
+            ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [k for k, _ in pairs]
+        raise ValueError(f"twice in one block: {', '.join(sorted({repr(k) for k in keys if keys.count(k) > 1}))}")
+    return found
 
 
 def _leaves(block: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

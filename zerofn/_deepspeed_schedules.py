@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._deepspeed_keys import Reader
+from ._deepspeed_values import Check, count, flag, from_zero, number, one_of, or_null
 
 
 def _ramp(i: int, steps: int, kind: str) -> float:
@@ -118,6 +119,18 @@ BASE = object()
 
 _WARMUP = {"warmup_min_lr": "start", "warmup_max_lr": "peak", "warmup_num_steps": "steps", "warmup_type": "kind"}
 
+# By the name here, which one has in all schedules that have it: what it may be.
+VALUES: dict[str, Check] = {
+    **dict.fromkeys(("start", "peak", "end", "low", "high", "rate"), number),
+    **dict.fromkeys(("total", "up", "every"), count),
+    **dict.fromkeys(("steps", "stairs", "decay_every"), from_zero),
+    "down": or_null(count),
+    "down_stairs": or_null(from_zero),
+    "kind": one_of("log", "linear"),
+    "staircase": flag,
+    "cycle_momentum": flag,
+}
+
 # By DeepSpeed's name: the class, DeepSpeed's parameters with their defaults, and what they are called here.
 SCHEDULES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "WarmupLR": (
@@ -200,8 +213,10 @@ def schedule_of(reader: Reader, lr: float) -> Any:
     kind = reader.take("scheduler.type")
     given = reader.block("scheduler.params")
     if kind is None:
+        for key in given:
+            reader.refuse(f"scheduler.params.{key}", "needs a scheduler.type")
         return lr
-    if kind not in SCHEDULES:
+    if not isinstance(kind, str) or kind not in SCHEDULES:
         reader.refuse(
             "scheduler.type",
             f"{kind!r} is none of {', '.join(SCHEDULES)}; a torch scheduler takes zf.attach's optimizer",
@@ -210,6 +225,9 @@ def schedule_of(reader: Reader, lr: float) -> Any:
     cls, defaults, renamed = SCHEDULES[kind]
     for key in given.keys() - defaults.keys():
         reader.refuse(f"scheduler.params.{key}", f"unknown; {kind} takes {', '.join(defaults)}")
+    for key in given.keys() & defaults.keys():
+        if reason := VALUES[renamed.get(key, key)](given[key]):
+            reader.refuse(f"scheduler.params.{key}", reason)
     values = {**defaults, **{k: v for k, v in given.items() if k in defaults}}
     if values.pop("cycle_momentum", False):
         reader.refuse("scheduler.params.cycle_momentum", 'betas are constant here; write "cycle_momentum": false')
