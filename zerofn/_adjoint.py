@@ -14,26 +14,44 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._group import Group
+from ._match import Cut, match
 from ._transfers import all_gather_into, all_reduce_, reduce_scatter_into
 
 
-def _gathered(x: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+def _gathered(x: Tensor, group: Group, dtype: torch.dtype, cut: Cut) -> Tensor:
     # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
-    sent = x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x
-    out = sent.new_empty((group.size * sent.shape[0], *sent.shape[1:]))
-    all_gather_into(out, sent.contiguous(), group)
+    sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
+    match("all_gather", sent, group, cut, rows_differ=True)
+    width = max(cut.rows)
+    if not cut.even:
+        sent = torch.cat([sent, sent.new_zeros((width - len(sent), *sent.shape[1:]))])
+    out = sent.new_empty((group.size * width, *sent.shape[1:]))
+    all_gather_into(out, sent, group)
+    if not cut.even:
+        out = torch.cat([part[:n] for part, n in zip(out.split(width), cut.rows, strict=True)])
     return out.to(dtype)
 
 
-def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
+def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype).contiguous()
-    out = sent.new_empty((sent.shape[0] // group.size, *sent.shape[1:]))
+    match("reduce_scatter", sent, group, Cut() if cut.rows else Cut(cut.leaves))
+    if not cut.rows:
+        check_axis(sent, group.size, "reduce_scatter")
+        cut.rows = [len(sent) // group.size] * group.size
+    width, mine = max(cut.rows), cut.rows[group.rank]
+    if not cut.even:
+        padded = sent.new_zeros((group.size, width, *sent.shape[1:]))
+        for row, part in zip(padded, sent.split(cut.rows), strict=True):
+            row[: len(part)] = part
+        sent = padded.flatten(0, 1)
+    out = sent.new_empty((width, *sent.shape[1:]))
     reduce_scatter_into(out, sent, group)
-    return out.to(dtype)
+    return out[:mine].to(dtype)
 
 
-def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, cut: Cut | None = None) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype)
+    match("all_reduce", sent, group, cut or Cut())
     sent = sent.clone(memory_format=torch.contiguous_format) if sent is x else sent.contiguous()
     all_reduce_(sent, group)
     return sent.to(x.dtype)
@@ -60,13 +78,13 @@ class _Linear(Function):
 
 class _Gather(_Linear):
     @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
-        return _gathered(x, group, dtype)
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+        return _gathered(x, group, dtype, cut)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype = ctx.args
-        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype), None, None, None
+        group, _, reduce_dtype, cut = ctx.args
+        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
@@ -79,13 +97,13 @@ class _Gather(_Linear):
 
 class _Scatter(_Linear):
     @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
-        return _scattered(x, group, dtype, reduce_dtype)
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+        return _scattered(x, group, dtype, reduce_dtype, cut)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype = ctx.args
-        return _Gather.apply(g, group, ctx.dtype, reduce_dtype), None, None, None
+        group, _, reduce_dtype, cut = ctx.args
+        return _Gather.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
@@ -135,19 +153,28 @@ class _Reduce(_Linear):
 def all_gather(
     x: Tensor, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The shards of all ranks, one after the other: (n, ...) -> (size * n, ...). Adjoint of `reduce_scatter`.
+    """The shards of all ranks, one after the other: (n, ...) -> (sum of n, ...). Adjoint of `reduce_scatter`.
 
+    `n` may differ between ranks and be zero, as in the shards that `zf.shard` makes of a leaf.
     `dtype` is that of the result (default: that of `x`): an fp32 shard with `dtype=bfloat16` travels in
     bf16, and its gradient comes back in fp32. Cotangents are added in `reduce_dtype` (default: their own)
     and returned in the dtype of `x`; a separate cast before the gather would round them on the way.
+    Raises `ValueError`, on every rank, when dtypes or other dimensions differ between ranks.
 
     >>> all_gather(torch.arange(3.0), Group())
     tensor([0., 1., 2.])
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    check_axis(x, 1, "all_gather")
-    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype)  # type: ignore[return-value]
+    return gather(x, group, dtype, reduce_dtype, Cut())
+
+
+def gather(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+    """`all_gather`, which leaves in `cut` what each rank has brought."""
+    if x.dim() == 0:
+        match("all_gather", x, group, cut)  # another rank may have brought something else
+        check_axis(x, 1, "all_gather")
+    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
 
 
 def reduce_scatter(
@@ -158,15 +185,23 @@ def reduce_scatter(
     Adds in `reduce_dtype` (default: the dtype of `x`), returns in `dtype` (default: the dtype of `x`). From
     three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts
     of the same numbers agree to rounding, not bit for bit.
-    Raises `ValueError` when axis 0 does not divide by the number of ranks.
+    Raises `ValueError`, on every rank, when axis 0 does not divide by the number of ranks, or what they bring differs
+    in shape or dtype.
 
     >>> reduce_scatter(torch.arange(3.0), Group(), dtype=torch.float64)
     tensor([0., 1., 2.], dtype=torch.float64)
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    check_axis(x, group.size, "reduce_scatter")
-    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype)  # type: ignore[return-value]
+    return scatter(x, group, dtype, reduce_dtype, Cut())
+
+
+def scatter(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+    """`reduce_scatter`, of leaves side by side."""
+    if x.dim() == 0 or x.shape[0] % group.size:
+        match("reduce_scatter", x, group, cut)
+        check_axis(x, group.size, "reduce_scatter")
+    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
 
 
 def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:

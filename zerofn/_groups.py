@@ -107,6 +107,7 @@ def world_group(purpose: Hashable = "") -> Group:
     if several and _registry.presence is None:
         # A store may outlive the group: what is written into it now must not be taken for what is there.
         name = raw.gather_objects(uuid.uuid4().hex, group)[0]
+        group.traffic.reset()
         store = raw.job_store(f"zerofn/{name}")
         _registry.presence = None if store is None else Presence(store, raw.world()[0])
     return group

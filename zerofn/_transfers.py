@@ -20,18 +20,19 @@ def _no_fp8(t: Tensor, what: str) -> None:
         raise TypeError(f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)")
 
 
-def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
+def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather") -> Any:
     """Concatenates every rank's `inp` (n, ...) along axis 0 into `out` (size * n, ...), both contiguous.
 
-    `inp` may be this rank's own part of `out`. Returns a work handle if `async_op`.
+    `inp` may be this rank's own part of `out`; `what` is how it is called where traffic and waits are told. Returns a
+    work handle if `async_op`.
     """
     if group.size == 1 and out.data_ptr() != inp.data_ptr():
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
-    group.traffic.count("all_gather", group.size, out.numel() * out.element_size())
+    group.traffic.count(what, group.size, out.numel() * out.element_size())
     work = raw.begin_gather(out, inp, group)
-    return run(work, "all_gather", group, async_op)
+    return run(work, what, group, async_op)
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:

@@ -2,8 +2,9 @@
 
 Each is a linear map between what the ranks hold, and the derivative of each is its partner: `all_gather` and
 `reduce_scatter`, `all_reduce` and `replicate`. They are right under plain autograd and under `torch.func`, to any
-order, and every rank must make the same ones in the same order. The transforms of a pipeline, `zf.shard`
-and the like, need none of this.
+order, and every rank must make the same ones in the same order. Before each the ranks exchange three numbers, so that
+tensors which do not match are an error on every rank; parts of different lengths can be gathered. The transforms of
+a pipeline, `zf.shard` and the like, need none of this.
 
 >>> import torch
 >>> from zerofn import collectives
