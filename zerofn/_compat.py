@@ -109,21 +109,32 @@ def run_when_ready(node: Any) -> None:
     node._set_sequence_nr((1 << 63) - 1)
 
 
-def backward_roots() -> list[Any]:
-    """The nodes at which the backward under way began; none where this thread cannot tell, or it is in another one.
+def backward_call() -> tuple[list[Any], tuple]:
+    """The nodes at which the backward under way began, and the tensors that it is to give the gradients of.
 
-    Autograd does not say, so they are read from the frame of the call. Threads of a GPU have no such frame.
+    Autograd does not say, so they are read from the frame of the call. A GPU's nodes run in a thread without
+    such a frame: there it is that of the one other thread which is in a backward. Nothing is known of a backward
+    inside of another one, and nothing where several threads are in one.
     """
+    found = _engine_frames(sys._getframe(1))
+    if not found:
+        callers = [frames for frame in sys._current_frames().values() if (frames := _engine_frames(frame))]
+        found = callers[0] if len(callers) == 1 else []
+    if len(found) != 1:
+        return [], ()
+    held = found[0].f_locals
+    nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in held.get("t_outputs", ())]
+    inputs = held["args"][3] if len(held.get("args", ())) > 3 else ()
+    return [n for n in nodes if n is not None], tuple(inputs)
+
+
+def _engine_frames(frame: Any) -> list[Any]:
     found = []
-    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
-            found.append(frame.f_locals.get("t_outputs", ()))
+            found.append(frame)
         frame = frame.f_back
-    nodes = [
-        x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in (found[0] if len(found) == 1 else ())
-    ]
-    return [n for n in nodes if n is not None]
+    return found
 
 
 # Unlike torch.compiler.disable this imports the compiler at the first call and not here.

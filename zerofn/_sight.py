@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ._boundary import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
-from ._compat import backward_roots, executing, graph_task, next_sequence
+from ._closed import check_closed
+from ._compat import backward_call, executing, graph_task, next_sequence
 from ._containers import map_outputs
-from ._crossing import Crossing, Edge, Spans, crossing_of
+from ._crossing import Crossing, Edge, crossing_of
 from ._errors import bad_leaves
-from ._escape import Attributes, Shown, check_closed, outline
+from ._escape import Attributes, Shown
 from ._pipeline import Pipeline
+from ._spans import Spans
 from ._units import Units
-
-# How many losses are told apart. A program with a new one at each step is not searched at each.
-OUTLINES = 64
 
 
 class _Thread(threading.local):
@@ -36,10 +35,8 @@ class _Thread(threading.local):
         self.mark: int | None = None
         # By path: the view that was given last, and what it is the view of.
         self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.task = -1
-        self.backwards = 0
-        # Of the losses whose graphs have been searched; `()` for one that is not looked at.
-        self.outlines: set[tuple[str, ...]] = {()}
+        # Backwards whose graphs have been searched: the last one, and those inside of it.
+        self.tasks: set[int] = set()
 
 
 class Call:
@@ -165,19 +162,16 @@ class Sight:
         return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)
 
     def noticed(self, crossing: Crossing) -> None:
-        """A cotangent crosses. Now and then, the whole graph is searched for one that does not."""
+        """A cotangent crosses. With the first one of a backward its whole graph is searched for one that does not."""
         if torch.compiler.is_compiling():
             return
         local, task = self.local, graph_task()
         local.mark = next_sequence()
-        if task != local.task:
-            local.task = task
-            local.backwards += 1
-            shape = outline(backward_roots(), self) if len(local.outlines) < OUTLINES else ()
-            # With every new loss, and in backward 1, 2, 4, 8, ...: programs repeat themselves, and a search takes time.
-            if shape not in local.outlines or local.backwards & (local.backwards - 1) == 0:
-                local.outlines.add(shape)
-                check_closed(self, self.spans)
+        if task not in local.tasks:
+            roots, _ = backward_call()
+            # One inside of another, as reentrant checkpoints make them, ends before the outer one goes on.
+            local.tasks = {task} if roots else {*local.tasks, task}
+            check_closed(self, roots, self.spans)
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:

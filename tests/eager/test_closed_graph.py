@@ -1,0 +1,218 @@
+"""Under a loss scale a tensor that passes the boundary by another door is refused in every backward, however late."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from parity import Run, compare
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import zerofn as zf
+from zerofn._compat import backward_call
+
+SCALED: dict[str, list[zf.Transform]] = {
+    "fp32": [],
+    "bf16": [zf.precision(param_dtype=torch.bfloat16)],
+    "fp16": [zf.precision(param_dtype=torch.float16)],
+}
+
+
+@pytest.fixture(params=SCALED)
+def tx(request):
+    return zf.chain(*SCALED[request.param], zf.scale_loss(256.0), zf.sgd(0.1))
+
+
+class Double(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * 2 + w.sum()
+
+
+class Parts(nn.Module):
+    """Two halves that may be called by themselves; the second one reads a tensor from a closure if it is given one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.read: Any = lambda: 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.read())
+
+
+def data(seed: int = 0) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+
+
+# -- an outer tensor used inside ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 2, 5])
+def test_an_output_of_one_call_used_inside_another(tx, late):
+    model = Parts()
+    zf.attach(model, tx)
+    for _ in range(late):
+        model(data()).square().mean().backward()
+    kept = model.first(data())
+    model.read = lambda: kept
+    loss = model(data()).square().mean()
+    with pytest.raises(RuntimeError, match="uses an output of one of its calls that did not come in as an argument"):
+        loss.backward()
+    assert late or all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("late", [0, 2, 5])
+def test_a_cached_parametrization_that_was_read_outside_first(tx, late):
+    model = Parts()
+    parametrize.register_parametrization(model.first, "weight", Double())
+    zf.attach(model, tx)
+    for _ in range(late):
+        model(data()).square().mean().backward()
+    with parametrize.cached():
+        norm = model.first.weight.square().sum()
+        loss = model(data()).square().mean() + norm
+    with pytest.raises(RuntimeError, match=r"did not come in as an argument(.|\n)*parametrize.cached"):
+        loss.backward()
+
+
+def test_something_computed_from_an_output_is_found_too(tx):
+    model = Parts()
+    zf.attach(model, tx)
+    kept = model.first(data()).exp().sum(0)
+    model.read = lambda: kept
+    with pytest.raises(RuntimeError, match=r"a tensor computed outside \(by SumBackward1\)"):
+        model(data()).square().mean().backward()
+
+
+def test_cached_parametrizations_inside_alone_are_right():
+    def make() -> nn.Module:
+        model = Parts()
+        parametrize.register_parametrization(model.first, "weight", Double())
+        return model
+
+    def program(run: Run) -> Tensor:
+        x = run.data(4, 3, grad=True)
+        with parametrize.cached():
+            loss = run.model(x).square().mean() + run.model(run.data(4, 3, seed=1)).square().mean()
+        loss.backward()
+        return x.grad
+
+    for pipe in ("scaled", "bf16 scaled", "fp16 dynamic"):
+        compare(program, make, pipe)
+
+
+# -- an inner tensor used outside --------------------------------------------------------------------------------
+
+
+def deep(x: Tensor, times: int = 60) -> Tensor:
+    for _ in range(times):
+        x = x * 1.01
+    return x
+
+
+@pytest.mark.parametrize("late", [0, 2, 5, 9])
+def test_a_tensor_that_a_pre_hook_kept(tx, late):
+    """Behind many operations, so that the loss begins as in the backwards before."""
+    model, kept = Parts(), []
+    zf.attach(model, tx)
+    model.last.register_forward_pre_hook(lambda m, a: kept.append(a[0]))
+    for i in range(late + 1):
+        kept.clear()
+        out = model(data(i))
+        side = kept[0] if i == late else kept[0].detach().requires_grad_()
+        loss = out.square().mean() + deep(side.exp().mean())
+        if i < late:
+            loss.backward()
+    with pytest.raises(RuntimeError, match="uses a tensor from inside the attached model"):
+        loss.backward()
+
+
+def test_a_view_of_a_parameter_kept_by_forward(tx):
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    model = Keeps(3, 2)
+    zf.attach(model, tx)
+    loss = model(data()).square().mean() + kept[0].square().sum().float()
+    with pytest.raises(RuntimeError, match=r"the attached model's parameter weight as forward sees it"):
+        loss.backward()
+
+
+# -- what lies on the right side -----------------------------------------------------------------------------------
+
+
+def hooks_with_constants(run: Run) -> list[Tensor]:
+    """What hooks compute, with a tensor of the user's as the first operand."""
+    kept, factor = [], run.data(3, grad=True, seed=3)
+    handle = run.model.first.register_forward_hook(lambda m, a, o: kept.append((factor * 0.5 + 1.0) * o))
+    x = run.data(4, 3, grad=True)
+    loss = run.model(x).square().mean() + kept[0].square().mean() + (factor * kept[0]).mean()
+    loss.backward()
+    handle.remove()
+    return [x.grad, factor.grad]
+
+
+def parts_in_a_row(run: Run) -> list[Tensor]:
+    """Outer tensors go in as arguments, twice, beside a plain use."""
+    x = run.data(4, 3, grad=True)
+    e = run.model.first(x)
+    loss = run.model.last(torch.tanh(e)).square().mean() + run.model(e * e).square().mean() + e.exp().mean()
+    loss.backward()
+    return [x.grad]
+
+
+def weights_beside(run: Run) -> None:
+    loss = run.model(run.data(4, 3)).square().mean()
+    (loss + sum(p.square().sum() for p in run.model.parameters()) * loss.detach()).backward()
+
+
+@pytest.mark.parametrize("program", [hooks_with_constants, parts_in_a_row, weights_beside])
+@pytest.mark.parametrize("pipe", ["scaled", "bf16 scaled", "fp16 dynamic"])
+def test_programs_that_are_right(program, pipe):
+    compare(program, Parts, pipe, windows=3)
+
+
+def test_a_backward_on_another_thread_is_told_by_that_thread():
+    """On a GPU the nodes of a backward run in a thread that did not call it."""
+    found: list[Any] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            thread = threading.Thread(target=lambda: found.append(backward_call()))
+            thread.start()
+            thread.join()
+            found.append(backward_call())
+            return g
+
+    x = torch.ones(2, requires_grad=True)
+    y = Asks.apply(x).sum()
+    torch.autograd.grad(y, x)
+    for roots, inputs in found:
+        assert roots == [y.grad_fn] and len(inputs) == 1 and inputs[0] is x
+    assert backward_call() == ([], ())
+
+
+def test_a_copy_is_not_searched():
+    """No search without a scale, nor once detached."""
+    model = Parts()
+    opt = zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    opt.detach()
+    kept = model.first(data())
+    model.read = lambda: kept
+    other = copy.deepcopy(model)
+    model(data()).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters()) and other.read() is kept
