@@ -15,6 +15,7 @@ from . import _hooks
 from ._agree import check_weight
 from ._apply import apply
 from ._arguments import check_flag
+from ._backward_hooks import check_inner_hooks
 from ._collectives import as_local
 from ._compat import in_backward
 from ._errors import explain
@@ -112,6 +113,8 @@ class Optimizer(torch.optim.Optimizer):
         pipe = pipeline(tx, layout, "zf.attach")
         check_memory(params)
         check_alone(model, bool(pipe.groups))
+        if pipe.scale is not None:
+            check_inner_hooks(model)
         self._home = Residence(model, pipe, params, self._context if in_backward else None)
         self.tx = tx
         self._model = model

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ._compat import differentiating, eagerly, next_sequence
+from ._backward_hooks import check_hooks_of_call
+from ._compat import backward_hooks, differentiating, eagerly, next_sequence
 from ._containers import map_tensors
 from ._errors import bad_leaves, explain
 from ._escape import Shown
@@ -71,7 +72,9 @@ class _Begin(Hook):
         if self.plain and not is_dynamo_compiling():
             calls = self.sight.local.calls
             # Only ours is at the end of the call: no hook of the user's is to be shown anything.
-            quiet = not self.sight.scaled or len(module._forward_hooks) == (id(module) in self.sight.ends)
+            quiet = not self.sight.scaled or (
+                len(module._forward_hooks) == (id(module) in self.sight.ends) and not backward_hooks(module)
+            )
             if quiet and calls and not any(call.module is module for call in calls):
                 return None
         return super().__call__(module, args, kwargs)
@@ -154,6 +157,8 @@ def _before(
         # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
         sight.forget_calls()
     outermost = not local.calls and not sight.repeating(module)
+    if sight.scaled and not is_dynamo_compiling():
+        check_hooks_of_call(sight.model(), module, outermost, args)
     call = Call(module, outermost, next_sequence())
     if not local.calls and sight.scaled:
         sight.attributes.hide(sight.admit)

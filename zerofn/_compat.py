@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 
@@ -134,6 +134,20 @@ def _engine_frames(frame: Any) -> list[Any]:
         if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
             found.append(frame)
         frame = frame.f_back
+    return found
+
+
+def backward_hooks(module: nn.Module) -> list[str]:
+    """What registered the backward hooks that a call of `module` would run: its own and those of all modules."""
+    every = torch.nn.modules.module
+    found = []
+    if module._backward_pre_hooks or every._global_backward_pre_hooks:
+        found.append("register_full_backward_pre_hook")
+    if module._backward_hooks:
+        found.append("register_full_backward_hook" if module._is_full_backward_hook else "register_backward_hook")
+    if every._global_backward_hooks:
+        full = every._global_is_full_backward_hook
+        found.append("register_module_full_backward_hook" if full else "register_backward_hook")
     return found
 
 

@@ -95,7 +95,7 @@ def test_cached_parametrizations_inside_alone_are_right():
         parametrize.register_parametrization(model.first, "weight", Double())
         return model
 
-    def program(run: Run) -> Tensor:
+    def program(run: Run) -> Any:
         x = run.data(4, 3, grad=True)
         with parametrize.cached():
             loss = run.model(x).square().mean() + run.model(run.data(4, 3, seed=1)).square().mean()
@@ -150,10 +150,11 @@ def test_a_view_of_a_parameter_kept_by_forward(tx):
 # -- what lies on the right side -----------------------------------------------------------------------------------
 
 
-def hooks_with_constants(run: Run) -> list[Tensor]:
+def hooks_with_constants(run: Run) -> list[Any]:
     """What hooks compute, with a tensor of the user's as the first operand."""
     kept, factor = [], run.data(3, grad=True, seed=3)
-    handle = run.model.first.register_forward_hook(lambda m, a, o: kept.append((factor * 0.5 + 1.0) * o))
+    model: Any = run.model
+    handle = model.first.register_forward_hook(lambda m, a, o: kept.append((factor * 0.5 + 1.0) * o))
     x = run.data(4, 3, grad=True)
     loss = run.model(x).square().mean() + kept[0].square().mean() + (factor * kept[0]).mean()
     loss.backward()
@@ -161,11 +162,12 @@ def hooks_with_constants(run: Run) -> list[Tensor]:
     return [x.grad, factor.grad]
 
 
-def parts_in_a_row(run: Run) -> list[Tensor]:
+def parts_in_a_row(run: Run) -> list[Any]:
     """Outer tensors go in as arguments, twice, beside a plain use."""
     x = run.data(4, 3, grad=True)
-    e = run.model.first(x)
-    loss = run.model.last(torch.tanh(e)).square().mean() + run.model(e * e).square().mean() + e.exp().mean()
+    model: Any = run.model
+    e = model.first(x)
+    loss = model.last(torch.tanh(e)).square().mean() + model(e * e).square().mean() + e.exp().mean()
     loss.backward()
     return [x.grad]
 

@@ -203,7 +203,7 @@ def accumulate_hooks(run: Run):
 
 
 def module_hooks(run: Run):
-    """Forward hooks that look, keep, change and replace; a full backward hook that looks."""
+    """Forward hooks that look, keep, change and replace; a backward hook on the model that changes."""
     kept = []
     handles = [
         run.model.first.register_forward_hook(lambda m, a, out: kept.append(out)),
@@ -211,7 +211,6 @@ def module_hooks(run: Run):
         run.model.last.register_forward_hook(lambda m, a, out: kept.append(out.square().mean())),
         run.model.last.register_forward_pre_hook(lambda m, a: (a[0] + 0.1,)),
         run.model.register_forward_hook(lambda m, a, out: out + 1),
-        run.model.last.register_full_backward_hook(lambda m, gi, go: None),
         run.model.register_full_backward_pre_hook(lambda m, go: (go[0] * 3,)),
     ]
     x = run.data(5, 6, grad=True)
