@@ -25,7 +25,7 @@ from ._escape import is_outside
 from ._spans import Spans
 
 # Kinds of nodes.
-OTHER, CROSSING, LEAF, GATHER = range(4)
+OTHER, CROSSING, LEAF, GATHER, SCATTER = range(5)
 
 # A step down the graph: from a node, or from nothing to that of the loss, to another one, on the inside or not.
 Step = tuple[Any, Any, bool]
@@ -96,7 +96,9 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
             if inside and (isinstance(leaf, nn.Parameter) or _held(leaf)):
                 door = door or step
             continue
-        elif kind == GATHER and other.units is owner.units:
+        elif kind in (GATHER, SCATTER) and other.units is owner.units:
+            if kind == SCATTER:
+                return None
             # Gathering unscales as well; but not what is gathered for the world outside.
             if (other.i < owner.units.blocks) != inside:
                 door = door or step
@@ -110,7 +112,9 @@ def _kind(node: Any) -> int:
         return CROSSING
     if getattr(node, "variable", None) is not None:
         return LEAF
-    return GATHER if getattr(node, "units", None) is not None else OTHER
+    if getattr(node, "units", None) is None:
+        return OTHER
+    return GATHER if node.name() == "GatherUnitBackward" else SCATTER
 
 
 def _held(leaf: torch.Tensor) -> bool:
