@@ -20,7 +20,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn import _manifest
+from zerofn import _lock, _manifest
 from zerofn._launch import launch
 
 BF16 = torch.bfloat16
@@ -430,8 +430,8 @@ def saved(tmp_path):
 def test_another_format_version(saved):
     directory, state = saved
     body = json.loads((directory / "zerofn.json").read_text())
-    (directory / "zerofn.json").write_text(json.dumps({**body, "version": 2, "zerofn": "9.1"}))
-    with pytest.raises(ValueError, match=r"format version 2[\s\S]*reads version 1[\s\S]*zerofn==9.1"):
+    (directory / "zerofn.json").write_text(json.dumps({**body, "version": 3, "zerofn": "9.1"}))
+    with pytest.raises(ValueError, match=r"format version 3[\s\S]*reads versions 1 and 2[\s\S]*zerofn==9.1"):
         zf.load(directory, like=state)
 
 
@@ -566,7 +566,7 @@ def test_no_space_for_the_table_of_contents(saved, monkeypatch):
     real = os.fsync
 
     def full(handle):
-        if os.path.basename(os.readlink(f"/proc/self/fd/{handle}")) == "zerofn.json.tmp":
+        if "zerofn.json." in os.readlink(f"/proc/self/fd/{handle}"):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
@@ -656,17 +656,23 @@ def test_kill_at_any_moment(tmp_path):
     assert len(files(directory)) == 2
 
 
+def locked(directory, exclusive):
+    lock = _lock.Lock()
+    lock.acquire(directory, exclusive)
+    return lock
+
+
 def test_saves_wait_for_each_other(saved, monkeypatch):
     directory, state = saved
-    lock = _manifest.Lock(directory, exclusive=True)
-    monkeypatch.setattr(_manifest, "PATIENCE", 0.1)
+    lock = locked(directory, exclusive=True)
+    monkeypatch.setattr(_lock, "PATIENCE", 0.1)
     for use in (lambda: zf.save(directory, state), lambda: zf.load(directory, like=state)):
         with pytest.raises(TimeoutError, match="in use by another save or load"):
             use()
-    lock.close()
-    reading = _manifest.Lock(directory, exclusive=False)
+    lock.release()
+    reading = locked(directory, exclusive=False)
     same(zf.load(directory, like=state), state)
-    reading.close()
+    reading.release()
     zf.save(directory, state)
 
 
@@ -675,8 +681,9 @@ def test_the_lock_of_a_dead_process_is_gone(saved):
     hold = f"""
 import time
 from pathlib import Path
-from zerofn._manifest import Lock
-lock = Lock(Path({str(directory)!r}), exclusive=True)
+from zerofn._lock import Lock
+lock = Lock()
+lock.acquire(Path({str(directory)!r}), exclusive=True)
 print("held", flush=True)
 time.sleep(60)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +56,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     >>> loaded.params["w"]
     tensor([0., 1., 2.])
     """
-    from ._dcp import Piece, save_pieces
+    from ._dcp_writer import Piece, save_pieces
 
     groups = [_numbers(packed(g)) for g in state.param_groups] if isinstance(state, Optimizer) else None
     given = state_of(state, "zf.save(directory, {})")
@@ -97,6 +98,8 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     }
     try:
         save_pieces(pieces, Path(directory), group, header)
+    except TimeoutError:
+        raise  # of the lock: no disk has failed
     except OSError as error:
         raise _unwritten(directory, error) from error
 
@@ -131,7 +134,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
     (1, True)
     """
-    from ._dcp import Piece, load_pieces
+    from ._dcp_reader import Piece, load_pieces
 
     model = state_of(like, "zf.load(directory, like={})")
     placement = model.layout.placement
@@ -297,8 +300,11 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _unwritten(directory: Any, error: OSError) -> OSError:
-    why = f"{error.strerror or error}; a checkpoint that was there is as it was"
-    right = "free space, or another directory; room is needed for the old and the new checkpoint"
-    where = "".join(f" {note}" for note in getattr(error, "__notes__", []))
-    message = explain(f"zf.save({str(directory)!r}) could not write{where}", why, right)
+    """The error of a disk, with what has become of the checkpoint."""
+    notes = getattr(error, "__notes__", [])
+    where = "".join(f" {note}" for note in notes if note.startswith("on rank"))
+    fate = "".join(f"; {note}" for note in notes if not note.startswith("on rank"))
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    right = "free space; room is needed for the old and the new checkpoint" if full else "another directory"
+    message = explain(f"zf.save({str(directory)!r}) could not write{where}", f"{error.strerror or error}{fate}", right)
     return type(error)(error.errno, message) if error.errno else type(error)(message)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from ._collectives import gather_objects
 from ._entries import Entry, entries
 from ._errors import explain
 from ._group import Group
+from ._replace import put_in_place
 from ._savers import group_of, meet
 from ._state import State
 from ._transfers import all_gather_into
@@ -72,22 +75,25 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
         layout = given.layout
         names = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
         tied = {name: kept for name, kept in names.items() if name != kept}
-        temporary = Path(f"{os.fspath(path)}.tmp")
         try:
-            save_file(tensors, temporary, {"format": "pt", **tied})
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            _write(Path(path), lambda temporary: save_file(tensors, temporary, {"format": "pt", **tied}))
         except OSError as error:
             failure = error
-        except Exception as error:
-            # The format's own errors: it reports a full disk as one.
-            failure = OSError(f"{os.fspath(path)} could not be written: {error}")
-        finally:
-            temporary.unlink(missing_ok=True)
     failure = gather_objects(failure, group)[0]
     if failure is not None:
         raise failure
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        shaky = put_in_place(path, write)
+    except OSError:
+        raise
+    except Exception as error:
+        # The format's own errors: it reports a full disk as one.
+        raise OSError(f"{path} could not be written: {error}") from error
+    if shaky is not None:
+        warnings.warn(f"{path} is in place, but may not survive a loss of power: {shaky}", stacklevel=3)
 
 
 def _gather(e: Entry, group: Group) -> Tensor:

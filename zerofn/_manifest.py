@@ -6,39 +6,77 @@ are those of the checkpoint before deleted. So a save that dies at any moment le
 Renaming a whole directory into place would not do: it cannot replace one that has files, and fails on a
 mount point and on most network file systems.
 
+From the replacement on (`Table.place`) nothing that the table names is deleted, whatever fails. What can be left
+behind are files that no table names; the next save removes them. Names are told apart by their form, and one
+that is not of it is never touched.
+
 Nothing here is pickled: whoever can write a pickle that is loaded can run code.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ._errors import explain
+from ._files import NotAFile, create, discard, open_regular, sync_directory
 
 NAME = "zerofn.json"
 FORMAT = "zerofn checkpoint"
-VERSION = 1
-DATA_FILE = re.compile(r"[0-9a-f]{12}_\d+_\d+\.distcp")
-PATIENCE = 300.0  # seconds that a save waits for another save, or for a load, in the same directory
+VERSION = 2  # 1 knew no buffers
+READABLE = (1, 2)
+DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
+TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
 
 
-def write(directory: Path, body: dict[str, Any]) -> None:
-    """Put a new table in the place of the old one, in one step."""
-    body = {"format": FORMAT, "version": VERSION, **body}
-    temporary = directory / f"{NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({**body, "checksum": _checksum(body)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directory)
-    os.replace(temporary, directory / NAME)
-    sync_directory(directory)
+class Table:
+    """A new table of contents on its way into its place.
+
+    Attributes:
+        placed: whether it is there: `None` while that cannot be told.
+    """
+
+    def __init__(self, directory: Path, token: str):
+        self.directory = directory
+        self.token = token
+        self.temporary = directory / f"{NAME}.{token}.tmp"
+        self.placed: bool | None = False
+
+    def write(self, body: dict[str, Any]) -> None:
+        """Under a name of its own, durably."""
+        body = {"format": FORMAT, "version": VERSION, **body}
+        with create(self.temporary) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            json.dump({**body, "checksum": _checksum(body)}, text, indent=1)
+            text.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.directory)
+
+    def place(self) -> None:
+        """In the place of the old one, in one step. This is the moment at which a save takes effect."""
+        # An interrupt may come when the system has replaced it and this function does not know yet.
+        self.placed = None
+        os.replace(self.temporary, self.directory / NAME)
+        self.placed = True
+
+    def withdraw(self) -> bool:
+        """After a failure: whether it is certain that the new table is not in place, and will not be."""
+        if self.placed is None:
+            # What can be taken away under its old name was not put in place, and what cannot, may have been.
+            try:
+                os.unlink(self.temporary)
+                self.placed = False
+            except OSError:
+                names = named(self.directory)
+                self.placed = None if names is None else any(name.startswith(self.token) for name in names)
+        elif not self.placed:
+            discard(self.temporary)
+        return self.placed is False
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -49,10 +87,11 @@ def read(directory: Path) -> dict[str, Any]:
         ValueError: it is damaged, or of another format version.
     """
     try:
-        text = (directory / NAME).read_text(encoding="utf-8")
+        with open_regular(directory / NAME) as file:
+            text = file.read().decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(_why_not(directory)) from None
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, NotAFile) as error:
         raise damaged(directory / NAME, str(error)) from None
     try:
         body = json.loads(text)
@@ -60,11 +99,11 @@ def read(directory: Path) -> dict[str, Any]:
         raise damaged(directory / NAME, str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
-    if body.get("version") != VERSION:
+    if body.get("version") not in READABLE:
         raise ValueError(
             explain(
                 f"the checkpoint in {directory} has format version {body.get('version')!r}",
-                f"this zerofn reads version {VERSION}; the file was written by zerofn {body.get('zerofn')}",
+                f"this zerofn reads versions {' and '.join(map(str, READABLE))}; the file was written by zerofn {body.get('zerofn')}",
                 f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have",
             )
         )
@@ -98,55 +137,24 @@ def _why_not(directory: Path) -> str:
     return explain(f"no checkpoint in {directory}", why, f"zf.save({str(directory)!r}, state) first")
 
 
-def remove_data(directory: Path, keep: set[str], prefix: str = "") -> None:
-    """Delete data files that no table names: of the save before, and of saves that died."""
-    for file in directory.iterdir():
-        if DATA_FILE.fullmatch(file.name) and file.name not in keep and file.name.startswith(prefix):
-            file.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names durable, where the system can (Windows cannot, and need not)."""
+def named(directory: Path) -> set[str] | None:
+    """The data files that the table in place names; `None` where none can be read, whatever the reason."""
     try:
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
+        return {chunk[2] for about in read(directory)["tensors"].values() for chunk in about["chunks"]}
+    except Exception:
+        return None
+
+
+def remove(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
+    """Remove files of saves, and give the reasons why some could not be.
+
+    Args:
+        directory: of the checkpoint.
+        which: whether to remove one, by its name. It is asked about names of the form that saves give.
+    """
     try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
-
-
-class Lock:
-    """One save at a time in a directory, and none while it is read; the system frees it when a process dies."""
-
-    def __init__(self, directory: Path, exclusive: bool):
-        self._handle: int | None = None
-        try:
-            import fcntl
-        except ImportError:
-            return
-        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        self._handle = os.open(directory, os.O_RDONLY)
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._handle, kind | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    self.close()
-                    raise TimeoutError(
-                        f"{directory} has been in use by another save or load for {PATIENCE:.0f} s. "
-                        "Save into a directory of its own, and from one process if the state is not sharded."
-                    ) from None
-                time.sleep(0.02)
-            except OSError:
-                return  # a file system without locks: one save at a time is then the caller's business
-
-    def close(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        files = [f for f in directory.iterdir() if DATA_FILE.fullmatch(f.name) or TEMPORARY.fullmatch(f.name)]
+    except OSError as error:
+        return [error]
+    failed = [discard(f) for f in files if which(f.name) and (f.is_symlink() or not f.is_dir())]
+    return [error for error in failed if error is not None]
