@@ -431,7 +431,7 @@ def test_another_format_version(saved):
     directory, state = saved
     body = json.loads((directory / "zerofn.json").read_text())
     (directory / "zerofn.json").write_text(json.dumps({**body, "version": 3, "zerofn": "9.1"}))
-    with pytest.raises(ValueError, match=r"format version 3[\s\S]*reads versions 1 and 2[\s\S]*zerofn==9.1"):
+    with pytest.raises(ValueError, match=r"format version 3[\s\S]*reads versions 1 to 2[\s\S]*zerofn==9.1"):
         zf.load(directory, like=state)
 
 
@@ -591,69 +591,6 @@ def test_an_interrupt_is_an_interrupt(saved, monkeypatch):
         zf.save(directory, state)
     monkeypatch.undo()
     assert files(directory) == before
-
-
-VICTIM = """
-import os, signal, sys, time
-import torch, zerofn as zf
-torch.set_num_threads(1)
-tx = zf.adamw(1e-2)
-
-def save(directory, n):
-    start = time.monotonic()
-    zf.save(directory, zf.init(tx, {f"w{i}": torch.full((3000,), float(n)) for i in range(12)}))
-    return time.monotonic() - start
-
-def victim(n, out):
-    while True:
-        n += 1
-        os.write(out, f"{n} {save(sys.argv[1], n)}\\n".encode())
-
-# An interpreter takes seconds to start, its first save another, the next ones milliseconds: so one that has
-# saved forks the victims.
-save(sys.argv[1] + ".other", 0)
-for line in sys.stdin:
-    n, when = line.split()
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        victim(int(n), write)
-    os.close(write)
-    with os.fdopen(read) as out:
-        first = out.readline()
-        time.sleep(float(when) * float(first.split()[1]))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        reports = [first, *out.read().splitlines()]
-    print(reports[-1].split()[0], flush=True)
-"""
-
-
-def test_kill_at_any_moment(tmp_path):
-    """The last complete checkpoint is there, whole, and no older than the last one that was reported."""
-    directory = tmp_path / "checkpoint"
-    like = zf.init(zf.adamw(1e-2), {f"w{i}": torch.zeros(3000) for i in range(12)})
-    generator = torch.Generator().manual_seed(0)
-    at, kills, died = 0, 20, 0
-    command = [sys.executable, "-c", VICTIM, str(directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for _ in range(kills):
-            # In units of the time that a save takes: in the middle of the second or the third.
-            process.stdin.write(f"{at} {1.5 * float(torch.rand((), generator=generator))}\n")
-            process.stdin.flush()
-            reported = int(process.stdout.readline())
-            died += len(files(directory)) > 2
-            state = zf.load(directory, like=like)
-            (value,) = {x for leaf in state.leaves.values() for x in leaf.unique().tolist()}
-            assert at < reported <= value <= reported + 1
-            at = int(value)
-        process.stdin.close()
-        assert process.wait(limit(30)) == 0
-    assert died > kills / 4  # with files half written
-    zf.save(directory, like)
-    assert len(files(directory)) == 2
 
 
 def locked(directory, exclusive):

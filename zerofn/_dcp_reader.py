@@ -131,5 +131,3 @@ def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]
         lock.release()
         lock.close()
     return reader.manifest
-
-

@@ -21,7 +21,9 @@ from ._manifest import Table
 # What is true of a directory after a save that failed.
 IN_PLACE = "the new checkpoint is in place"
 AS_IT_WAS = "a checkpoint that was there is as it was"
-UNKNOWN = "it cannot be told here whether the new checkpoint is in place or the one that was there; one of them is, whole"
+UNKNOWN = (
+    "it cannot be told here whether the new checkpoint is in place or the one that was there; one of them is, whole"
+)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -144,7 +146,8 @@ class _Writer(dcp.FileSystemWriter):
     def fate(self) -> str:
         """On the first rank after a failure: which checkpoint is there. Removes the files of one that is not."""
         if self.table.withdraw():
-            _manifest.remove(self.directory, lambda name: name.startswith(self.prefix))
+            old = self.old or set()
+            _manifest.remove(self.directory, lambda name: name.startswith(self.prefix) and name not in old)
             return AS_IT_WAS
         return IN_PLACE if self.table.placed else UNKNOWN
 
@@ -207,7 +210,7 @@ def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header:
 
 def _warn(directory: Path, errors: list[OSError]) -> None:
     warnings.warn(
-        f"zf.save({str(directory)!r}): {IN_PLACE}, but files of an older one are still there, which the next save tries "
-        f"again to remove: {errors[0]}",
+        f"zf.save({str(directory)!r}): {IN_PLACE}, but files of an older one are still there, which the next save "
+        f"tries again to remove: {errors[0]}",
         stacklevel=4,
     )

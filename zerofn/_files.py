@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BinaryIO:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
     try:
-        file = open(path, "rb", opener=opener)
+        file = open(path, "rb", opener=opener)  # noqa: SIM115
     except OSError as error:
         # A directory, and a socket.
         if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:

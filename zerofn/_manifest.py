@@ -30,7 +30,6 @@ from ._files import NotAFile, create, discard, open_regular, sync_directory
 NAME = "zerofn.json"
 FORMAT = "zerofn checkpoint"
 VERSION = 2  # 1 knew no buffers
-READABLE = (1, 2)
 DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
 TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
 
@@ -99,11 +98,11 @@ def read(directory: Path) -> dict[str, Any]:
         raise damaged(directory / NAME, str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
-    if body.get("version") not in READABLE:
+    if body.get("version") not in range(1, VERSION + 1):
         raise ValueError(
             explain(
                 f"the checkpoint in {directory} has format version {body.get('version')!r}",
-                f"this zerofn reads versions {' and '.join(map(str, READABLE))}; the file was written by zerofn {body.get('zerofn')}",
+                f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}",
                 f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have",
             )
         )
