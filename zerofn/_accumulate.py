@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_count, check_flag
+from ._arguments import check_count, check_flag, no_weight, weight_of
 from ._compat import is_wrapped
 from ._errors import explain
 from ._factory import transform
@@ -142,18 +142,12 @@ def _weight(ctx: Context) -> Any:
                 "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
             )
         )
-    weight = torch.as_tensor(ctx.weight, dtype=torch.float64)
+    weight = weight_of(ctx.weight)
     if concrete(weight):
         # Beside the counters, which are on the CPU.
         weight = weight.cpu()
-        if weight.ndim != 0 or not 0 <= float(weight) < float("inf"):
-            raise ValueError(
-                explain(
-                    f"weight={ctx.weight!r}",
-                    "a weight is one number, finite and not negative",
-                    "step(state, *batch, weight=number_of_tokens)",
-                )
-            )
+        if not 0 <= float(weight) < float("inf"):
+            raise no_weight(ctx.weight)
     return weight
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import weight_of
 from ._collectives import gather_objects
 from ._compat import is_wrapped
 from ._errors import bad_leaves, explain
@@ -71,7 +72,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
     groups = pipe.weighted_after
     if not groups or weight is None:
         return weight, None
-    own = torch.as_tensor(weight, dtype=torch.float64)
+    own = weight_of(weight)
     mean = mean_over(groups, own)
     return mean, own / mean if mean > 0 else torch.zeros_like(own)
 
@@ -81,7 +82,7 @@ def check_weight(pipe: Pipeline, weight: Any) -> None:
     groups = pipe.weighted_after
     if not groups or weight is None:
         return
-    own = torch.as_tensor(weight, dtype=torch.float64)
+    own = weight_of(weight)
     mean = mean_over(groups, own)
     if float(mean_over(groups, (own != mean).to(torch.float64))) > 0:
         raise ValueError(

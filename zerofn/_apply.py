@@ -40,6 +40,30 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
         raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
 
 
+def check_data(state: State, where: str) -> None:
+    """Refuse to train a state of meta tensors: its counters would go on, and there is nothing that could change."""
+    bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in state.leaves.items() if x.is_meta]
+    if bad:
+        right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
+        raise ValueError(bad_leaves(f"{where} of a state on the meta device", bad, right))
+
+
+def check_stored(pipe: Pipeline, stored: Tree) -> None:
+    """What a bound function is given has the shapes of what is stored."""
+    bad = []
+    for i, path, x in pipe.layout.match(stored, "these are not the stored parameters of this state", "state.params"):
+        shape = pipe.stored_shape(pipe.layout.leaves[i])
+        if not isinstance(x, Tensor):
+            bad.append((path, f"{type(x).__name__} is no tensor"))
+        elif tuple(x.shape) != tuple(shape):
+            bad.append((path, f"of shape {tuple(x.shape)}, stored in shape {tuple(shape)}"))
+    if bad:
+        right = "fn(state.params, *inputs), or tensors of those shapes; torch.func.vmap(fn) for a stack of them"
+        raise ValueError(
+            bad_leaves("a bound function was called with other parameters than it is bound to", bad, right)
+        )
+
+
 def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
     if reason := misshapen(g, shape):
         return reason

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._compat import is_wrapped
-from ._errors import explain
+from ._errors import explain, kind_of
 from ._types import Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -42,7 +42,7 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
         value = value.item()
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"{name} is a number, and {value!r} is a {type(value).__name__}"
+        return f"{name} is a number, and {value!r} is {kind_of(value)}"
     if not low <= value < high:
         return f"{name} must lie in [{low:g}, {high:g})"
     if value > LARGEST:
@@ -66,7 +66,7 @@ def _count(value: Any) -> int:
 def check_flag(function: str, name: str, value: Any) -> None:
     """Refuse what is no bool: any text is true, "no" as well."""
     if not isinstance(value, bool):
-        why = f"{name} is True or False, and {value!r} is a {type(value).__name__}"
+        why = f"{name} is True or False, and {value!r} is {kind_of(value)}"
         raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}=True)"))
 
 
@@ -85,6 +85,44 @@ def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype
                 f"{function}({name}={allowed[0]})",
             )
         )
+
+
+def check_function(where: str, fn: Any) -> None:
+    """Refuse what cannot be called before anything is computed, or kept for later."""
+    if not callable(fn):
+        why = f"the first argument is a function of parameters, and {fn!r} is {kind_of(fn)}"
+        raise TypeError(explain(f"{where}({fn!r}, tx, ...)", why, f"{where}(lambda params, *inputs: ..., tx, ...)"))
+
+
+def check_positional(where: str, keywords: dict[str, Any]) -> None:
+    """Refuse keywords where there are positions only: those of the user's function are not looked at."""
+    if keywords:
+        given = ", ".join(f"{name}=..." for name in keywords)
+        why = "what follows comes by position, and is handed on so"
+        raise TypeError(explain(f"{where}, {given})", why, f"{where}, {', '.join(keywords)})"))
+
+
+def weight_of(weight: Any) -> Tensor:
+    """The weight of a micro-batch in float64, on its device; an error for what is no number."""
+    x = plain(weight)
+    if isinstance(x, Tensor):
+        good = x.ndim == 0 and x.dtype != torch.bool and not x.is_complex()
+    else:
+        good = isinstance(x, int | float) and not isinstance(x, bool)
+    if not good:
+        raise no_weight(weight)
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
+def no_weight(weight: Any) -> ValueError:
+    """The error."""
+    return ValueError(
+        explain(
+            f"weight={weight!r}",
+            "a weight is one number, finite and not negative",
+            "step(state, *batch, weight=number_of_tokens)",
+        )
+    )
 
 
 def check_lr(function: str, lr: Any) -> None:

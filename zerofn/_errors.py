@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 # What people who come from optax, DeepSpeed, FSDP2 or the Hugging Face Trainer type first.
 SYNONYMS = {
@@ -45,6 +46,16 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
     """A message that lists every offending leaf with its path."""
     rows = "\n".join(f"  {path or '<root>'}: {reason}" for path, reason in leaves)
     return f"{what}\n{rows}\n  write: {right}"
+
+
+def kind_of(x: Any) -> str:
+    """What `x` is, with an article.
+
+    >>> kind_of(3), kind_of("3")
+    ('an int', 'a str')
+    """
+    name = type(x).__name__
+    return f"a{'n' * (name[0] in 'aeiou')} {name}"
 
 
 def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_flag, learning_rate, plain
-from ._errors import bad_leaves, explain, unknown_keyword
+from ._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ._tree import Layout, Leaves, apart, flatten
 from ._types import Context, Prepared, Role, Transform, TransformState
 
@@ -163,8 +163,7 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
 def _kind(x: Any, *others: Any) -> str | None:
     """What it is, if it is no dense tensor, and none of `others`."""
     if not isinstance(x, Tensor):
-        name = type(x).__name__
-        return None if x in others else f"a{'n' * (name[0] in 'aeiou')} {name}"
+        return None if x in others else kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
 
 

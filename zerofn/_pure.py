@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ._agree import agree_on_start, check_weight, shared_weight
-from ._apply import Metrics, apply, check_grads, check_vmap
-from ._arguments import check_flag
+from ._apply import Metrics, apply, check_data, check_grads, check_stored, check_vmap
+from ._arguments import check_flag, check_function, check_positional
 from ._blocks import settled
 from ._boundary import OnlyForth, enter, leave
 from ._compat import functorch_active
@@ -130,12 +130,14 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         state: its state; the loss scale is taken from it, the parameters are an argument.
 
     Returns:
-        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure. Its
+        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Its
         derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout.
 
     Raises:
-        ValueError: in a backward, on several ranks with `accumulate(weighted=True)` before the reduction: ranks
-            would be averaged without the weights that `zf.update` is given. `zf.vjp` leaves that to it.
+        TypeError: `fn` cannot be called, or inputs were given by keyword.
+        ValueError: called with parameters of other shapes; each is named. In a backward, on several ranks with
+            `accumulate(weighted=True)` before the reduction: ranks would be averaged without the weights that
+            `zf.update` is given. `zf.vjp` leaves that to it.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
@@ -144,6 +146,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     >>> torch.func.grad(loss)(state.params)
     {'w': tensor([ 3., 12.])}
     """
+    check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
     # All the way from storage: `pipe.views` begins at the resident form where the reduction is late.
@@ -156,7 +159,9 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         # Autograd may return one tensor for two places, which would look like one gradient given twice.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
-    def fn_stored(stored: Tree, *inputs: Tree) -> Any:
+    def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
+        check_positional("fn(stored", keywords)
+        check_stored(pipe, stored)
         params = state.layout.map_places(lambda leaf, x: see(leaf, x), stored)
         inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
         return _edges(leave, fn(params, *inputs), scale, pipe.cast.output_dtype)
@@ -186,6 +191,7 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
         times.
 
     Raises:
+        TypeError: `fn` cannot be called.
         ValueError: cotangents of another structure or shape than `out`.
         RuntimeError: inside `torch.inference_mode()`.
 
@@ -196,6 +202,7 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     >>> pullback(torch.ones(1))
     ({'w': tensor([3.])}, tensor([2.]))
     """
+    check_function("zf.vjp", fn)
     pipe = pipe_of(tx, state, "zf.vjp")
     check_recording("zf.vjp")
     out, pull = linearize(pipe, fn, state, inputs, keep=True)
@@ -223,9 +230,12 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
         and with `scale_loss` `loss_scale`, `skipped`, `skipped_steps`; where the step is not held also
         `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
 
+    New parameters are no functions of gradients to autograd: updates are written in place and fused, not recorded, so
+    a `backward` of what is computed from them ends at the state ("element 0 of tensors does not require grad").
+
     Raises:
-        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. Under
-            `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
+        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. A state of meta tensors.
+            Under `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.sgd(0.5)
@@ -235,6 +245,7 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
     ({'w': tensor([0.5000])}, True)
     """
     pipe = pipe_of(tx, state, "zf.update")
+    check_data(state, "zf.update")
     leaves = split_grads(state.layout, grads)
     check_grads(pipe, leaves, state.leaves)
     if not functorch_active():
@@ -256,8 +267,8 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             some members take must choose between old and new; an error there if the state is not batched.
 
     Returns:
-        The step. It takes `weight=` for `accumulate(weighted=True)`. Metrics are those of `zf.update`
-        and `loss`, unscaled.
+        The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
+        `zf.update` and `loss`, unscaled. As of `zf.update`, nothing that it returns can be differentiated.
 
     >>> import torch, zerofn as zf
     >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
@@ -267,16 +278,17 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
     >>> state.params["w"], float(metrics["loss"])
     (tensor([0.8750]), 0.0625)
     """
-    if not callable(loss_fn):
-        raise TypeError(f"make_step({loss_fn!r}, tx): the first argument is a function loss_fn(params, *batch).")
+    check_function("zf.make_step", loss_fn)
     check_flag("make_step", "donate", donate)
     resolved: dict[Layout, Pipeline] = {}
 
-    def step(state: State, *batch: Tree, weight: Any = None) -> tuple[State, Metrics]:
+    def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
+        check_positional("step(state", keywords)
         pipe = resolved.get(state.layout) if isinstance(state, State) else None
         if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
             pipe = resolved[state.layout] = pipe_of(tx, state, "step")
         check_recording("step")
+        check_data(state, "a step")
         check_vmap(pipe, weight, state, batch)
         aux: dict[str, Any] = {}
 

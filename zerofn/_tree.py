@@ -117,6 +117,8 @@ class Layout:
         """The entries of `tree` at the positions of this layout: (index of leaf, path, entry)."""
         try:
             entries = self.spec.flatten_up_to(tree)
+        except RecursionError as error:
+            raise _endless(tree, error) from error
         except (ValueError, TypeError) as error:
             raise ValueError(_structure_message(self, tree, what, right)) from error
         return [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
@@ -148,10 +150,11 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
 
 def tree_keys(tree: Tree) -> list[tuple[str, ...]]:
     """The keys on the way to every leaf."""
-    return [
-        tuple(_entry(e) for e in accessor)
-        for accessor in optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    ]
+    try:
+        accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
+    except RecursionError as error:
+        raise _endless(tree, error) from error
+    return [tuple(_entry(e) for e in accessor) for accessor in accessors]
 
 
 def tree_paths(tree: Tree) -> list[str]:
@@ -174,7 +177,32 @@ def _entry(entry: Any) -> str:
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """Leaves and structure; `None` is a leaf."""
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    except RecursionError as error:
+        raise _endless(tree, error) from error
+
+
+def _endless(tree: Tree, error: RecursionError) -> Exception:
+    found = _inside_itself(tree)
+    if found is None:
+        return error
+    why = "a tree is flattened to its leaves, of which there would be no end"
+    right = "containers of tensors, none of which lies inside itself"
+    return ValueError(explain(f"a tree that holds itself, at {'.'.join(found)}", why, right))
+
+
+def _inside_itself(tree: Tree) -> list[str] | None:
+    """The keys on the way to a container that holds one it lies in."""
+    # Ways down and the containers on them, instead of a recursion, which is what has failed.
+    ways: list[tuple[list[str], list[int], Any]] = [([], [], tree)]
+    while ways:
+        keys, above, node = ways.pop()
+        if id(node) in above:
+            return keys
+        below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+        ways += [([*keys, str(k)], [*above, id(node)], x) for k, x in below]
+    return None
 
 
 def unflatten(spec: Any, leaves: list[Any]) -> Tree:
@@ -184,7 +212,10 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
-    return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+    except RecursionError as error:
+        raise _endless(tree, error) from error
 
 
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
