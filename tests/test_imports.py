@@ -19,7 +19,7 @@ PUBLIC = [
     *("chain", "shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate"),
     *("clip_by_global_norm", "clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "masked"),
     *("partition", "ema", "schedules", "init", "make_step", "bind", "vjp", "update", "full_params", "attach"),
-    *("launch", "describe", "plan", "save", "load", "from_deepspeed"),
+    *("guest", "leafwise", "launch", "describe", "plan", "save", "load", "from_deepspeed"),
 ]
 
 
@@ -195,6 +195,8 @@ def test_public_signatures():
     low = ["lr", "betas", "eps", "weight_decay", "state_dtype", "rounding", "seed"]
     assert arguments(zf.low_precision_adam) == low
     assert arguments(zf.offload) == ["transform", "device"] and arguments(zf.masked) == ["transform", "mask"]
+    assert arguments(zf.leafwise) == ["function", "init", "optimizer", "needs"]
+    assert arguments(zf.guest) == ["transformation", "needs"]
     assert arguments(zf.partition) == ["transforms", "labels"] and arguments(zf.ema) == ["decay"]
     assert arguments(zf.init) == ["tx", "params"] and arguments(zf.make_step) == ["loss_fn", "tx", "donate"]
     assert arguments(zf.bind) == ["fn", "tx", "state"] and arguments(zf.vjp) == ["fn", "tx", "state", "inputs"]

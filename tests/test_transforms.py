@@ -59,20 +59,25 @@ def label(path):
     return "rest" if "bias" in path else "decay"
 
 
-@zf.leafwise
+@zf.leafwise(needs="element")
 def sign(grad, param, *, strength=1.0):
     return strength * grad.sign()
 
 
-@zf.leafwise(init=torch.zeros_like)
+@zf.leafwise(init=torch.zeros_like, needs="element")
 def smooth(grad, param, state, *, keep=0.9):
     state = keep * state + (1 - keep) * grad
     return state, state
 
 
-@zf.leafwise(optimizer=True)
+@zf.leafwise(optimizer=True, needs="element")
 def descend(grad, param, *, lr=0.1):
     return param - lr * grad
+
+
+@zf.leafwise
+def normalised(grad, param, *, eps=1e-6):
+    return grad / (grad.norm() + eps)
 
 
 GROUPS = {"decay": zf.adamw(0.1), "rest": zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(0.1, momentum=0.9))}
@@ -119,8 +124,10 @@ CASES = {
     "user's own": sign(strength=0.5),
     "user's own with state": smooth(keep=0.5),
     "user's own optimizer": descend(lr=0.5),
+    "user's own of whole leaves": normalised(eps=1e-3),
     "everything": FULL,
     "torchopt": torchopt.adam(0.1),
+    "guest": zf.guest(torchopt.adam(0.1), needs="element"),
 }
 
 

@@ -18,6 +18,7 @@ from ._checkpoint import save as save
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_by_value as clip_by_value
 from ._compose import chain as chain
+from ._compose import guest as guest
 from ._compose import masked as masked
 from ._compose import partition as partition
 from ._deepspeed import from_deepspeed as from_deepspeed

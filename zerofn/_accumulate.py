@@ -48,7 +48,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     check_count("accumulate", "every", every, "micro-batches")
     check_flag("accumulate", "weighted", weighted)
     if every == 1 and not weighted:
-        return Transform("accumulate", Role.ACCUMULATE, linear=True)
+        return Transform("accumulate", Role.ACCUMULATE, needs="element", linear=True)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
@@ -109,7 +109,15 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                 sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
-    return Transform("accumulate", Role.ACCUMULATE, linear=True, init_fn=init, prepare_fn=prepare, update_fn=update)
+    return Transform(
+        "accumulate",
+        Role.ACCUMULATE,
+        needs="element",
+        linear=True,
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+    )
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:

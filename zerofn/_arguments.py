@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._compat import is_wrapped
 from ._errors import explain, kind_of
-from ._types import Schedule
+from ._types import NEEDS, Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
@@ -165,3 +165,13 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> An
 
 def _name(value: Any) -> str:
     return getattr(value, "__name__", repr(value))
+
+
+def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -> None:
+    """Refuse what is no word for how much an update must see, or one that `function` cannot keep, for the reason."""
+    if needs in NEEDS and needs in allowed:
+        return
+    known = ", ".join(map(repr, NEEDS))
+    reason = why if needs in NEEDS else f"how much an update must see to be right is one of {known}"
+    right = " or ".join(f'{function}(needs="{word}")' for word in (allowed[0], allowed[-1]))
+    raise ValueError(explain(f"{function}(needs={needs!r})", reason, right))

@@ -40,9 +40,14 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
         return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state
 
-    reports = frozenset(["grad_norm"])
     return Transform(
-        "clip_by_global_norm", Role.GRADIENT, Scope.TREE, prepare_fn=prepare, update_fn=update, reports=reports
+        "clip_by_global_norm",
+        Role.GRADIENT,
+        Scope.TREE,
+        needs="number",
+        prepare_fn=prepare,
+        update_fn=update,
+        reports=frozenset(["grad_norm"]),
     )
 
 
@@ -59,4 +64,4 @@ def clip_by_value(max_value: float) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
         return {path: g.clamp(-max_value, max_value) for path, g in grads.items()}, state
 
-    return Transform("clip_by_value", Role.GRADIENT, update_fn=update)
+    return Transform("clip_by_value", Role.GRADIENT, needs="element", update_fn=update)

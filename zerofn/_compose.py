@@ -9,12 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ._arguments import check_needs
 from ._errors import bad_leaves, explain
 from ._factory import transform
 from ._order import check_order
 from ._run import finish, run
 from ._tree import Layout, Leaves, Tree, apart, prefix_values
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState
+from ._types import Context, Prepared, Role, Scope, Transform, TransformState, most, no_stage
 
 
 @runtime_checkable
@@ -65,6 +66,7 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
         Role.CHAIN,
         # Its state is one level deeper than that of its members, which only its own run can read.
         Scope.WHOLE,
+        most(p.needs for p in parts),
         init_fn=_ChainInit(tuple(parts)),
         update_fn=_ChainUpdate(tuple(parts)),
         parts=tuple(parts),
@@ -98,10 +100,16 @@ def as_transform(t: Any) -> Transform:
     """`t` itself, or a guest wrapped; a `TypeError` for anything else."""
     if isinstance(t, Transform):
         return t
+    _check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
+    return guest(t)
+
+
+def _check_guest(t: Any, where: str, right: str) -> None:
+    """A `TypeError` where it cannot be one; `where` has a place for it."""
     if isinstance(t, torch.optim.Optimizer):
         raise TypeError(
             explain(
-                f"chain(..., {type(t).__name__}(...))",
+                where.format(f"{type(t).__name__}(...)"),
                 "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
                 "chain(..., zf.adamw(lr=1e-3)), and zf.attach(model, tx) for something that looks like an optimizer",
             )
@@ -110,18 +118,49 @@ def as_transform(t: Any) -> Transform:
         hint = f"; call it: {t.__name__}(...)" if callable(t) and hasattr(t, "__name__") else ""
         raise TypeError(
             explain(
-                f"chain(..., {t!r}, ...)",
+                where.format(repr(t)),
                 f"{type(t).__name__} is no transform{hint}",
-                "a transform such as zf.adamw(lr=1e-3), or an object with init(params) and "
-                "update(updates, state, params)",
+                f"{right} with init(params) and update(updates, state, params)",
             )
         )
-    return guest(t)
 
 
 @transform
-def guest(transformation: GradientTransformation) -> Transform:
-    """A transformation of another library. Where it ends a chain that has no optimizer, its updates are added."""
+def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
+    """A transformation of another library, such as torchopt's. A chain takes one as it is too, as `guest(it)`.
+
+    It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns
+    is added to the parameters.
+
+    Args:
+        transformation: an object with `init(params)` and `update(updates, state, params)`.
+        needs: how much of the tree an update must see to be right. `"element"`: each element of what it returns
+            comes from the same element of gradient, parameter and state alone, as in Adam. Then under `shard` and
+            `reduce_scatter` it is handed flat pieces of leaves, some of them empty. Else (`"row"`, `"leaf"`, `"tree"`:
+            a norm, a trust ratio, a matrix product) it is refused there, where leaves are really cut: on more
+            than one rank. On one rank, and under `all_reduce` on any number, it is right.
+
+    Raises:
+        TypeError: no such object.
+        ValueError: `needs` is no such word. At an update, a leaf has no gradient, or an update not its shape.
+
+    >>> import torch, zerofn as zf
+    >>> class Descent:
+    ...     def init(self, params):
+    ...         return ()
+    ...     def update(self, updates, state, params=None):
+    ...         return {path: -0.5 * g for path, g in updates.items()}, state
+    >>> tx = zf.chain(zf.shard(), zf.guest(Descent(), needs="element"))
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
+    >>> state.params
+    {'w': tensor([-0.5000])}
+    """
+    if isinstance(transformation, Transform):
+        why, right = "it is a transform of this library already", f"chain(..., {transformation.name}(...), ...)"
+        raise TypeError(explain(f"guest({transformation.name}(...))", why, right))
+    _check_guest(transformation, "guest({})", "an object")
+    alone = "a number of the whole tree that it takes itself is one of this rank's pieces"
+    check_needs("guest", needs, ("element", "row", "leaf", "tree"), alone)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
@@ -145,7 +184,7 @@ def guest(transformation: GradientTransformation) -> Transform:
         # It may keep what it was given, and that is written in place.
         return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
-    return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, init_fn=init, update_fn=update)
+    return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, needs, init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
@@ -261,14 +300,14 @@ def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]
 def _inside(t: Transform, where: str) -> Transform:
     """What may be nested: no view, and nothing that holds a part of the tree back."""
     for part in t.parts or (t,):
+        why = None
         if part.role not in (Role.GRADIENT, Role.OPTIMIZER, Role.AFTER):
-            raise ValueError(
-                explain(
-                    f"{where}({part.name}(...), ...)",
-                    f"{part.name} concerns the whole tree ({part.role.value}); on a part of it the step has no meaning",
-                    f"chain({part.name}(...), {where}(...))",
-                )
-            )
+            why = f"concerns the whole tree ({part.role.value}); on a part of it the step has no meaning"
+        elif part.stage_fn is not no_stage:
+            why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"
+        if why:
+            wrong, right = f"{where}({part.name}(...), ...)", f"chain({part.name}(...), {where}(...))"
+            raise ValueError(explain(wrong, f"{part.name} {why}", right))
     return chain(*complete(t.parts)) if t.role is Role.CHAIN else t
 
 
@@ -317,6 +356,7 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         # A member that looks at its whole group cannot be run bucket by bucket; nor can the state of
         # a nested transform be cut by path, which only the member knows how to read.
         Scope.WHOLE,
+        most(t.needs for t in members.values()),
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

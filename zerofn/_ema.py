@@ -48,4 +48,4 @@ def ema(decay: float) -> Transform:
             averages[path] = lerp(average, x.to(average.dtype), 1 - decay)
         return params, {"average": averages}
 
-    return Transform("ema", Role.AFTER, init_fn=init, update_fn=update)
+    return Transform("ema", Role.AFTER, needs="element", init_fn=init, update_fn=update)

@@ -125,9 +125,16 @@ def over_ranks(state: State, shards: Group, rank: int) -> State:
         shards: the ranks that share a leaf.
         rank: this one among all that hold the state.
     """
-    cut = {i: e for i, e in enumerate(entries(state)) if e.offset is not None}
+    found = entries(state)
+    cut = {i: e for i, e in enumerate(found) if e.offset is not None}
     whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards)
     position = count()
     out = rebuild(state, lambda e: whole.get(next(position), e.value))
-    apart = {owner: {f"rank{rank}": out.transforms[owner]} for owner in state.layout.placement.apart}
+    own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
+    apart = {o: {f"rank{rank}": x} for o, x in out.transforms.items() if o in own or o in state.layout.placement.apart}
     return replace(out, transforms={**out.transforms, **apart})
+
+
+def of_nobody(e: Entry) -> bool:
+    """Whether it may be of pieces of leaves, and nobody can tell of which, as in the lists other libraries keep."""
+    return not e.of_leaf and isinstance(e.value, Tensor) and e.value.ndim > 0

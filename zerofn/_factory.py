@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from ._arguments import check_flag, learning_rate, plain
+from ._arguments import check_flag, check_needs, learning_rate, plain
 from ._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ._tree import Layout, Leaves, apart, flatten
 from ._types import Context, Prepared, Role, Transform, TransformState
@@ -39,27 +39,43 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
 
 
 def leafwise(
-    function: Callable | None = None, *, init: Callable[[Tensor], Tensor] | None = None, optimizer: bool = False
+    function: Callable | None = None,
+    *,
+    init: Callable[[Tensor], Tensor] | None = None,
+    optimizer: bool = False,
+    needs: str = "leaf",
 ) -> Callable[..., Any]:
     """Make a transform of one's own from a function on one tensor.
 
     The function takes `(grad, param)` and returns the new gradient; with `init`, which gives a leaf's
     state from its parameter, it takes `(grad, param, state)` and returns `(grad, state)`. All
-    tensors have the stored shape of the leaf (a flat shard when the pipeline shards), and so have the
-    gradient and parameter that it returns. Keyword-only arguments become the transform's own. With
-    `optimizer=True` it returns the new *parameter*, which is stored in the dtype it had. It must write none of
-    its arguments; it may keep them: a state that is the gradient or the parameter itself is copied.
+    tensors have the stored shape of the leaf, and so have the gradient and parameter that it returns.
+    Keyword-only arguments become the transform's own. It must write none of its arguments; it may keep them: a state
+    that is the gradient or the parameter itself is copied.
+
+    Args:
+        function: of tensors of one leaf; left out where `leafwise` is a decorator with arguments.
+        init: a leaf's first state from its parameter.
+        optimizer: the function returns the new *parameter*, which is stored in the dtype it had.
+        needs: how much of a leaf an update must see to be right. `"element"`: each element of what is returned comes
+            from the same element of gradient, parameter and state alone. Then under `shard` and `reduce_scatter`
+            it is handed flat pieces of leaves, of shape `(n,)` and some of them empty. `"leaf"`: a norm, a
+            mean, a sort, a matrix product, the shape or the place in the leaf matters. Then it is refused under
+            `shard` and `reduce_scatter` by `zf.init`, `zf.attach` and `zf.plan` where leaves are really cut, that is on
+            more than one rank; on one rank, and under `all_reduce` on any number, it is right.
+            `"row"`, which only looks along the dimensions behind the first, is refused there too, since
+            leaves are cut in the middle of rows. `zerofn.testing.check_transform` finds one that says too little.
 
     A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
     it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it.
 
     Raises:
         TypeError: the function, or `init`, is none.
-        ValueError: at a step, what the function returned is no real tensor of the leaf's shape and device, or its
-            state has other shapes or dtypes than `init` gave it; names the leaves.
+        ValueError: `needs` is no such word; at a step, what the function returned is no real tensor of the leaf's shape
+            and device, or its state has other shapes or dtypes than `init` gave it; names the leaves.
 
     >>> import torch, zerofn as zf
-    >>> @zf.leafwise
+    >>> @zf.leafwise(needs="element")
     ... def sign(grad, param, *, strength=1.0):
     ...     return strength * grad.sign()
     >>> tx = zf.chain(sign(strength=2.0), zf.sgd(lr=0.5))
@@ -78,8 +94,9 @@ def leafwise(
         if given is not None and not callable(given):
             why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
             raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
+    check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
     if function is None:
-        return functools.partial(leafwise, init=init, optimizer=optimizer)
+        return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
     fn = function
     options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
@@ -136,7 +153,14 @@ def leafwise(
 
         role = Role.OPTIMIZER if optimizer else Role.GRADIENT
         return Transform(
-            fn.__name__, role, init_fn=init_leaves, prepare_fn=prepare, update_fn=update, factory=build, config=config
+            fn.__name__,
+            role,
+            needs=needs,
+            init_fn=init_leaves,
+            prepare_fn=prepare,
+            update_fn=update,
+            factory=build,
+            config=config,
         )
 
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]

@@ -156,7 +156,7 @@ def scale_loss(
             "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
         }
 
-    return Transform("scale_loss", Role.SCALE, Scope.TREE, init_fn=init, prepare_fn=prepare)
+    return Transform("scale_loss", Role.SCALE, Scope.TREE, needs="number", init_fn=init, prepare_fn=prepare)
 
 
 def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:

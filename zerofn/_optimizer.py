@@ -52,7 +52,7 @@ class Group:
 
 
 def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Callable[[Group], None]) -> Transform:
-    """An optimizer from its arithmetic on lists of tensors.
+    """An elementwise optimizer from its arithmetic on lists of tensors.
 
     State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
     without a gradient is left alone, as in torch.optim, and its bias correction must not move; and one
@@ -62,7 +62,8 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
         name: the transform's name.
         lr: a number, or a function of the step.
         slots: how each per-leaf state tensor starts, from the parameter.
-        update_group: the arithmetic, in place on parameters and slots that it may write.
+        update_group: the arithmetic, in place on parameters and slots that it may write; each element from its own
+            elements, its leaf's path and its place in the leaf alone.
     """
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
@@ -96,7 +97,7 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
             )
         return new, own
 
-    return Transform(name, Role.OPTIMIZER, init_fn=init, prepare_fn=prepare, update_fn=update)
+    return Transform(name, Role.OPTIMIZER, needs="element", init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
 def _next(counts: list[Tensor]) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ._errors import explain
-from ._types import Role, Transform
+from ._types import OF_PIECES, Role, Transform
 
 LAYOUT = {Role.SHARD, Role.SCATTER, Role.REDUCE}
 VIEWS = LAYOUT | {Role.CAST, Role.SCALE}
@@ -97,3 +97,36 @@ def check_complete(parts: Sequence[Transform], where: str) -> None:
                 f"zf.chain({'..., ' if parts else ''}zf.adamw(lr=1e-3))",
             )
         )
+
+
+WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
+
+
+def check_pieces(parts: Sequence[Transform], ranks: int, where: str) -> None:
+    """Where leaves are cut over ranks, refuse what must see more than a piece of them. On one rank nothing is cut."""
+    found = [entry for part in parts for entry in _more_than_pieces(part, "")] if ranks > 1 else []
+    if not found:
+        return
+    cut = next(p.name for p in parts if p.role in (Role.SHARD, Role.SCATTER))
+    told = ", ".join(f"{name} needs {WHOLE[t.needs]} (needs={t.needs!r})" for name, t in found)
+    raise ValueError(
+        explain(
+            f"{where} with chain({', '.join(p.name for p in parts)}) and leaves cut over {ranks} ranks",
+            f"{told}, and under {cut} each rank has one flat piece of every leaf: a norm, a mean, a sort, a matrix "
+            "product or the shape of a piece is another one, and the update would be wrong without a word",
+            'zf.leafwise(needs="element") or zf.guest(transformation, needs="element") where it is made, if each '
+            "element of the update comes from the same element of gradient, parameter and state alone;\n"
+            f"zf.all_reduce() in place of {cut} if not: data parallel, nothing is cut. (A later version is to run "
+            "whole leaves at one rank each.)",
+        )
+    )
+
+
+def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transform]]:
+    """The transforms that say so, each with the one in the chain that it stands in."""
+    if t.needs in OF_PIECES:
+        return
+    name = f"{t.name} in {inside}" if inside and inside != t.name else t.name
+    deeper = [entry for part in t.parts for entry in _more_than_pieces(part, inside or t.name)]
+    # What holds others may need more than all of them.
+    yield from deeper or [(name, t)]

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ._boundary import LeafView, over
 from ._compose import as_transform, complete
+from ._errors import explain
 from ._group import Group
 from ._norms import squared_norm
-from ._order import check_complete
+from ._order import check_complete, check_pieces
 from ._precision import Cast, cast_of
 from ._shard import Averaging, Like, Sharding, like_after, pull_all, view_all
 from ._transfers import all_reduce_
@@ -35,7 +36,7 @@ def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Cont
 
 # Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
 # A name with a dot is one that no transform of a user's can have.
-GRAD_NORM = Transform(".grad_norm", Role.GRADIENT, Scope.TREE, prepare_fn=_report_norm)
+GRAD_NORM = Transform(".grad_norm", Role.GRADIENT, Scope.TREE, needs="number", prepare_fn=_report_norm)
 
 
 @dataclass(frozen=True)
@@ -294,20 +295,39 @@ def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
     check_complete(parts, where)
     cast = cast_of(parts, layout)
     stages: list[Stage] = []
-    roles: list[Role] = []
+    placed: list[Transform] = []
     for part in parts:
         stage = part.stage_fn(layout)
         if isinstance(stage, Sharding | Averaging):
             stage = None if stage.group.size == 1 else replace(stage, reduce_dtype=cast.reduce_dtype)
         if stage is not None:
             stages.append(stage)
-            roles.append(part.role)
+            placed.append(part)
     reduces = (Role.SCATTER, Role.REDUCE)
-    cut = next((i for i, role in enumerate(roles) if role in reduces), len(stages))
+    cut = next((i for i, part in enumerate(placed) if part.role in reduces), len(stages))
     ahead = parts[: next((i for i, p in enumerate(parts) if p.role in reduces), 0)]
     late = cut < len(stages) and any(p.role is Role.ACCUMULATE and not idle(p) for p in ahead)
     layout = replace(layout, placement=_placement(parts, stages, late))
+    check_pieces(parts, layout.placement.size, where)
+    # Of views that are no part of this library only the pure route knows, where it gathers and reduces at once.
+    if where == "zf.attach" or late or any(p.role is Role.SHARD for p in placed):
+        _check_views(placed, stages, where)
     return Pipeline(tx, layout, parts, tuple(stages), cut, late)
+
+
+def _check_views(parts: Sequence[Transform], stages: Sequence[Stage], where: str) -> None:
+    """Refuse views of others where something moves over ranks: it would pass them by."""
+    foreign = [p.name for p, s in zip(parts, stages, strict=True) if not isinstance(s, Sharding | Averaging | Cast)]
+    moved = [p.name for p, s in zip(parts, stages, strict=True) if isinstance(s, Sharding | Averaging)]
+    if foreign and moved:
+        raise ValueError(
+            explain(
+                f"{where} with chain({', '.join(p.name for p in parts)}) on several ranks",
+                f"{', '.join(foreign)} has a view half of its own, between what is stored and what the model sees, and "
+                f"what {', '.join(moved)} sends over ranks would go past it: the update would be wrong without a word",
+                "that map in the model itself (torch.nn.utils.parametrize), or in loss_fn; or one process",
+            )
+        )
 
 
 def idle(part: Transform) -> bool:

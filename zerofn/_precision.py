@@ -97,7 +97,7 @@ def precision(
     cast = Cast(param_dtype, store_dtype, grad_dtype, reduce_dtype, output_dtype)
     for f in fields(cast):
         check_dtype("precision", f.name, getattr(cast, f.name), FLOATS)
-    return Transform("precision", Role.CAST, linear=True, stage_fn=lambda layout: cast)
+    return Transform("precision", Role.CAST, needs="element", linear=True, stage_fn=lambda layout: cast)
 
 
 def cast_of(parts: tuple[Transform, ...], layout: Layout) -> Cast:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._collectives import gather_objects, world
-from ._entries import entries
+from ._entries import entries, of_nobody
 from ._errors import bad_leaves, explain
 from ._group import Group
 from ._groups import connected, world_group
@@ -65,17 +65,23 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
 
 
 def check_replicas(state: State, group: Group) -> None:
-    """What every rank has whole is written once, so it must be the same: looked at where that is cheap."""
+    """What every rank has whole is written once, so it must be the same: looked at where that is cheap.
+
+    And where leaves are cut, what may be pieces of them under names of another library's.
+    """
     if group.size == 1:
         return
-    small = {
-        e.key: zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes())
+    placement = state.layout.placement
+    looked_at = {
+        e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
         for e in entries(state)
-        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in state.layout.placement.apart
-        if 0 < e.value.numel() <= SMALL
+        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
+        if 0 < e.value.numel() <= SMALL or (placement.size > 1 and of_nobody(e))
     }
-    answers = gather_objects(small, group)
-    bad = [(key, "differs between ranks") for key in small if len({a.get(key) for a in answers}) > 1]
+    answers = gather_objects(looked_at, group)
+    bad = [(key, "differs between ranks") for key in looked_at if len({a.get(key) for a in answers}) > 1]
     if bad:
         right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
+        if placement.size > 1:
+            right += ";\nof a guest, which names pieces at will, by torch.distributed.checkpoint of opt.state_dict()"
         raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))

@@ -332,7 +332,7 @@ def shard(mesh: Any = None) -> Transform:
     >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
     (torch.Size([2, 2]), torch.Size([2, 2]))
     """
-    return Transform("shard", Role.SHARD, linear=True, stage_fn=OverRanks("shard", mesh, Sharding))
+    return Transform("shard", Role.SHARD, needs="element", linear=True, stage_fn=OverRanks("shard", mesh, Sharding))
 
 
 @transform
@@ -350,7 +350,13 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
     reduce_scatter(mesh=None)
     """
-    return Transform("reduce_scatter", Role.SCATTER, linear=True, stage_fn=OverRanks("reduce_scatter", mesh, Sharding))
+    return Transform(
+        "reduce_scatter",
+        Role.SCATTER,
+        needs="element",
+        linear=True,
+        stage_fn=OverRanks("reduce_scatter", mesh, Sharding),
+    )
 
 
 @transform
@@ -367,7 +373,9 @@ def all_reduce(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
     all_reduce(mesh=None)
     """
-    return Transform("all_reduce", Role.REDUCE, linear=True, stage_fn=OverRanks("all_reduce", mesh, Averaging))
+    return Transform(
+        "all_reduce", Role.REDUCE, needs="element", linear=True, stage_fn=OverRanks("all_reduce", mesh, Averaging)
+    )
 
 
 class OverRanks:

@@ -7,7 +7,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -46,6 +46,24 @@ class Scope(Enum):
     LEAF = "each leaf alone"
     TREE = "one look at the whole tree, then each leaf alone"
     WHOLE = "the whole tree"
+
+
+# How much an update must see to be right, from least to most: an element; an element and a number of the whole tree
+# that is reduced over ranks (a norm, an overflow); a row of the first dimension; a leaf; the tree. `Scope` says how
+# much the executor hands over at once on one rank, and this what of it a rank must have whole.
+NEEDS = ("element", "number", "row", "leaf", "tree")
+
+# What is right where leaves are cut over ranks, flat, in consecutive ranges.
+OF_PIECES = ("element", "number")
+
+
+def most(needs: Iterable[str]) -> str:
+    """What a transform needs that holds others with these needs.
+
+    >>> most(["element", "leaf", "number"]), most([])
+    ('leaf', 'element')
+    """
+    return max(needs, key=NEEDS.index, default="element")
 
 
 class Stage(Protocol):
@@ -210,6 +228,8 @@ class Transform:
         name: unique in a chain; the key of its state.
         role: what the rules of order need to know.
         scope: how much of the tree the update must see at once.
+        needs: how much an update must see to be right, one of `NEEDS`. What is not in `OF_PIECES` is refused where
+            leaves are cut, so one that says nothing is never handed a piece.
         linear: whether the update is linear in the gradient, so that it may run on every backward.
         parts: the members of a chain, or the one that is wrapped.
         members_fn: of a transform that hands different leaves to different members: prefix of the
@@ -222,6 +242,7 @@ class Transform:
     name: str
     role: Role
     scope: Scope = Scope.LEAF
+    needs: str = "tree"
     linear: bool = False
     init_fn: Callable[[Leaves, Layout], TransformState] = no_state
     prepare_fn: Callable[..., Prepared] = nothing_to_prepare

@@ -335,7 +335,8 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
     held = [zf.accumulate(every)] if every > 1 else [P.hold()] if stage == 1 else []
     late = [zf.reduce_scatter()] if stage == 1 else []
     last = zf.low_precision_adam(1e-3, rounding="stochastic") if precision == "bf16" else zf.sgd(LR)
-    return zf.chain(*first, *cast, *held, *late, Transform("show", Role.GRADIENT, update_fn=show), last)
+    shown = Transform("show", Role.GRADIENT, needs="element", update_fn=show)
+    return zf.chain(*first, *cast, *held, *late, shown, last)
 
 
 def parameters(models: list[nn.Module]) -> list[dict[str, Tensor]]:

@@ -1,0 +1,393 @@
+"""Where leaves are cut over ranks, transforms that must see whole ones are refused, and elementwise ones are right.
+
+The reference is plain torch in float64 and one process, on the data of all ranks.
+"""
+
+import functools
+
+import pytest
+import torch
+import torchopt
+from time_limits import limit
+from torch import nn
+from torch.func import functional_call
+
+import zerofn as zf
+from zerofn._types import Role, Transform
+
+SIZE = 2
+STEPS = 4
+F64 = torch.float64
+FRONTS = {
+    "none": lambda: (),
+    "all_reduce": lambda: (zf.all_reduce(),),
+    "accumulate, all_reduce": lambda: (zf.accumulate(2), zf.all_reduce()),
+    "reduce_scatter": lambda: (zf.reduce_scatter(),),
+    "reduce_scatter, accumulate": lambda: (zf.reduce_scatter(), zf.accumulate(2)),
+    "accumulate, reduce_scatter": lambda: (zf.accumulate(2), zf.reduce_scatter()),
+    "shard": lambda: (zf.shard(),),
+    "shard, accumulate": lambda: (zf.shard(), zf.accumulate(2)),
+}
+CUT = [name for name in FRONTS if "shard" in name or "scatter" in name]
+
+
+# ---- transforms, each with its formula on whole tensors ----
+
+
+def lion_formula(grad, param, state):
+    return (0.9 * state + 0.1 * grad).sign() * 0.01 + 0.05 * param, 0.99 * state + 0.01 * grad
+
+
+def muon_formula(grad, param, state):
+    state = 0.9 * state + grad
+    if grad.ndim != 2:
+        return 0.1 * state, state
+    x = state / (state.norm() + 1e-7)
+    x = 1.5 * x - 0.5 * (x @ x.mT @ x)
+    return 0.1 * x, state
+
+
+def lars_formula(grad, param, state):
+    return 0.1 * grad * param.norm() / (grad.norm() + 1e-6), state
+
+
+lion = zf.leafwise(lion_formula, init=torch.zeros_like, needs="element")
+muon = zf.leafwise(muon_formula, init=torch.zeros_like)
+lars = zf.leafwise(lars_formula, init=torch.zeros_like)
+
+
+@zf.leafwise(optimizer=True, needs="element")
+def descent(grad, param, *, lr):
+    return param - lr * grad
+
+
+def every_step(formula):
+    """Plain torch: a step on whole tensors by path."""
+
+    def step(params, grads, states):
+        for path, p in params.items():
+            update, states[path] = formula(grads[path], p, states.get(path, torch.zeros_like(p)))
+            p -= update
+
+    return step
+
+
+def by_torchopt(transformation):
+    def step(params, grads, states):
+        kept = {k: p.clone() for k, p in params.items()}
+        if not states:
+            # Its momentum remembers in the object itself whether it has been called.
+            states["of"] = transformation()
+            states["all"] = states["of"].init(kept)
+        updates, states["all"] = states["of"].update(grads, states["all"], params=kept, inplace=False)
+        for path, p in params.items():
+            p += updates[path]
+
+    return step
+
+
+def adam():
+    return torchopt.adam(0.05)
+
+
+def clipped():
+    return torchopt.chain(torchopt.clip.clip_grad_norm(0.1), torchopt.sgd(0.5, momentum=0.9))
+
+
+ELEMENTWISE = {
+    "leafwise": (lambda: (lion(), zf.sgd(1.0)), every_step(lion_formula)),
+    "leafwise optimizer": (lambda: (descent(lr=0.3),), every_step(lambda g, p, s: (0.3 * g, s))),
+    "in offload": (lambda: (zf.offload(lion()), zf.sgd(1.0)), every_step(lion_formula)),
+    "in masked": (lambda: (zf.masked(lion(), lambda path: True), zf.sgd(1.0)), every_step(lion_formula)),
+    "guest": (lambda: (zf.guest(adam(), needs="element"),), by_torchopt(adam)),
+    "guest in offload": (lambda: (zf.offload(zf.guest(adam(), needs="element")),), by_torchopt(adam)),
+}
+OF_LEAVES = {
+    "muon": (lambda: (muon(), zf.sgd(1.0)), every_step(muon_formula)),
+    "lars": (lambda: (lars(), zf.sgd(1.0)), every_step(lars_formula)),
+    "guest": (lambda: (clipped(),), by_torchopt(clipped)),
+}
+# Nested; what is named in the message.
+NESTED = {
+    "offload": (lambda: (zf.offload(muon()), zf.sgd(1.0)), "muon_formula needs whole leaves"),
+    "masked": (lambda: (zf.masked(lars(), lambda path: "0" in path), zf.sgd(1.0)), "lars_formula in masked needs"),
+    "partition": (
+        lambda: (zf.partition({"a": zf.chain(muon(), zf.sgd(1.0)), "b": zf.adamw(0.1)}, lambda p: "ab"["bias" in p]),),
+        "muon_formula in partition needs whole leaves (needs='leaf')",
+    ),
+    "offload of masked": (
+        lambda: (zf.offload(zf.masked(clipped(), lambda path: True)), zf.sgd(1.0)),
+        "ChainedGradientTransformation in masked needs the whole tree (needs='tree')",
+    ),
+    "row": (
+        lambda: (zf.leafwise(lars_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
+        "lars_formula needs whole rows (needs='row')",
+    ),
+    "two": (
+        lambda: (muon(), lars(), zf.sgd(1.0)),
+        "muon_formula needs whole leaves (needs='leaf'), lars_formula needs",
+    ),
+    "built by hand": (
+        lambda: (Transform("by_hand", Role.GRADIENT), zf.sgd(1.0)),
+        "by_hand needs the whole tree (needs='tree')",
+    ),
+}
+
+
+# ---- a model whose leaves are cut unevenly, and some not at all ----
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3)])
+        self.gain = nn.Parameter(torch.tensor(0.8))
+        self.to(F64)
+
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x))) * self.gain
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 5, generator=generator, dtype=F64), torch.randn(6, 3, generator=generator, dtype=F64)
+
+
+def loss_of(model, params, rank, step):
+    x, y = batch(rank, step)
+    return ((functional_call(model, params, (x,)) - y) ** 2).mean()
+
+
+def rank_of():
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train(front, parts, route, ranks=None, steps=STEPS):
+    """The parameters after some micro-steps. `ranks` are those whose data this process has; by default its own."""
+    model, tx = Net(), zf.chain(*FRONTS[front](), *parts())
+    ranks = [rank_of()] if ranks is None else ranks
+    if route != "pure":
+        opt = zf.attach(model, tx, in_backward=route == "in backward")
+        for step in range(steps):
+            loss = sum(((model(x) - y) ** 2).mean() for x, y in (batch(r, step) for r in ranks)) / len(ranks)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return {n: p.detach().clone() for n, p in opt.detach().named_parameters()}
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    state = zf.init(tx, params)
+    step_fn = zf.make_step(lambda p, step: sum(loss_of(model, p, r, int(step)) for r in ranks) / len(ranks), tx)
+    for step in range(steps):
+        state, _ = step_fn(state, torch.tensor(step))
+    return {n: x.clone() for n, x in zf.full_params(tx, state).items()}
+
+
+@functools.cache
+def reference(kind, name, every):
+    """Plain torch: whole leaves, the mean over all ranks and micro-steps of a window."""
+    model, step_on = Net(), kind[name][1]
+    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    start, states, window = {n: p.clone() for n, p in params.items()}, {}, []
+    for step in range(STEPS):
+        leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+        loss = sum(loss_of(model, leaves, rank, step) for rank in range(SIZE)) / SIZE
+        window.append(dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+        if len(window) == every:
+            step_on(params, {n: sum(g[n] for g in window) / every for n in params}, states)
+            window = []
+    assert all((params[n] - start[n]).abs().max() > 1e-3 for n in params), "the reference did not train"
+    return params
+
+
+class Table(dict):
+    """Hashable, for the cache."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+ELEMENTWISE, OF_LEAVES = Table(ELEMENTWISE), Table(OF_LEAVES)
+
+
+def every_of(front):
+    return 2 if "accumulate" in front else 1
+
+
+def everything():
+    """On a rank: what trains by every layout and route, and the messages of what does not."""
+    out, refused = {}, {}
+    for front in FRONTS:
+        for name, (parts, _) in ELEMENTWISE.items():
+            if front == "none" or (" in " in f" {name}" and front not in ("shard", "accumulate, reduce_scatter")):
+                continue
+            for route in ("eager", "pure", *(["in backward"] if route_in_backward(front, name) else [])):
+                out["element", front, name, route] = train(front, parts, route)
+        for name, (parts, _) in OF_LEAVES.items() if front != "none" else ():
+            for route in ("eager", "pure"):
+                if front not in CUT:
+                    out["leaf", front, name, route] = train(front, parts, route)
+                    continue
+                refused[front, name, route] = message(lambda f=front, p=parts, r=route: train(f, p, r))
+    for name, (parts, _) in NESTED.items():
+        for front in ("shard", "accumulate, reduce_scatter"):
+            for route in ("eager", "pure"):
+                refused[front, name, route] = message(lambda f=front, p=parts, r=route: train(f, p, r))
+    return out, refused
+
+
+def route_in_backward(front, name):
+    return "accumulate" not in front and name in ("leafwise", "leafwise optimizer", "in masked")
+
+
+def message(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return zf.launch(everything, SIZE, timeout=limit(90))
+
+
+def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
+    wrong = []
+    for rank, (found, _) in enumerate(ranks):
+        assert found
+        for (kind, front, name, route), got in found.items():
+            want = reference(ELEMENTWISE if kind == "element" else OF_LEAVES, name, every_of(front))
+            # Float64; a sum over ranks in another order.
+            worst = max(float((got[n] - want[n]).abs().max()) for n in want)
+            if not worst < 1e-10:
+                wrong.append((rank, kind, front, name, route, worst))
+    assert not wrong
+
+
+def test_what_must_see_more_is_refused_by_name(ranks):
+    for _, refused in ranks:
+        assert len(refused) == len(CUT) * len(OF_LEAVES) * 2 + len(NESTED) * 4
+        for (front, name, route), text in refused.items():
+            assert text.startswith("zf.attach with" if route == "eager" else "zf.init with"), (front, name, route, text)
+            assert f"leaves cut over {SIZE} ranks\n  why:   " in text
+            if name in NESTED and name not in OF_LEAVES:
+                assert NESTED[name][1] in text
+            assert 'zf.leafwise(needs="element") or zf.guest(transformation, needs="element")' in text
+            cut = "shard" if "shard" in front else "reduce_scatter"
+            assert f"under {cut} each rank has one flat piece" in text and f"zf.all_reduce() in place of {cut}" in text
+
+
+@pytest.mark.parametrize("route", ["eager", "pure"])
+@pytest.mark.parametrize("front", list(FRONTS))
+@pytest.mark.parametrize("name", list(OF_LEAVES))
+def test_on_one_process_nothing_is_cut_and_all_is_right(name, front, route):
+    got, want = train(front, OF_LEAVES[name][0], route, range(SIZE)), reference(OF_LEAVES, name, every_of(front))
+    for path, x in want.items():
+        torch.testing.assert_close(got[path], x, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("front", CUT)
+@pytest.mark.parametrize("name", list(OF_LEAVES))
+def test_a_plan_refuses_what_ranks_would(name, front):
+    tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
+    zf.plan(tx, Net(), world_size=1)
+    with pytest.raises(ValueError, match=r"zf.plan with .* and leaves cut over 4 ranks"):
+        zf.plan(tx, Net(), world_size=4)
+
+
+# ---- what a guest keeps ----
+
+
+def guest_of_pieces():
+    model = Net()
+    return model, zf.attach(model, zf.chain(zf.shard(), zf.guest(adam(), needs="element")))
+
+
+def kept(directory):
+    """Lists, of which nobody can tell whose piece an entry is: each rank's own for torch, refused by `zf.save`."""
+    import torch.distributed.checkpoint as dcp
+
+    def go_on(model, opt):
+        for step in range(3, 5):
+            x, y = batch(rank_of(), step)
+            ((model(x) - y) ** 2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in opt.detach().parameters()]
+
+    model, opt = guest_of_pieces()
+    x, y = batch(rank_of(), 0)
+    ((model(x) - y) ** 2).mean().backward()
+    opt.step()
+    opt.zero_grad()
+    text = message(lambda: zf.save(f"{directory}/by_zerofn", opt))
+    dcp.save(opt.state_dict(), checkpoint_id=f"{directory}/by_torch")
+    other, again = guest_of_pieces()
+    read = again.state_dict()
+    dcp.load(read, checkpoint_id=f"{directory}/by_torch")
+    again.load_state_dict(read)
+    # Too long to be compared with other ranks' for any other transform.
+    tx, params = zf.chain(zf.shard(), zf.guest(adam(), needs="element")), {"w": torch.ones(100, 100)}
+    state = zf.make_step(lambda p, x: (p["w"] * x).sum(), tx)(zf.init(tx, params), torch.randn(100, 100))[0]
+    long = message(lambda: zf.save(f"{directory}/long", state))
+    return text, long, go_on(model, opt), go_on(other, again)
+
+
+def test_what_a_guest_keeps_of_pieces_is_not_taken_for_one_and_the_same_on_all_ranks(tmp_path):
+    for text, long, went_on, loaded in zf.launch(kept, SIZE, str(tmp_path), timeout=limit(60)):
+        for told, where in ((text, 4), (long, 0)):
+            assert "zf.save: what should be equal on every rank is not" in told
+            assert f"/inner/0/mu/{where}: differs between ranks" in told
+            assert "torch.distributed.checkpoint of opt.state_dict()" in told
+        assert all(torch.equal(a, b) for a, b in zip(went_on, loaded, strict=True))
+
+
+# ---- words ----
+
+
+@pytest.mark.parametrize("make", [lambda word: zf.leafwise(needs=word), lambda word: zf.guest(adam(), needs=word)])
+@pytest.mark.parametrize("word", ["elements", "", None, True, 3, ["element"], "ELEMENT"])
+def test_a_word_that_is_none_is_refused_with_the_list(make, word):
+    with pytest.raises(ValueError) as caught:
+        make(word)
+    text = str(caught.value)
+    assert f"(needs={word!r})" in text and "write: " in text
+    assert "one of 'element', 'number', 'row', 'leaf', 'tree'" in text
+
+
+@pytest.mark.parametrize("word", ["number", "tree"])
+def test_a_function_on_one_tensor_sees_no_tree(word):
+    with pytest.raises(ValueError, match=r'sees one leaf at a time\n  write: leafwise\(needs="element"\) or leafwise'):
+        zf.leafwise(lambda g, p: g, needs=word)
+
+
+def test_a_guest_has_no_number_of_all_ranks():
+    with pytest.raises(ValueError, match=r'of this rank.s pieces\n  write: guest\(needs="element"\) or guest'):
+        zf.guest(adam(), needs="number")
+
+
+def test_what_is_no_guest():
+    with pytest.raises(TypeError, match=r"guest\(sgd\(...\)\)\n  why:   it is a transform of this library already"):
+        zf.guest(zf.sgd(0.1))
+    with pytest.raises(TypeError, match=r"guest\(3\)\n  why:   int is no transform\n  write: an object with init"):
+        zf.guest(3)
+    with pytest.raises(TypeError, match=r"guest\(SGD\(...\)\)\n  why:   a torch.optim optimizer owns"):
+        zf.guest(torch.optim.SGD([torch.zeros(1)], 0.1))
+
+
+def test_needs_fold_over_nesting():
+    def needs(t):
+        return zf.chain(t).needs
+
+    assert needs(zf.adamw(0.1)) == needs(lion()) == needs(zf.offload(lion())) == "element"
+    assert (
+        needs(zf.clip_by_global_norm(1.0)) == needs(zf.masked(zf.clip_by_global_norm(1.0), lambda p: True)) == "number"
+    )
+    assert needs(zf.offload(zf.chain(zf.accumulate(2), muon(), zf.adamw(0.1)))) == "leaf"
+    assert needs(zf.partition({"a": zf.adamw(0.1), "b": zf.chain(lars(), zf.sgd(0.1))}, str)) == "leaf"
+    assert needs(zf.partition({"a": None}, str)) == "element"
+    assert needs(zf.masked(adam(), str)) == needs(zf.offload(adam())) == "tree"
+    assert needs(zf.chain(zf.shard(), zf.precision(), zf.scale_loss(), zf.ema(0.5))) == "number"
