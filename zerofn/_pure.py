@@ -131,13 +131,17 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
 
     Returns:
         `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Its
-        derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout.
+        derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout. So a vector to
+        multiply by is spread over ranks as the parameters are, and on several ranks products with such vectors are
+        what there is, alone or under `vmap`. A whole Hessian or Jacobian by parts is refused; `jacrev(...,
+        chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks.
 
     Raises:
         TypeError: `fn` cannot be called, or inputs were given by keyword.
         ValueError: called with parameters of other shapes; each is named. In a backward, on several ranks with
             `accumulate(weighted=True)` before the reduction: ranks would be averaged without the weights that
-            `zf.update` is given. `zf.vjp` leaves that to it.
+            `zf.update` is given. `zf.vjp` leaves that to it. `torch.func.hessian`, `jacfwd` and `jacrev` of a gradient
+            where ranks have parts of the parameters; batches of other lengths on other ranks under `vmap`.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))

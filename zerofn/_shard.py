@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ._batched import check_batch
 from ._errors import explain
 from ._factory import transform
 from ._group import Group
@@ -63,12 +64,16 @@ class Sharding:
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
         batch = x.shape[:-1]
+        if batch and self.group.size > 1:
+            check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
         rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
         (full,) = self.gather([rows], [leaf])
         return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
         batch = g.shape[: g.ndim - len(leaf.shape)]
+        if batch and self.group.size > 1:
+            check_batch(batch, leaf.path, self.group)
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], self.reduce_dtype or g.dtype, g.device)
         (mine,) = self.unpack(self.send(buffer)[1], [leaf])
@@ -167,6 +172,10 @@ class Averaging:
         return x
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        # A gradient without a batch has the shape of the leaf, or is a flat part of it.
+        if g.shape != leaf.shape and (g.ndim != 1 or not leaf.shape):
+            plain = g.shape[g.ndim - len(leaf.shape) :] == leaf.shape
+            check_batch(g.shape[: g.ndim - len(leaf.shape) if plain else -1], leaf.path, self.group)
         mean = (g.to(self.reduce_dtype or g.dtype) / self.group.size).contiguous()
         all_reduce_(mean, self.group)
         return mean

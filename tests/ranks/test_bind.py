@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from time_limits import limit
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import zerofn as zf
 
@@ -98,3 +100,117 @@ def shards_to_update():
 def test_reduced_gradients_for_a_late_reduction_name_the_remedy():
     for message in zf.launch(shards_to_update, 2):
         assert "shape" in message and "write: gradients from zf.vjp" in message and "torch.func" not in message
+
+
+# -- Jacobians and Hessians: right where parameters are whole, refused where a basis is one of parts ------------
+
+
+HESSIAN = torch.tensor([[10.0, 20, 1, 5], [20, 30, 2, 6], [1, 2, 40, 7], [5, 6, 7, 50]])
+LEAVES = {"w": torch.tensor([1.0, 2.0, -1.0, 0.5]), "b": torch.tensor([2.0, 3.0])}
+
+
+class Bound:
+    """A loss and a function of two outputs, bound by one pipeline, beside the mean over ranks in one process."""
+
+    def __init__(self, name: str, params: dict):
+        self.params, self.tx = params, PIPELINES[name]()
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.everywhere = [torch.full((2,), 1.0 + r) for r in range(size)]
+        self.x = self.everywhere[rank]
+        self.state = zf.init(self.tx, params)
+        self.stored = self.state.params
+        self.fn = zf.bind(self.loss, self.tx, self.state)
+        self.vector = zf.bind(self.outputs, self.tx, self.state)
+        self.pipe = zf._pipeline.pipeline(self.tx, self.state.layout, "test")
+
+    @staticmethod
+    def loss(p, x):
+        n = len(p["w"])
+        return 0.5 * x.sum() * (p["w"] @ HESSIAN[:n, :n] @ p["w"]) + (p["b"] ** 2).sum()
+
+    @staticmethod
+    def outputs(p, x):
+        return torch.outer(p["w"], x).sin().sum(0) * p["b"][0]
+
+    def mean(self, p):
+        return sum(self.loss(p, x) for x in self.everywhere) / len(self.everywhere)
+
+    def mean_outputs(self, p):
+        return sum(self.outputs(p, x) for x in self.everywhere) / len(self.everywhere)
+
+    def part(self, path, full):
+        """This rank's of a vector in the layout of the parameters."""
+        (leaf,) = [leaf for leaf in self.state.layout.leaves if leaf.path == path]
+        return self.pipe.store(full, leaf)
+
+    def along_w(self, of, v):
+        """The product of the Jacobian of a function of the stored parameters with a vector in the layout of `w`."""
+        return jvp(lambda w: of({**self.stored, "w": w}, self.x), (self.stored["w"],), (v,))[1]
+
+
+def bases(at: Bound) -> dict:
+    """What is refused where parameters are parts: by program, the message."""
+    fn, stored, x = at.fn, at.stored, at.x
+    programs = {
+        "hessian": lambda: hessian(fn)(stored, x),
+        "jacrev of jacrev": lambda: jacrev(jacrev(fn))(stored, x),
+        "jacfwd of grad": lambda: jacfwd(grad(fn))(stored, x),
+        "jacrev of grad": lambda: jacrev(grad(fn))(stored, x),
+        "in chunks": lambda: jacrev(grad(fn), chunk_size=2)(stored, x),
+        "scaled": lambda: jacrev(lambda p: {k: 3 * g for k, g in grad(fn)(p, x).items()})(stored),
+        "jacfwd": lambda: jacfwd(at.vector)(stored, x),
+        "by hand": lambda: vmap(lambda v: at.along_w(at.vector, v))(torch.eye(stored["w"].numel())),
+    }
+    return {name: _message(run) for name, run in programs.items()}
+
+
+def check_products(at: Bound) -> None:
+    """What is right, and was: Jacobians of outputs and of inputs; products with vectors, alone and several at once."""
+    whole, got = jacrev(at.mean_outputs)(at.params), jacrev(at.vector)(at.stored, at.x)
+    for path in at.params:
+        for i in range(2):
+            torch.testing.assert_close(got[path][i], at.part(path, whole[path][i]))
+    of_input = jacfwd(grad(at.fn, argnums=1), argnums=1)(at.stored, at.x)
+    torch.testing.assert_close(of_input, torch.zeros(2, 2))
+    draw = torch.Generator().manual_seed(0)
+    vs = [{k: torch.randn(v.shape, generator=draw) for k, v in at.params.items()} for _ in range(2)]
+    together = {k: torch.stack([at.part(k, v[k]) for v in vs]) for k in at.params}
+    products = vmap(lambda v: jvp(lambda p: grad(at.fn)(p, at.x), (at.stored,), (v,))[1])(together)
+    for i, v in enumerate(vs):
+        for path, want in jvp(grad(at.mean), (at.params,), (v,))[1].items():
+            torch.testing.assert_close(products[path][i], at.part(path, want))
+    # All columns of a Hessian, by the basis of the whole, of which each rank has a part.
+    exact = hessian(at.mean)(at.params)["w"]["w"]
+    rows = torch.stack([at.part("w", e) for e in torch.eye(len(exact))])
+    columns = vmap(lambda v: at.along_w(lambda p, x: grad(at.fn)(p, x)["w"], v))(rows)
+    for column, want in zip(columns, exact, strict=True):
+        torch.testing.assert_close(column, at.part("w", want))
+    if at.part("w", exact[0]).shape == exact[0].shape:
+        torch.testing.assert_close(hessian(at.fn)(at.stored, at.x)["w"]["w"], exact)
+
+
+def curvature(uneven: bool):
+    found = {}
+    for name in PIPELINES:
+        at = Bound(name, {"w": LEAVES["w"][:3], "b": LEAVES["b"]} if uneven else LEAVES)
+        found.update({(name, program): message for program, message in bases(at).items()})
+        check_products(at)
+        samples = torch.ones(2 + torch.distributed.get_rank(), 2)
+        found[name, "samples"] = _message(vmap(grad(at.fn), (None, 0)), at.stored, samples)
+    return found
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_bases_of_parts_are_refused_and_everything_else_is_right(uneven):
+    for out in zf.launch(curvature, 2, uneven, timeout=limit()):
+        for (name, program), message in out.items():
+            if program == "samples":
+                assert "batches that differ between ranks" in message and "(3,) on rank 1" in message, message
+            elif name == "late all_reduce":
+                assert message == "no error", (program, message)
+            else:
+                named = "of a bound function on several ranks" in message
+                # Scaled, and of other lengths on other ranks, it is no basis to look at.
+                assert named or (uneven and program == "scaled"), (name, program, message)
+                assert "torch.func.hessian, jacfwd" in message
+                assert "torch.func.jvp(torch.func.grad(fn_stored), (state.params,)" in message
