@@ -212,7 +212,8 @@ def run_chunked(leaves: Leaves, settings: Settings) -> None:
         sizes = [stop - start for _, start, stop in batch]
         for part, result in zip((parts[0], *parts[2:]), results, strict=False):
             assert result is not None
-            torch._foreach_copy_(part, result.split(sizes))  # pyright: ignore[reportPrivateImportUsage]
+            for target, source in zip(part, result.split(sizes), strict=True):
+                target.copy_(source)
 
 
 def run_whole(leaves: Leaves, settings: Settings) -> None:

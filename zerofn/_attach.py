@@ -17,7 +17,7 @@ from ._apply import apply
 from ._arguments import check_flag
 from ._backward_hooks import check_inner_hooks
 from ._collectives import as_local
-from ._compat import in_backward
+from ._compat import in_backward, version
 from ._errors import explain
 from ._param_groups import ParamGroups
 from ._partial_grad import read
@@ -245,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
             for path in grads:
                 self._params[path].grad = None
         left = [(x, read(x)) for x in self._params.values()]
-        self._spent = [(x, weakref.ref(g), g._version) for x, g in left if g is not None]
+        self._spent = [(x, weakref.ref(g), version(g)) for x, g in left if g is not None]
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics
@@ -294,8 +294,8 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
         self._window.average(scale_wrt_gas)
-        for p, spent, version in self._spent:
-            if p.grad is not None and p.grad is spent() and p.grad._version == version:
+        for p, spent, count in self._spent:
+            if p.grad is not None and p.grad is spent() and version(p.grad) == count:
                 p.grad = None
         self._spent = []
         loss.backward(torch.ones_like(loss), retain_graph=retain_graph)

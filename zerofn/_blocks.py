@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._compat import run_when_ready
+from ._compat import run_when_ready, version
 from ._errors import explain
 from ._lazy import Lazy
 from ._pipeline import Pipeline
@@ -78,7 +78,7 @@ class Blocks(Units):
         shards = {p: x.detach() for p, x in resident.items()}
         self.found: Leaves = {}
         self.open = False
-        self.written = {p: x._version for p, x in shards.items()}
+        self.written = {p: version(x) for p, x in shards.items()}
         collect = functools.partial(_collect, self.found)
         super().__init__(by_prefix(pipe.layout.leaves), pipe, shards, (group, group), lambda: scale, collect)
         # A cycle would keep the shards of a state that is gone until the collector comes by.
@@ -135,7 +135,7 @@ class Blocks(Units):
 
     def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
         """Gradients of shards from the backward that `run` makes, and what it returns."""
-        changed = [p for p, x in self.params.items() if x._version != self.written[p]]
+        changed = [p for p, x in self.params.items() if version(x) != self.written[p]]
         if changed:
             raise RuntimeError(
                 explain(

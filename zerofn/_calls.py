@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._backward_hooks import check_hooks_of_call
-from ._compat import backward_hooks, differentiating, eagerly, next_sequence
+from ._compat import (
+    CALL,
+    backward_hooks,
+    differentiating,
+    eagerly,
+    forward_hooks,
+    next_sequence,
+    register_in,
+    registered,
+    set_flat_weights,
+    version,
+)
 from ._containers import map_tensors
 from ._errors import bad_leaves, explain
 from ._escape import Shown
@@ -24,7 +35,12 @@ from ._pipeline import Pipeline
 from ._seen import SeenParameters
 from ._sight import Call, Sight
 
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+# fmt: off
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)
+# fmt: on
 
 
 class Hook:
@@ -73,7 +89,7 @@ class _Begin(Hook):
             calls = self.sight.local.calls
             # Only ours is at the end of the call: no hook of the user's is to be shown anything.
             quiet = not self.sight.scaled or (
-                len(module._forward_hooks) == (id(module) in self.sight.ends) and not backward_hooks(module)
+                len(forward_hooks(module)) == (id(module) in self.sight.ends) and not backward_hooks(module)
             )
             if quiet and calls and not any(call.module is module for call in calls):
                 return None
@@ -102,10 +118,10 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
         paths: `id(parameter)` to path.
     """
     for module in model.modules():
-        plain = module._parameters
+        plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
         if names:
-            module.__dict__["_parameters"] = SeenParameters(plain, names, sight, _buffers_dtype(module))
+            register_in(module, SeenParameters(plain, names, sight, _buffers_dtype(module)))
             sight.undo.append(functools.partial(_restore, module, plain))
         pre = _Begin(sight, module)
         sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
@@ -133,8 +149,8 @@ def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
 
 def _restore(module: nn.Module, plain: dict) -> None:
     plain.clear()
-    plain.update(dict(module._parameters))
-    module.__dict__["_parameters"] = plain
+    plain.update(dict(registered(module)[0]))
+    register_in(module, plain)
 
 
 def _before(
@@ -168,7 +184,7 @@ def _before(
     if turn is not None:
         call.undo.enter_context(turn)
         _fill(module)
-    if sight.scaled and len(module._forward_hooks) > 1:
+    if sight.scaled and len(forward_hooks(module)) > 1:
         _show_to_hooks(sight, module)
     if not outermost:
         return None
@@ -207,23 +223,18 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
 
 def _fill(module: Any) -> None:
     """Recurrent kernels take this list, which was filled when the module was made."""
-    names = module._flat_weights_names
-    module._flat_weights = _Weights(getattr(module, n) for n in names)
-    # Otherwise the module notices that its weights are others, and makes a list of its own.
-    module._flat_weight_refs = [None] * len(names)
+    set_flat_weights(module, lambda names: _Weights(getattr(module, n) for n in names), None)
     module.flatten_parameters()
 
 
 def _empty(module: Any) -> None:
     """The stored parameters again; where the module is used by itself it is to look at them anew."""
-    names = module._flat_weights_names
-    module._flat_weights = [dict.get(module._parameters, n) for n in names]
-    module._flat_weight_refs = [GONE] * len(names)
+    set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
 
 
 def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
     """The user's forward hooks run between two of ours, and see an output that has left the model."""
-    hooks: Any = module._forward_hooks
+    hooks = forward_hooks(module)
     if id(module) not in sight.shows:
         handle = module.register_forward_hook(Hook(functools.partial(_show, sight)))
         sight.shows[id(module)] = handle.id
@@ -244,7 +255,7 @@ def _calls_itself(module: nn.Module) -> bool:
     """Whether a call of the module is under way further up, besides the one that begins now."""
     frame, count = sys._getframe(1), 0
     while frame is not None:
-        count += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        count += frame.f_code is CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return count > 1
 
@@ -254,7 +265,7 @@ def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
     bad = [
         (path, f"seen in {view.dtype}, stored in {stored.dtype}")
         for (path, _, inference), (stored, view) in seen.items()
-        if view.dtype != stored.dtype and not inference and view._version
+        if view.dtype != stored.dtype and not inference and version(view)
     ]
     if bad:
         right = "write outside of the call, or keep what the model writes in a buffer"

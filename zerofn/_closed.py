@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ._boundary import LeafView
-from ._compat import is_wrapped
+from ._compat import is_wrapped, number_of
 from ._crossing import Crossing
 from ._errors import explain
 from ._escape import is_outside
@@ -49,7 +49,7 @@ def check_closed(owner: Any, roots: list[Any], spans: Spans) -> None:
     _, other, inside = door
     if taken[id(other)] is not door:
         # Met from both sides.
-        inside = not (other._sequence_nr() in spans and not is_outside(other, owner, 0))
+        inside = not (number_of(other) in spans and not is_outside(other, owner, 0))
     if inside:
         _refuse_input(owner, door, taken, spans)
     _refuse_escape(owner, door, taken, spans)
@@ -132,7 +132,7 @@ def _held(leaf: torch.Tensor) -> bool:
 def _refuse_input(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) -> NoReturn:
     """The model uses a tensor of the outside that it was not given."""
     node, other, _ = door
-    strangers = _way_up(node, taken, lambda n: n._sequence_nr() not in spans)
+    strangers = _way_up(node, taken, lambda n: number_of(n) not in spans)
     leaf = getattr(other, "variable", None)
     if strangers:
         _refuse_stranger(f"a tensor computed outside (by {strangers[-1].name()})")
@@ -160,7 +160,7 @@ def _refuse_input(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) 
 def _refuse_escape(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) -> NoReturn:
     """The loss uses a tensor of the inside that was not let out."""
     node, other, _ = door
-    inner = _way_up(node, taken, lambda n: n._sequence_nr() in spans)
+    inner = _way_up(node, taken, lambda n: number_of(n) in spans)
     if inner:
         what = f"a tensor from inside the attached model (by {inner[-1].name()})"
     elif _kind(other) == OTHER:

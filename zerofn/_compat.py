@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 
+# What torch.func wraps tensors in, and the levels of its transforms.
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
 # Horizontally fused kernels: the ones behind torch.optim's `fused` and `foreach`.
@@ -20,8 +23,61 @@ fused_adamw_ = torch._fused_adamw_  # type: ignore[attr-defined]
 foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
 foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 
-# From torch 2.10 on a leaf may say in which dtype its .grad is kept.
-HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+# For a subclass that works below autograd alone.
+no_torch_function = torch._C._disabled_torch_function_impl
+without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+# The code of every call of a module, by which its frame is found.
+CALL = nn.Module._call_impl.__code__
+# Names of parameters in this attribute of a model are none of DistributedDataParallel's business.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+# By which `p.data = x` asks whether the two are alike. It looks and does not compute.
+SHALLOW = "_has_compatible_shallow_copy_type"
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor's memory was written into, as autograd counts it."""
+    return x._version
+
+
+def base_of(x: Tensor) -> Tensor:
+    """What autograd knows `x` to be a view of; itself for no view."""
+    return x if x._base is None else x._base
+
+
+def schema(op: Any) -> Any:
+    """What an operator's arguments are called, and which of them it writes into."""
+    return op._schema
+
+
+def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A module's own dicts of parameters, submodules and buffers."""
+    return module._parameters, module._modules, module._buffers
+
+
+def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Let `parameters` be the module's own dict of them."""
+    vars(module)["_parameters"] = parameters
+
+
+def forward_hooks(module: nn.Module) -> Any:
+    """Those of one module, in the order in which they run."""
+    return module._forward_hooks
+
+
+def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref: Any) -> None:
+    """Give a recurrent module the list of weights that its kernel takes, from their names.
+
+    `ref` stands for what it compares the list with, to see that the weights are others.
+    """
+    names = module._flat_weights_names
+    module._flat_weights = weights(names)
+    module._flat_weight_refs = [ref] * len(names)
+
+
+def hooks_of(what: str, when: str) -> str:
+    """In which attribute an optimizer registers hooks that run before (`pre`) or after (`post`) its methods."""
+    return f"_optimizer_{what}_{when}_hooks"
 
 
 def tell_autograd(written: list[Tensor]) -> None:
@@ -31,20 +87,19 @@ def tell_autograd(written: list[Tensor]) -> None:
 
 def functorch_active() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
+    # The compiler knows this one, and not the list of levels.
     return _functorch.peek_interpreter_stack() is not None
 
 
 def differentiating() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
-    if not functorch_active():
-        return False
-    kinds = {_functorch.TransformType.Grad, _functorch.TransformType.Jvp}
-    return any(level.key() in kinds for level in _functorch.get_interpreter_stack())
+    stack = _functorch.get_interpreter_stack() if functorch_active() else ()
+    return any(level.key().name in ("Grad", "Jvp") for level in stack)
 
 
 def is_wrapped(x: object) -> bool:
     """Whether `x` is a tensor of a torch.func transform, whose value no Python branch may read."""
-    return isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x)
+    return isinstance(x, Tensor) and _functorch.maybe_get_level(x) != -1
 
 
 def levels(x: Tensor) -> frozenset[int]:
@@ -59,12 +114,14 @@ def levels(x: Tensor) -> frozenset[int]:
 
 def memory(x: Tensor) -> int:
     """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
-    return 0 if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided else x.untyped_storage()._cdata
+    if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided:
+        return 0
+    return StorageWeakRef(x.untyped_storage()).cdata
 
 
 def is_wrapper(x: Tensor) -> bool:
     """Whether `x` holds other tensors and no memory of its own, as torch's distributed and quantized ones."""
-    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(x)  # type: ignore[attr-defined]
+    return type(x) is not Tensor and hasattr(x, "__tensor_flatten__")
 
 
 def graph_task() -> int:
@@ -102,6 +159,11 @@ def after_this_node(fn: Callable[[], None]) -> bool:
 def next_sequence() -> int:
     """The number that the next autograd node made by this thread will have: nodes are numbered as they are made."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def number_of(node: Any) -> int:
+    """Of an autograd node."""
+    return node._sequence_nr()
 
 
 def run_when_ready(node: Any) -> None:
@@ -151,14 +213,13 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
-# Unlike torch.compiler.disable this imports the compiler at the first call and not here.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it.
 
-    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing.
+    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing. As a decorator of
+    `fn` it would do so where `fn` is defined.
     """
-    return fn(*args)
+    return torch.compiler.disable(fn)(*args)
 
 
 class _Reinterpret(Function):
@@ -181,13 +242,11 @@ def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _Reinterpret.apply(x, dtype) if wrapped else x.view(dtype)
 
 
-def check_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
-    """Refuse gradients in another dtype than the leaf's where torch keeps none."""
-    if leaf.dtype != dtype and not HAS_GRAD_DTYPE:
-        raise ValueError(
-            f"precision(grad_dtype={dtype}) on {leaf.dtype} parameters needs Tensor.grad_dtype, "
-            f"which torch {torch.__version__} does not have. Use torch >= 2.10 or the parameters' dtype."
-        )
+def has_triton() -> bool:
+    """Whether kernels can be compiled for the GPU at hand: triton is there, and takes no older ones."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
 
 
 def register_pytree_node(cls: type, flatten, unflatten) -> None:

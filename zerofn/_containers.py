@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._compat import base_of
 from ._errors import explain
 
 Fn = Callable[[Tensor], Tensor]
@@ -47,11 +48,11 @@ def map_outputs(fn: Fn, value: Any, where: str) -> Any:
     map_tensors(lambda t: found.append(t) or t, value, where)
     count: dict[int, int] = {}
     for t in found:
-        count[id(_base(t))] = count.get(id(_base(t)), 0) + 1
+        count[id(base_of(t))] = count.get(id(base_of(t)), 0) + 1
     whole: dict[int, Tensor] = {}
 
     def mapped(t: Tensor) -> Tensor:
-        base = _base(t)
+        base = base_of(t)
         # Alone, a view goes by itself: what it is a view of may be much larger.
         if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
             return fn(t)
@@ -67,10 +68,6 @@ def map_outputs(fn: Fn, value: Any, where: str) -> Any:
         return view.conj() if t.is_conj() != base.is_conj() else view
 
     return map_tensors(mapped, value, where)
-
-
-def _base(t: Tensor) -> Tensor:
-    return t if t._base is None else t._base
 
 
 def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:

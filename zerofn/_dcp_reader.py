@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from ._lock import Lock
 from ._manifest import damaged
 
 Choose = Callable[[dict[str, Any]], dict[str, Piece]]
+
+
+class _Place(NamedTuple):
+    """Where a piece lies: what the library's reader asks for, whose own class is private."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -75,7 +84,7 @@ class _Reader(dcp.FileSystemReader):
             )
             for offset, _, file, at, size, crc in chunks:
                 index = dcp.metadata.MetadataIndex(key, torch.Size([offset]))
-                self.storage_data[index] = dcp.filesystem._StorageInfo(file, at, size)
+                self.storage_data[index] = _Place(file, at, size)
                 self.sums[index] = crc
         return known
 

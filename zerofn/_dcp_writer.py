@@ -88,8 +88,11 @@ class _Writer(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        prefix = dcp.filesystem._StoragePrefix
-        return [replace(p, storage_data=prefix(f"{self.prefix}_{i}_")) for i, p in enumerate(plans)]
+        named = [p.storage_data for p in super().prepare_global_plan(plans)]
+        return [
+            replace(p, storage_data=replace(name, prefix=f"{self.prefix}_{i}_"))
+            for i, (p, name) in enumerate(zip(plans, named, strict=True))
+        ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._compat import number_of, registered, version
 from ._containers import map_tensors
 from ._crossing import crossing_of
 
@@ -37,7 +38,7 @@ def is_outside(node: Any, owner: Any, start: int) -> bool:
         crossing = crossing_of(node, owner)
         if crossing is not None:
             return not crossing.inward
-        for other, _ in node.next_functions if start <= node._sequence_nr() else ():
+        for other, _ in node.next_functions if start <= number_of(node) else ():
             if other is not None and id(other) not in seen:
                 seen[id(other)] = other
                 queue.append(other)
@@ -70,7 +71,7 @@ class Attributes:
 
         def let_out(t: Tensor) -> Tensor:
             node = t.grad_fn
-            if node is None or (node._sequence_nr() < start and crossing_of(node, self.owner) is None):
+            if node is None or (number_of(node) < start and crossing_of(node, self.owner) is None):
                 return t
             if is_outside(node, self.owner, start):
                 return t
@@ -111,8 +112,9 @@ class Attributes:
         for module in self.modules:
             for name, value in _attributes(module):
                 visit(module.__dict__, name, value)
-            for name, value in list(module._buffers.items()):
-                visit(module._buffers, name, value)
+            buffers = registered(module)[2]
+            for name, value in list(buffers.items()):
+                visit(buffers, name, value)
         return changed
 
 
@@ -147,13 +149,13 @@ class Shown:
             map_tensors(self._note, self.outer, "an output")
 
     def _note(self, t: Tensor) -> Tensor:
-        self.tensors.append((t, t._version))
+        self.tensors.append((t, version(t)))
         return t
 
     def result(self, output: Any, enter: Fn) -> Any:
         """The inner output where hooks only looked; what they made of it, let in again, otherwise."""
         looked = output is self.outer and _items(output) == self.items
-        if looked and all(t._version == version for t, version in self.tensors):
+        if looked and all(version(t) == count for t, count in self.tensors):
             return self.inner
         return map_tensors(enter, output, "what a forward hook returned")
 

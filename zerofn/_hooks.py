@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-HOOKED = ("step", "state_dict", "load_state_dict")
-LISTS = [f"_optimizer_{what}_{when}_hooks" for what in HOOKED for when in ("pre", "post")]
+from ._compat import hooks_of
 
 
 def prepare(opt: torch.optim.Optimizer) -> None:
     """The lists, which the constructor of the base class would make. Those of steps are run by torch."""
-    for name in LISTS:
-        setattr(opt, name, OrderedDict())
+    for what in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            setattr(opt, hooks_of(what, when), OrderedDict())
 
 
 def saved(opt: torch.optim.Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict that `make` gives, as hooks want it."""
-    for hook in opt._optimizer_state_dict_pre_hooks.values():
+    for hook in _registered(opt, "state_dict", "pre"):
         hook(opt)
     found = make()
-    for hook in opt._optimizer_state_dict_post_hooks.values():
+    for hook in _registered(opt, "state_dict", "post"):
         other = hook(opt, found)
         found = found if other is None else other
     return found
@@ -31,11 +31,16 @@ def saved(opt: torch.optim.Optimizer, make: Callable[[], dict[str, Any]]) -> dic
 
 def loaded(opt: torch.optim.Optimizer, given: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
     """`load` a state dict that hooks have seen first."""
-    if opt._optimizer_load_state_dict_pre_hooks:
+    hooks = _registered(opt, "load_state_dict", "pre")
+    if hooks:
         given = given.copy()
-    for hook in opt._optimizer_load_state_dict_pre_hooks.values():
+    for hook in hooks:
         other = hook(opt, given)
         given = given if other is None else other
     load(given)
-    for hook in opt._optimizer_load_state_dict_post_hooks.values():
+    for hook in _registered(opt, "load_state_dict", "post"):
         hook(opt)
+
+
+def _registered(opt: torch.optim.Optimizer, what: str, when: str) -> list[Callable[..., Any]]:
+    return list(getattr(opt, hooks_of(what, when)).values())

@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils._triton import has_triton
 
 from zerofn import _native
 from zerofn._adam_formula import Dtypes, Leaves, Settings, run_chunked, run_compiled, run_whole, scalars
-from zerofn._compat import tell_autograd
+from zerofn._compat import has_triton, is_wrapped, tell_autograd
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -117,7 +115,7 @@ def _is_wrapped(tensor: Any) -> bool:
         return False
     # Fake and functional tensors are subclasses; functorch's wrappers look like plain tensors from Python.
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
-    return not plain or _functorch.is_functorch_wrapped_tensor(tensor)
+    return not plain or is_wrapped(tensor)
 
 
 def implementation_for(params: Sequence[Tensor]) -> str:

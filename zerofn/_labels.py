@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ._compat import IGNORED_BY_DDP
 from ._outside import Parted
 from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
 from ._parts_of_state import mark
@@ -57,5 +58,5 @@ def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
     It then refuses a model that has no parameters for it.
     """
     names: Any = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    model._ddp_params_and_buffers_to_ignore = names
-    return functools.partial(delattr, model, "_ddp_params_and_buffers_to_ignore")
+    setattr(model, IGNORED_BY_DDP, names)
+    return functools.partial(delattr, model, IGNORED_BY_DDP)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._compat import eagerly
+from ._compat import eagerly, no_torch_function, schema, without_memory
 from ._errors import explain
 from ._tree import Leaf, Leaves
 
@@ -31,7 +31,7 @@ class Lazy(Tensor):
     """A full parameter, or a view of one, that is gathered when something is computed with it."""
 
     # Everything is done below autograd, which sees an ordinary tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
     blocks: Source
     place: tuple[int, int]
     age: int
@@ -39,7 +39,7 @@ class Lazy(Tensor):
     @staticmethod
     def __new__(cls, blocks: Source, place: tuple[int, int], like: Tensor) -> Lazy:
         leaf = blocks.units[place[0]][place[1]]
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = without_memory(
             cls,
             like.size(),
             like.stride(),
@@ -87,7 +87,7 @@ class Lazy(Tensor):
 
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    if func._schema.is_mutable:
+    if schema(func).is_mutable:
         _check_unwritten(func, args, kwargs)
     elif func.is_view and isinstance(args[0], Lazy):
         lazy = args[0]
@@ -113,9 +113,10 @@ def _full(x: Any) -> Any:
 
 
 def _check_unwritten(func: Any, args: tuple, kwargs: dict) -> None:
-    names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    if any(isinstance(x, Lazy) for a in names for x in _flat(given.get(a.name))):
+    named = schema(func).arguments
+    written = [a.name for a in named if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in named), args, strict=False)) | kwargs
+    if any(isinstance(x, Lazy) for name in written for x in _flat(given.get(name))):
         raise RuntimeError(
             explain(
                 f"{func} writes into a parameter",

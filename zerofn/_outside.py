@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._compat import SHALLOW
 from ._errors import explain
 from ._lazy import Lazy
 from ._partial_grad import Partial
@@ -27,7 +28,7 @@ from ._partial_grad import Partial
 LOOKING = frozenset({
     "__set__", "__delete__", "__len__", "__repr__", "__format__", "__dir__", "backward", "data_ptr", "detach", "dim",
     "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "retain_grad", "size", "stride", "type",
-    "untyped_storage", "_has_compatible_shallow_copy_type",
+    "untyped_storage", SHALLOW,
 })
 # fmt: on
 # Attributes that are computed.
@@ -64,7 +65,7 @@ class Parted(Partial):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
             if name == "__set__" and func.__self__.__name__ == "data":

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ._compat import version
 from ._errors import explain
 
 OURS = f"{__package__}."
@@ -117,7 +118,7 @@ class Partial(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = torch.Tensor._make_subclass(self.plain, self.data.clone(), self.requires_grad)
+            memo[id(self)] = self.data.clone().as_subclass(self.plain).requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,8 +134,8 @@ class Writes(NamedTuple):
 
 def writes(tensors: Iterable[Tensor]) -> list[Writes]:
     """Of each tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [Writes(0 if p.is_inference() else p._version, p.lent if isinstance(p, Partial) else 0) for p in tensors]
+    with torch.DisableTorchFunctionSubclass():
+        return [Writes(0 if p.is_inference() else version(p), p.lent if isinstance(p, Partial) else 0) for p in tensors]
 
 
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:

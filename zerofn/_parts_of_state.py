@@ -37,7 +37,7 @@ class Part(Tensor):
                     "zf.export_safetensors(path, opt.state), or zf.save(directory, opt.state) to go on from",
                 )
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func.__name__ == "__deepcopy__":
                 return args[0].clone().as_subclass(cls)
             out = func(*args, **(kwargs or {}))
@@ -71,7 +71,8 @@ def mark(
                 state[prefix + name] = sharding.store(x.detach(), leaf)
 
     names: dict[nn.Module, dict[str, Leaf]] = {
-        module: {n: leaves[id(p)] for n, p in module._parameters.items() if p is not None} for module in model.modules()
+        module: {n: leaves[id(p)] for n, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+        for module in model.modules()
     }
     undo: list[Callable[[], None]] = []
     for module, own in names.items():

@@ -192,13 +192,17 @@ def _serve(fd: int) -> NoReturn:
 def _preload() -> None:
     """What every rank will need, imported once. Nothing here may start a thread or touch a GPU.
 
-    `torch._dynamo` is what the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
+    The compiler is what the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
     """
     import importlib
 
-    for name in ("zerofn", "torch._dynamo", "optree", "numpy", "cloudpickle"):
+    for name in ("zerofn", "optree", "numpy", "cloudpickle"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        import torch
+
+        torch.compiler.disable(_preload)
 
 
 def _tell(chan: socket.socket, number: int) -> None:

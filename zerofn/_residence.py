@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
-from ._compat import HAS_GRAD_DTYPE, check_grad_dtype
 from ._copies import Copies
 from ._group import Group
 from ._groups import channel, joint_channel
@@ -105,13 +104,12 @@ class Residence:
             resident = resident.to(pipe.cast.param_dtype or resident.dtype)
         if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
             resident = resident.contiguous()
-        was = p.grad_dtype if HAS_GRAD_DTYPE else p.dtype
+        was = p.grad_dtype
         if was != p.dtype:
             self.grad_dtypes[leaf.path] = was
         p.data = resident
         if leaf.trainable:
             wanted = pipe.resident_grad_dtype(leaf)
-            check_grad_dtype(p, wanted)
             keep_grads_in(p, wanted)
         if resident.dtype != wide.dtype:
             return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
@@ -355,7 +353,7 @@ def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
     That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
     detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.
     """
-    if not HAS_GRAD_DTYPE or p.grad_dtype == dtype:
+    if p.grad_dtype == dtype:
         return
     grad = read(p)
     if grad is None or dtype in (None, grad.dtype):

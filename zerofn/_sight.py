@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ._boundary import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ._closed import check_closed
-from ._compat import backward_call, executing, graph_task, next_sequence
+from ._compat import backward_call, executing, graph_task, next_sequence, number_of
 from ._containers import map_outputs
 from ._crossing import Crossing, Edge, crossing_of
 from ._errors import bad_leaves
@@ -82,7 +82,7 @@ class Sight:
         node = executing()
         if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
             return False
-        number = node._sequence_nr()
+        number = number_of(node)
         if number not in self.spans or (module is not None and self.spans.maker(number) == id(module)):
             return False
         # What is made now belongs to the call as well: a checkpoint inside a checkpoint.

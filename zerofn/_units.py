@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import over
-from ._compat import after_this_node, at_end_of_backward, eagerly, in_backward
+from ._compat import after_this_node, at_end_of_backward, eagerly, graph_task, in_backward
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
@@ -116,7 +116,7 @@ class Units:
 
     def origin(self, t: Tensor) -> tuple[int, int] | None:
         """Of which parameter, by unit and place in it, a tensor is a view."""
-        entry = self.known.get(t.untyped_storage()._cdata)
+        entry = self.known.get(StorageWeakRef(t.untyped_storage()).cdata)
         # An address may be used again once the storage that had it is gone.
         return None if entry is None or entry[0].expired() else entry[1:]
 
@@ -219,7 +219,7 @@ class Units:
                 self.rounds.rest()
                 self.ended()
 
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task not in self.waiting:
             self.waiting.add(task)
             at_end_of_backward(rest)
@@ -288,7 +288,8 @@ class Units:
         for j, full in enumerate(self.live[i]):
             storage = full.untyped_storage()
             if storage.nbytes():
-                self.known[storage._cdata] = (StorageWeakRef(storage), i, j)
+                memory = StorageWeakRef(storage)
+                self.known[memory.cdata] = (memory, i, j)
         self.known = {k: entry for k, entry in self.known.items() if not entry[0].expired()}
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
 
@@ -366,7 +367,7 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> list[li
         if container:
             take(module.parameters(), True)
             return
-        take((p for p in module._parameters.values() if p is not None), False)
+        take(module.parameters(recurse=False), False)
         inside = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for child in module.children():
             visit(child, inside)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat import is_wrapper
+from ._compat import is_wrapper, registered
 from ._errors import bad_leaves
 from ._tree import Layout, Leaves
 
-KINDS = ("_parameters", "_modules")
+# Places in what `registered` gives.
+PARAMETERS, MODULES = 0, 1
 
 
 class Owner:
@@ -43,7 +44,9 @@ class Watch:
         self.layout, self.params = layout, params
         self.data = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
         # Submodules as well: one that is put in later would be run and not trained.
-        self.registered = [_Registry(name, m, kind) for name, m in model.named_modules() for kind in KINDS]
+        self.registered = [
+            _Registry(name, m, kind) for name, m in model.named_modules() for kind in (PARAMETERS, MODULES)
+        ]
 
     def check(self) -> None:
         """A model that is no longer the one attached would be trained wrongly in silence.
@@ -70,15 +73,15 @@ class Watch:
 class _Registry:
     """Where a module registers its parameters, or its submodules: what to look at to see that it is still the same."""
 
-    def __init__(self, name: str, module: nn.Module, kind: str):
+    def __init__(self, name: str, module: nn.Module, kind: int):
         self.name, self.module, self.kind = name, module, kind
-        self.ids = [*map(id, dict.values(vars(module)[kind]))]
-        self.expected = {n: id(x) for n, x in vars(module)[kind].items() if x is not None}
-        self.trained = {n for n, x in vars(module)[kind].items() if _has_parameters(x)}
+        self.ids = [*map(id, dict.values(registered(module)[kind]))]
+        self.expected = {n: id(x) for n, x in registered(module)[kind].items() if x is not None}
+        self.trained = {n for n, x in registered(module)[kind].items() if _has_parameters(x)}
 
     def changed(self) -> list[str]:
         """Paths of what is no longer the same. Modules without parameters may come and go."""
-        found = vars(self.module)[self.kind]
+        found = registered(self.module)[self.kind]
         # Not by its own `values`: what stands in for a dict of parameters may give views.
         if [*map(id, dict.values(found))] == self.ids:
             return []
