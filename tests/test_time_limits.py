@@ -17,7 +17,7 @@ FIXED = re.compile(
 
 def test_limits_grow_with_the_load_and_are_bounded(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    for load, factor in ((0.0, 5), (2.0, 5), (4.0, 10), (20.0, 40), (1000.0, 40)):
+    for load, factor in ((0.0, 5), (5.0, 5), (10.0, 10), (20.0, 20), (1000.0, 30)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert limit(3.0) == 3.0 * factor and limit() == 60 * factor
 

@@ -12,8 +12,10 @@ import os
 # A limit tells what hangs from what is slow. A false alarm costs more than a late one, so limits are wide before any
 # load is seen: the load average lags by a minute, and other work may start after the limit has been taken.
 ROOM = 5.0
-# A hang is a failure in bounded time however busy the machine is: after forty times what was written.
-MOST = 40.0
+# Of a core with several processes in its queue, one may get less than its share.
+SHARE = 2.0
+# A hang is a failure in bounded time however busy the machine is.
+MOST = 30.0
 
 
 def limit(seconds: float = 60.0) -> float:
@@ -22,4 +24,4 @@ def limit(seconds: float = 60.0) -> float:
     Call it where the wait begins: it looks at the load of that moment, which a constant of a module would not.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return seconds * min(ROOM * max(1.0, os.getloadavg()[0] / cores), MOST)
+    return seconds * min(max(ROOM, SHARE * os.getloadavg()[0] / cores), MOST)
