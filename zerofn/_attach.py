@@ -345,6 +345,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants
         them, for any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit.
+
+        The module's buffers are not in it, as in no optimizer's: `model.state_dict()` has them, and
+        `zf.save(directory, opt)` keeps them.
         """
         return _hooks.saved(self, lambda: as_dict(self._pipe, self.state, self.param_groups))
 
@@ -352,7 +355,7 @@ class Optimizer(torch.optim.Optimizer):
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
 
         Args:
-            state: for instance of `zf.load(directory, like=opt.state)`.
+            state: for instance of `zf.load(directory, like=opt.state)`. The module's buffers stay as they are.
             param_groups: learning rates, as `state_dict()["param_groups"]` has them; by default they stay.
                 Hooks on state dicts do not run: this is none.
 

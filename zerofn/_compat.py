@@ -279,3 +279,13 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
 def is_shape_only(x: Tensor) -> bool:
     """Whether a tensor was made inside `shape_only`."""
     return isinstance(x, FakeTensor)
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers that `model.state_dict()` has. To ask it would run hooks, which may rename or leave out."""
+    return {
+        f"{prefix}.{name}" if prefix else name: x
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, x in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in module._non_persistent_buffers_set
+    }

@@ -34,7 +34,7 @@ class Part(Tensor):
                     "saving the state_dict() of an attached sharded model",
                     "under shard its tensors are this rank's flat parts",
                     "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
-                    "zf.export_safetensors(path, opt.state), or zf.save(directory, opt.state) to go on from",
+                    "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from",
                 )
             )
         with torch.DisableTorchFunctionSubclass():
