@@ -31,6 +31,10 @@ def adam(
     `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
     parameters use `low_precision_adam`, whose rounding keeps small updates.
 
+    Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
+    the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
+    place of a moment in each update.
+
     Args:
         lr: a non-negative number, or a function of the optimizer step (0 before the first update).
         betas: decay of the two moments, each in [0, 1).

@@ -130,7 +130,8 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
     """A transformation of another library, such as torchopt's. A chain takes one as it is too, as `guest(it)`.
 
     It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns
-    is added to the parameters.
+    is added to the parameters. What it keeps of pieces in lists of its own, as torchopt does, is each rank's own in
+    `opt.state_dict()`, for the same number of ranks; `zf.save`, which is for any number, refuses it.
 
     Args:
         transformation: an object with `init(params)` and `update(updates, state, params)`.

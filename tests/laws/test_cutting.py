@@ -316,6 +316,27 @@ def test_torchs_fused_adam_has_the_same_bits_where_no_vector_is_cut(optimizer, d
         _cutting.check_cut(tx, zf.chain(tx), params, grads, {}, cut, functools.partial(_difference, bound=None))
 
 
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("optimizer", [zf.adam, zf.adamw])
+def test_torchs_fused_adam_cut_anywhere(optimizer, dtype):
+    """The bound of its docstring: a unit in the last place of a moment in each update."""
+    params = random_like({"w": torch.zeros(13, 7, dtype=dtype), "v": torch.zeros(37, dtype=dtype)}, 0)
+    layout, _ = _cutting.make_layout(params)
+    tx, grads = optimizer(0.01, weight_decay=0.1), [random_like(params, i) for i in range(1, 21)]
+    for ranks in (2, 3, 5):
+        whole = _cutting.run_pieces(tx, params, grads, {})
+        cut, seen = _cutting.draw_cut(layout, ranks, 7), set()
+        for rank, spans in enumerate(cut):
+            piece = _cutting.run_pieces(tx, params, grads, {}, (rank, cut), whole)
+            for i, (mine, theirs) in enumerate(zip(piece.states, whole.states, strict=True), 1):
+                for name, a, e in _cutting.compared(theirs, mine, spans):
+                    # What is small, after larger terms were added up, has the error of those.
+                    floor = 0.0 if "exp_avg_sq" in name else 0.1 if "exp_avg" in name else 0.5
+                    assert not _difference(a, e, (i if "exp_avg" in name else 2, floor)), (i, name)
+                    seen.update(name.split("/"))
+        assert {"params", "exp_avg", "exp_avg_sq"} < seen
+
+
 @settings(max_examples=15)
 @given(trees((F32, BF16, F64)), pipelines(casts=False), seeds, st.integers(1, 5))
 def test_any_pipeline_over_any_tree(params, parts, seed, ranks):
