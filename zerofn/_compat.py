@@ -102,6 +102,20 @@ def is_wrapped(x: object) -> bool:
     return isinstance(x, Tensor) and _functorch.maybe_get_level(x) != -1
 
 
+def is_batch(x: Tensor) -> bool:
+    """Whether `x` stands for several tensors: in torch.func.vmap, or as a cotangent of `is_grads_batched`.
+
+    The latter are of an older vmap, of which nothing shows but that they have no storage.
+    """
+    if is_wrapped(x):
+        return True
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
+
+
 def levels(x: Tensor) -> frozenset[int]:
     """The nested vmaps in which a tensor is batched."""
     found = set()

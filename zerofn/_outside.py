@@ -12,11 +12,13 @@ its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._compat import SHALLOW
 from ._errors import explain
@@ -44,6 +46,7 @@ RANDOM = frozenset(
         "cauchy_",
         "exponential_",
         "geometric_",
+        "kaiming_uniform_",
         "log_normal_",
         "normal_",
         "random_",
@@ -51,6 +54,9 @@ RANDOM = frozenset(
         "uniform_",
     }
 )
+# What functions of torch ask that take parameters for full ones without computing with them, and where they live.
+ASKED = frozenset({"dim", "ndimension", "numel"})
+WHOLES = (nn.init.__name__, nn.utils.convert_parameters.__name__)
 # What `model.to(device)` does to every parameter, mostly without effect.
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
@@ -70,13 +76,17 @@ class Parted(Partial):
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
             if name == "__set__" and func.__self__.__name__ == "data":
                 _check_data(*args)
+            if (name in ASKED or name in RANDOM) and not is_dynamo_compiling():
+                _check_asker(args, sys._getframe(1))
             if name in RANDOM:
                 _check_drawn([x for x in (*args, *kwargs.values()) if isinstance(x, Parted)], name)
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
             args = (*args[:written], *(_whole(x) for x in args[written:]))
-            return BY_VALUE.get(name, func)(*args, **{k: _whole(x) for k, x in kwargs.items()})
+            # `nn.init.constant_` hands on what it writes into by the name of its argument.
+            kwargs = {k: x if written and k == "tensor" else _whole(x) for k, x in kwargs.items()}
+            return BY_VALUE.get(name, func)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _check_copied(self, "copy.deepcopy(model)")
@@ -126,6 +136,23 @@ def _check_drawn(parts: list[Parted], name: str) -> None:
                 f"{name} of an attached sharded parameter",
                 "under shard each rank would draw numbers for its part, and with one seed the same ones",
                 f"with opt.gathered(): {name}, with one seed on all ranks",
+            )
+        )
+
+
+def _check_asker(args: tuple, frame: Any) -> None:
+    """`nn.init.orthogonal_` would say that it has one dimension, `vector_to_parameters` that sizes do not fit."""
+    name, asks = "", ""
+    while frame is not None and frame.f_globals.get("__name__") in WHOLES:
+        # Of functions that call one another, the one that the user has called.
+        asks, name, frame = frame.f_globals["__name__"], frame.f_code.co_name, frame.f_back
+    if asks and not args[0].is_whole():
+        seeds = ", with one seed on all ranks" if asks == nn.init.__name__ else ""
+        raise RuntimeError(
+            explain(
+                f"{asks}.{name} of an attached sharded parameter",
+                "under shard it is this rank's flat part to whatever looks at it or writes into it",
+                f"with opt.gathered(): {name}{seeds}",
             )
         )
 

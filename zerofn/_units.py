@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import over
-from ._compat import after_this_node, at_end_of_backward, eagerly, graph_task, in_backward
+from ._compat import after_this_node, at_end_of_backward, eagerly, graph_task, in_backward, is_batch
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
@@ -311,6 +311,7 @@ class GatherUnit(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        check_unbatched(gs)
         if is_dynamo_compiling():
             return None, None, None, *eagerly(ScatterUnit.apply, ctx.units, ctx.i, *gs)
         return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
@@ -330,7 +331,20 @@ class ScatterUnit(Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
+        check_unbatched(gs)
         return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
+
+
+def check_unbatched(gs: tuple[Tensor | None, ...]) -> None:
+    """Several cotangents at once: each would be a message of its own, for which collectives have no rule."""
+    if any(g is not None and is_batch(g) for g in gs):
+        raise RuntimeError(
+            explain(
+                "torch.autograd.grad(..., is_grads_batched=True), or vectorize=True, by parameters under shard",
+                "gradients are averaged over ranks in backward, for which torch.distributed has no batching rule",
+                "[torch.autograd.grad(y, params, v, retain_graph=True) for v in vectors]; by inputs alone it works",
+            )
+        )
 
 
 def lasting() -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import rank_programs as P
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from time_limits import limit
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zerofn as zf
 
@@ -184,12 +186,10 @@ def test_losses_that_use_parameters_outside_of_a_call(ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_function_that_the_model_calls_may_hold_a_parameter(ranks):
     want = reference([captured], ranks)["captured"][1]
-    for got in zf.launch(trained, ranks, PIPES["shard"], [captured], timeout=limit()):
-        for path, change in got["captured"][1].items():
-            torch.testing.assert_close(change, want[path], rtol=1e-10, atol=1e-13)
-    # Under a loss scale what is inside and what is outside can no longer be told.
-    with pytest.raises(RuntimeError, match=r"the attached model(.|\n)*the loss scale"):
-        zf.launch(trained, ranks, PIPES["scaled"], [captured], timeout=limit())
+    for pipe in ("shard", "scaled"):
+        for got in zf.launch(trained, ranks, PIPES[pipe], [captured], timeout=limit()):
+            for path, change in got["captured"][1].items():
+                torch.testing.assert_close(change, want[path], rtol=1e-10, atol=1e-13)
 
 
 # -- dtypes -------------------------------------------------------------------------------------------------
@@ -334,6 +334,39 @@ def test_a_graph_from_before_a_step(how):
         zf.launch(stale, 2, how, timeout=limit())
 
 
+RIGHT = ("constant_", "ones_", "zeros_")
+# Two want other shapes or arguments than the rest.
+INITS = [f for f in dir(nn.init) if f.endswith("_") and f[0] != "_" and f not in (*RIGHT, "dirac_", "sparse_")]
+
+
+def as_told():
+    """The same calls in `with opt.gathered():`, and those that are right outside, then a step; beside a plain model."""
+    found = []
+    for f in (*INITS, *RIGHT, "vector_to_parameters"):
+        model, plain = make(), make()
+        ours, theirs = zf.attach(model, PIPES["shard"]()), torch.optim.SGD(plain.parameters(), 0.05)
+        before = parameters_to_vector(plain.parameters())
+        for m, opt in ((model, ours), (plain, theirs)):
+            with ours.gathered() if m is model and f not in RIGHT else nullcontext():
+                torch.manual_seed(1)
+                if f == "vector_to_parameters":
+                    vector_to_parameters(before * 2, m.parameters())
+                else:
+                    getattr(nn.init, f)(m.blocks[0].weight, *([0.5] if f == "constant_" else []))
+            m(rows(0, 0)).square().mean().backward()
+            opt.step()
+        ours.detach()
+        after, expected = (parameters_to_vector(m.parameters()) for m in (model, plain))
+        torch.testing.assert_close(after - before, expected - before, rtol=1e-10, atol=1e-13)
+        found.append(not torch.equal(before, expected))
+    return found
+
+
+def test_what_functions_of_torch_write_is_right_where_they_are_told_to():
+    for found in zf.launch(as_told, 2, timeout=limit()):
+        assert all(found)
+
+
 def mistakes():
     """What is said to each, and that nothing has changed."""
     said = {}
@@ -351,7 +384,8 @@ def mistakes():
         "data": other_data,
         "deepcopy": lambda model, opt: copy.deepcopy(model),
         "pickle": lambda model, opt: pickle.dumps(model),
-        "init": lambda model, opt: nn.init.normal_(model.blocks[0].weight),
+        **{f"init {f}": lambda model, opt, f=f: getattr(nn.init, f)(model.blocks[0].weight) for f in INITS},
+        "vector": lambda model, opt: vector_to_parameters(torch.ones(500), model.parameters()),
         "after detach": after_detach,
     }
     for name, mistake in cases.items():
@@ -377,7 +411,8 @@ def test_mistakes_are_told_and_change_nothing():
         "data": moved,
         "deepcopy": r"copy.deepcopy\(model\) of an attached sharded model(.|\n)*with opt.gathered\(\): copy.deepcopy",
         "pickle": r"torch.save\(model, file\) of an attached sharded model(.|\n)*with opt.gathered\(\): torch.save",
-        "init": r"normal_ of an attached sharded parameter(.|\n)*with opt.gathered\(\)",
+        **{f"init {f}": rf"{f} of an attached sharded parameter(.|\n)*with opt.gathered\(\): {f}, with" for f in INITS},
+        "vector": r"vector_to_parameters of an attached sharded parameter(.|\n)*opt.gathered\(\): vector_to_parameters",
         "after detach": r"a graph from before opt.detach\(\)(.|\n)*the forward again after it",
     }
     for said in zf.launch(mistakes, 2, timeout=limit()):
