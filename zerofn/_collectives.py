@@ -39,6 +39,11 @@ def default_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def groups_made() -> int:
+    """How many groups this process has counted, from which torch makes the name of the next."""
+    return dist.get_pg_count()
+
+
 def make_default(backend: str | None, file: str | None, prefix: str) -> None:
     """Initialise the default group from the environment (RANK, WORLD_SIZE, ...).
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from . import _collectives as raw
+from ._errors import explain
 from ._group import Group
 from ._presence import Presence
 
@@ -218,10 +219,24 @@ def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Gr
 
 
 def _of_all_ranks(obj: Any) -> list[Any]:
-    """What every rank of the world gives, once all have come."""
+    """What every rank of the world gives, once all have come to open a group.
+
+    Raises:
+        RuntimeError: it would wait for ever, since the ranks would give it different names.
+    """
     control = world_group("mesh")
     raw.await_all(control.pg, _ARRIVAL)
-    return raw.gather_objects(obj, control)
+    counts, found = zip(*raw.gather_objects((raw.groups_made(), obj), control), strict=True)
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            explain(
+                f"by rank, {list(counts)} process groups have been made, so the next one has a name of its own on each",
+                "torch names groups by their number, and dist.new_group was called on some ranks only; with "
+                "use_local_synchronization=True torch 2.14 counts it on its members alone",
+                "dist.new_group(ranks) on every rank of the job; or zf.attach and meshes first",
+            )
+        )
+    return list(found)
 
 
 def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable) -> Group | None:
