@@ -291,9 +291,11 @@ def test_results_that_cannot_travel_and_sys_exit():
 
 
 CALLER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from zerofn._launch import launch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 def work(directory):
     rank = os.environ["RANK"]
