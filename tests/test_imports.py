@@ -203,3 +203,27 @@ def test_public_signatures():
     assert arguments(zf.update)[:3] == ["tx", "grads", "state"] and arguments(zf.full_params)[:2] == ["tx", "state"]
     assert arguments(zf.attach)[:2] == ["model", "tx"]
     assert arguments(zf.Optimizer.backward)[1:] == ["loss", "retain_graph", "scale_wrt_gas"]
+
+
+def test_private_names_of_torch_are_in_one_module():
+    """A name with an underscore that nobody in the package makes is somebody else's."""
+    ours, used = set(MODULES), []
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and module != "_compat":
+                if isinstance(node.ctx, ast.Store):
+                    ours.add(node.attr)
+                used.append((module, node.lineno, ast.unparse(node.value), node.attr))
+            elif isinstance(node, ast.ImportFrom) and module != "_compat" and (node.module or "").startswith("torch"):
+                used += [(module, node.lineno, "torch", name) for name in (*node.module.split("."), *_names(node))]
+    private = [u for u in used if u[3].startswith("_") and not u[3].startswith("__") and u[2] not in ("os", "sys")]
+    theirs = [f"zerofn/{m}.py:{n}: {base}.{name}" for m, n, base, name in private if name not in ours]
+    assert private and not theirs, "give these a name in zerofn/_compat.py:\n" + "\n".join(theirs)
+
+
+def _names(node):
+    return [alias.name for alias in node.names]
