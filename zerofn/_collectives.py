@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._compat import outlasting
 from ._group import Group
 
 # torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
@@ -143,23 +144,24 @@ def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
 
 
 def begin_gather(out: Tensor, inp: Tensor, group: Group) -> Any:
-    return _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
+    return outlasting("all_gather", _gather_single, _bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
 
 
 def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
-    return _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg, async_op=True)
+    add = dist.ReduceOp.SUM
+    return outlasting("reduce_scatter", _scatter_single, out, inp, op=add, group=group.pg, async_op=True)
 
 
 def begin_exchange(out: Tensor, inp: Tensor, group: Group) -> Any:
-    return dist.all_to_all_single(out, inp, group=group.pg, async_op=True)
+    return outlasting("all_to_all", dist.all_to_all_single, out, inp, group=group.pg, async_op=True)
 
 
 def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
-    return dist.all_reduce(t, op=REDUCE[op], group=group.pg, async_op=True)
+    return outlasting("all_reduce", dist.all_reduce, t, op=REDUCE[op], group=group.pg, async_op=True)
 
 
 def begin_broadcast(t: Tensor, src: int, group: Group) -> Any:
-    return dist.broadcast(_bytes_of(t), src=group.ranks[src], group=group.pg, async_op=True)
+    return outlasting("broadcast", dist.broadcast, _bytes_of(t), src=group.ranks[src], group=group.pg, async_op=True)
 
 
 def _bytes_of(t: Tensor) -> Tensor:

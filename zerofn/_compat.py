@@ -303,3 +303,20 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
         for name, x in module.named_buffers(recurse=False, remove_duplicate=False)
         if name not in module._non_persistent_buffers_set
     }
+
+
+def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Begin work that may outlast the profiler's: a profiler is shown that it began, and does not follow it.
+
+    When gloo ends such work it writes into the profiler's memory from a thread of its own, also where the profiler is
+    gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` and its `wait()` outside kill
+    the process in every second run.
+    """
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return begin(*args, **kwargs)
+    with torch.profiler.record_function(f"zerofn::{name}"):
+        torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+        try:
+            return begin(*args, **kwargs)
+        finally:
+            torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
