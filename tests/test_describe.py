@@ -112,6 +112,7 @@ def test_rows():
         (name, "step", "", (), (), torch.int64, "cpu", 8),
         (name, "count", "a.0", (), (), torch.int64, "cpu", 8),
         (name, "count", "b", (), (), torch.int64, "cpu", 8),
+        (name, "rounding_format", "", (), (), torch.int64, "cpu", 8),
         (name, "exp_avg", "a.0", (2, 5), (2, 5), torch.float32, "cpu", 40),
         (name, "exp_avg", "b", (3,), (3,), torch.float32, "cpu", 12),
         (name, "exp_avg_sq", "a.0", (2, 5), (2, 5), torch.float32, "cpu", 40),

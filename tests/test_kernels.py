@@ -17,6 +17,7 @@ from time_limits import limit
 
 from zerofn import _adam_formula, _kernels, _native
 from zerofn._kernels import adam_, implementation_for
+from zerofn._rounding import known_formats
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDINGS = ("nearest", "stochastic", "kahan")
@@ -111,6 +112,7 @@ def test_native_has_the_bits_of_eager_for_any_sizes_and_placements(data):
         eps=data.draw(st.sampled_from([1e-8, 1e-3])),
         seed=data.draw(st.integers(0, 2**63)),
         rounding=rounding,
+        form=data.draw(st.sampled_from(known_formats())),
         keys=range(len(sizes)),
         offsets=offsets,
     )
@@ -208,7 +210,7 @@ def test_new_step_and_lr_do_not_recompile(monkeypatch):
     monkeypatch.setattr(_adam_formula, "_compiled_segment", lambda: compiled)
     a, b = state(100), state(100)
     for step in (1, 2, 5):
-        options = dict(step=step, lr=0.1 / step, seed=step, keys=[step], offsets=[step])
+        options = dict(step=step, lr=0.1 / step, seed=step, keys=[step], offsets=[step], form=1 + step % 2)
         adam_(*a, **options, implementation="compiled")
         adam_(*b, **options, implementation="eager")
     adam_(*state(200), **options, implementation="compiled")
@@ -549,6 +551,8 @@ def test_unsupported_combinations_are_refused():
         call(step=0)
     with pytest.raises(ValueError, match="lengths"):
         call(keys=[0, 1])
+    with pytest.raises(ValueError, match=r"form=3.*\(1, 2\)"):
+        call(form=3)
     with pytest.raises(ValueError, match="implementation='fast'"):
         call(implementation="fast")
     lists = state(3)

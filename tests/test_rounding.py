@@ -1,14 +1,19 @@
 """Stochastic rounding: unbiased, special values kept, and draws that depend on nothing but their names."""
 
+import copy
 import math
+import os
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zerofn._rounding import block_ranges, leaf_key, random_bits, stochastic_round
+import zerofn as zf
+from zerofn._rounding import block_ranges, known_formats, leaf_key, random_bits, stochastic_round
+from zerofn._run import counter
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DROPPED = {BF16: 16, F16: 13}
@@ -100,6 +105,66 @@ def test_placement_does_not_change_the_draws(data):
     assert whole.equal(random_bits(n, offset=offset, **where | {"step": torch.tensor(where["step"])}))
 
 
+# Of a million z values one lies above 5 by chance, and of fifty million one above 5.5. With ZEROFN_DRAWS=all the test
+# takes 2**24 draws, for two minutes.
+DRAWS = 1 << (24 if os.environ.get("ZEROFN_DRAWS") == "all" else 20)
+LAGS, SERIAL_Z = 1 << 14, 5.5
+SERIES = {
+    "word": lambda x: x & 0xFFFFFFFF,
+    "low half": lambda x: x & 0xFFFF,  # rounds parameters and first moments
+    "high half": lambda x: (x >> 16) & 0xFFFF,  # rounds second moments
+    "low 13": lambda x: x & 0x1FFF,  # rounds to float16
+    **{f"bit {k}": (lambda x, k=k: (x >> k) & 1) for k in (0, 12, 15, 16, 31)},
+}
+
+
+def spectra(bits, names=tuple(SERIES)):
+    """Fourier transforms of the draws as numbers of mean 0 and deviation 1, taken as a circle."""
+    for name in names:
+        x = SERIES[name](bits.long()).double()
+        yield name, torch.fft.rfft((x - x.mean()) / x.std())
+
+
+def z_at_lags(a, b):
+    """z values of the correlation of one series with another that is moved by 0, 1, ..., LAGS elements."""
+    return torch.fft.irfft(a.conj() * b, DRAWS)[: LAGS + 1] / math.sqrt(DRAWS)
+
+
+def serial(seed, form):
+    bits = random_bits(DRAWS, seed=seed, step=7, key=leaf_key("w"), form=form)
+    for name, spectrum in spectra(bits):
+        z = z_at_lags(spectrum, spectrum)[1:].abs()
+        yield z.max().item(), name, int(z.argmax()) + 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_draws_have_no_serial_correlation(seed):
+    worst = max(serial(seed, form=2))
+    print(f"seed {seed}: the largest |z| of {DRAWS} draws at lags 1 to {LAGS} is {worst}")
+    assert worst[0] < SERIAL_Z
+
+
+def test_the_first_format_had_some():
+    """So the test above can fail; and formats are not to be mixed up."""
+    assert max(serial(2, form=1))[0] > 2 * SERIAL_Z
+
+
+def test_draws_of_one_update_are_strangers_at_all_distances():
+    """Of parameters, first and second moments, of this step, the next one and another leaf."""
+    base = dict(seed=0, step=5, key=leaf_key("a"))
+    parts = "low half", "high half"
+    here = dict(spectra(random_bits(DRAWS, **base), parts))
+    pairs = {"halves": (here["low half"], here["high half"])}
+    others = {"first moments": {"stream": 1}, "next step": {"step": 6}, "other leaf": {"key": leaf_key("b")}}
+    for name, change in others.items():
+        there = dict(spectra(random_bits(DRAWS, **base | change), parts))
+        pairs |= {(name, part): (here[part], there[part]) for part in parts}
+    for name, (a, b) in pairs.items():
+        for x, y in ((a, b), (b, a)):
+            z = z_at_lags(x, y).abs()
+            assert z.max() < SERIAL_Z, (name, int(z.argmax()))
+
+
 def test_bits_are_uniform():
     bits = random_bits(1 << 20, seed=3, step=7, key=leaf_key("w"))
     for shift in range(0, 32, 8):
@@ -148,6 +213,102 @@ def test_blocks_of_2_to_the_32_do_not_repeat():
     first = random_bits(64, **where)
     assert not (first == random_bits(64, offset=2**32, **where)).any()
     assert not (first == random_bits(64, offset=2**33, **where)).any()
+
+
+# ---- formats: a run goes on as it began ----
+
+
+BY_FORMAT = {
+    1: ([-1856942906, 1940975090, -1353414460], 30357520237),
+    2: ([312332584, 846616444, -680339302], -6277176446),
+}
+
+
+@pytest.mark.parametrize("form", known_formats())
+def test_each_format_draws_what_it_always_did(form):
+    bits = random_bits(1000, seed=5, step=3, key=leaf_key("w"), offset=2**32 - 500, form=form)
+    assert (bits[:3].tolist(), int(bits.long().sum())) == BY_FORMAT[form]
+
+
+def with_format(state, form):
+    own = state.transforms["low_precision_adam"]
+    own = {k: x for k, x in own.items() if k != "rounding_format"}
+    if form is not None:
+        own["rounding_format"] = counter(form)
+    return replace(state, transforms={**state.transforms, "low_precision_adam": own})
+
+
+def low(**options):
+    return zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.01, **options))
+
+
+def train(tx, state, steps):
+    for i in steps:
+        grads = (torch.arange(3000) % 17 - 8.0).mul(2.0**-i)
+        state, _ = zf.update(tx, {"w": grads}, state)
+    return state
+
+
+def start(tx):
+    return zf.init(tx, {"w": torch.linspace(-1, 1, 3000)})
+
+
+def test_a_run_goes_on_by_the_format_it_began_with(tmp_path):
+    """A checkpoint, a state dict and a pickle of before there were two: the numbers are those of then."""
+    tx = low(seed=3)
+    old = train(tx, with_format(start(tx), None), (1, 2))
+    zf.save(tmp_path / "old", old)
+    loaded = zf.load(tmp_path / "old", like=start(tx))
+    model = torch.nn.ParameterDict({"w": torch.linspace(-1, 1, 3000)})
+    opt = zf.attach(model, tx)
+    given = opt.state_dict()
+    given["params"], given["step"] = old.leaves, old.step
+    given["transforms"], given["micro_step"] = old.transforms, old.micro_step
+    opt.load_state_dict(given)
+    ways = {"pickle": old, "checkpoint": loaded, "state dict": opt.state}
+    found = {name: train(tx, state, (3,)).leaves["w"] for name, state in ways.items()}
+    # As the version before wrote it.
+    assert {int(x.view(torch.int16).long().sum()) for x in found.values()} == {-926772}, found
+    assert int(loaded.transforms["low_precision_adam"]["rounding_format"]) == 1
+    assert not train(tx, start(tx), (1, 2, 3)).leaves["w"].equal(found["pickle"])
+    zf.save(tmp_path / "again", loaded)
+    assert int(zf.load(tmp_path / "again", like=start(tx)).transforms["low_precision_adam"]["rounding_format"]) == 1
+
+
+def test_leaves_of_that_name_are_missed(tmp_path):
+    tx = low()
+    ones = {"rounding_format": torch.ones(2)}
+    state = zf.init(tx, ones)
+    own = state.transforms["low_precision_adam"]
+    zf.save(tmp_path, with_format(replace(state, transforms={**state.transforms, "low_precision_adam": own}), None))
+    assert zf.load(tmp_path, like=state).leaves["rounding_format"].tolist() == [1, 1]
+    del own["exp_avg"]["rounding_format"]
+    zf.save(tmp_path, state)
+    with pytest.raises(ValueError, match="exp_avg/rounding_format: missing"):
+        zf.load(tmp_path, like=zf.init(tx, ones))
+    opt = zf.attach(torch.nn.ParameterDict(ones), tx)
+    given = copy.deepcopy(opt.state_dict())
+    del given["transforms"]["low_precision_adam"]["exp_avg"]["rounding_format"]
+    with pytest.raises(ValueError, match="exp_avg/rounding_format: missing"):
+        opt.load_state_dict(given)
+
+
+def test_an_ensemble_may_mix_formats():
+    tx = low()
+    states = [with_format(start(tx), form) for form in known_formats()]
+    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *states)
+    grads = {"w": torch.linspace(1, 2, 3000)}
+    new, _ = torch.func.vmap(lambda s: zf.update(tx, grads, s))(stacked)
+    for i, state in enumerate(states):
+        assert new.leaves["w"][i].equal(zf.update(tx, grads, state)[0].leaves["w"])
+    assert not new.leaves["w"][0].equal(new.leaves["w"][1])
+
+
+def test_a_format_of_the_future_is_refused():
+    tx = low()
+    state = with_format(start(tx), 3)
+    with pytest.raises(ValueError, match=r"(?s)rounding_format 3.*\(1, 2\).*update of zerofn"):
+        train(tx, state, (1,))
 
 
 def test_leaf_keys_are_stable_and_distinct():

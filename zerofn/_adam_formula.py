@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerofn._rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key
+from zerofn._rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key, stride_of
 
 # Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
 # second-level cache; temporaries of the parameter's own size cost ten times more.
@@ -153,6 +153,7 @@ class Settings(NamedTuple):
     rounding: str
     beta1: float
     seed: int
+    form: Any  # of the random draws
 
     def mode(self, dtypes: Dtypes) -> Mode:
         return Mode.of(self.rounding, self.beta1, dtypes)
@@ -186,14 +187,15 @@ def _batches(leaves: Leaves) -> Iterator[list[_Segment]]:
 
 def _batch_bits(batch: list[_Segment], leaves: Leaves, settings: Settings, stream: int) -> Tensor:
     """The bits `random_bits` gives for each segment, for a whole batch in a few calls."""
+    stride = stride_of(settings.form)
     first, k1, begin = [], [], 0
     for entry, start, stop in batch:
         index = leaves.offsets[entry] + start
         key = stream_key(settings.seed, settings.step, leaves.keys[entry], block=index >> 32, stream=stream)
-        first.append(as_int32(index + key[0] - begin))
+        first.append(as_int32((index - begin) * stride + key[0]))
         k1.append(as_int32(key[1]))
         begin += stop - start
-    counter = torch.arange(begin, dtype=torch.int32)
+    counter = torch.arange(begin, dtype=torch.int32).mul_(as_int32(stride))
     if len(batch) == 1:
         return draw(counter.add_(first[0]), k1[0])
     sizes = torch.tensor([stop - start for _, start, stop in batch])
@@ -221,6 +223,7 @@ def run_whole(leaves: Leaves, settings: Settings) -> None:
     for i, (p, g, m, v) in enumerate(zip(*leaves.tensors[:4], strict=True)):
         mode = settings.mode(leaves.dtypes(i))
         where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
+        where["form"] = settings.form
         bits = [
             random_bits(p.numel(), **where, stream=k, device=p.device).view(p.shape) if on else None
             for k, on in enumerate(mode.streams)
@@ -237,7 +240,7 @@ def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) ->
 
 def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
     """What is compiled. All that changes from step to step comes in tensors, so nothing is specialised on."""
-    index = torch.arange(p.numel(), dtype=torch.int32, device=p.device)
+    index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
     bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
     _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))
 
@@ -265,9 +268,10 @@ def run_compiled(leaves: Leaves, settings: Settings) -> None:
     key = torch.tensor([leaves.keys[i] for i, _, _ in segments], device=at)
     start = torch.tensor([start for _, start, _ in segments], device=at)
     words = []
+    stride = key * 0 + stride_of(settings.form)
     for stream in (0, 1):
         k0, k1 = stream_key(settings.seed, settings.step, key, block=start >> 32, stream=stream)
-        words.append(torch.stack([as_int32(start + k0), as_int32(k1)]))
+        words.append(torch.stack([as_int32(start * stride + k0), as_int32(k1), as_int32(stride)]))
     drawn = torch.stack(words).to(device, non_blocking=True)
     for j, (i, begin, end) in enumerate(segments):
         piece = slice(begin - leaves.offsets[i], end - leaves.offsets[i])

@@ -15,7 +15,7 @@ from ._attach import Optimizer
 from ._buffers import buffers_of, check_can_be_saved, check_can_be_written, tell_of_missing
 from ._buffers import without as without_buffers
 from ._buffers import write as write_buffers
-from ._entries import Entry, entries, rebuild
+from ._entries import Entry, before, entries, rebuild
 from ._errors import bad_leaves, explain
 from ._fit import differences, dtype_name, misfit_message, name_of, source
 from ._param_groups import packed
@@ -189,15 +189,18 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
         bad = differences([*wanted, *saved], manifest if isinstance(like, Optimizer) else without_buffers(manifest))
         if bad:
             raise ValueError(misfit_message(directory, bad))
+        late = {e.key: x for e in wanted if e.key not in manifest["tensors"] and (x := before(e)) is not None}
+        for key, x in late.items():
+            flat[key].fill_(x)
         return {
             source(e, manifest, placement, group.rank): Piece(flat[e.key], e.offset or 0, e.shape)
             for e in [*wanted, *saved]
-            if e.key in new
+            if e.key in new and e.key not in late
         }
 
     manifest = load_pieces(Path(directory), group, choose)
     if manifest["ranks"] != placement.together:
-        own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"]]
+        own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"] and before(e) is None]
         share_windows(own, flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
     for key, x in new.items():
         if not x.is_contiguous():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._collectives import as_distributed
 from ._group import Group
+from ._rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ._state import State
 from ._tree import flatten, tree_keys, unflatten
 
@@ -46,6 +47,15 @@ class Entry(NamedTuple):
         """
         above = [part for part in (self.owner, self.slot) if part]
         return "/".join([*above, self.path] if self.of_leaf else above)
+
+
+def before(e: Entry) -> int | None:
+    """What an entry was when checkpoints did not have it yet; `None` for one that they always had.
+
+    >>> [before(Entry("low_precision_adam", slot, "", None, (), of_leaf=False)) for slot in ("rounding_format", "step")]
+    [1, None]
+    """
+    return FIRST_FORMAT if not e.of_leaf and e.slot.split("/")[-1] == FORMAT_ENTRY else None
 
 
 def entries(state: State) -> list[Entry]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._entries import Entry
+from ._entries import Entry, before
 from ._errors import bad_leaves
 from ._tree import Placement
 
@@ -35,7 +35,8 @@ def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str
     bad = []
     for e in wanted:
         if e.key not in found:
-            bad.append((e.key, "missing: the checkpoint does not have it"))
+            if before(e) is None:
+                bad.append((e.key, "missing: the checkpoint does not have it"))
             continue
         about = found.pop(e.key)
         if (about is None) == isinstance(e.value, Tensor):

@@ -26,6 +26,7 @@ from torch import Tensor
 from zerofn import _native
 from zerofn._adam_formula import Dtypes, Leaves, Settings, run_chunked, run_compiled, run_whole, scalars
 from zerofn._compat import has_triton, is_wrapped, tell_autograd
+from zerofn._rounding import FORMAT, known_formats
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +41,7 @@ def _run_native(leaves: Leaves, settings: Settings) -> None:
     for dtypes, entries in groups.items():
         columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
         part = Leaves(*columns)
-        function = _kernel(dtypes, settings.rounding, settings.beta1)
+        function = _kernel(dtypes, settings.rounding, settings.beta1, settings.form)
         if function is None:
             run_chunked(part, settings)
             continue
@@ -61,17 +62,17 @@ def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
 
 
 @functools.cache
-def _kernel(dtypes: Dtypes, rounding: str, beta1: float) -> Any:
+def _kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
     """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
 
     Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
     millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
     in bfloat16 it would show in one number of thousands.
     """
-    if dtypes != _EXACT and _kernel(_EXACT, rounding, beta1) is None:
+    if dtypes != _EXACT and _kernel(_EXACT, rounding, beta1, form) is None:
         return None
-    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1)
-    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))))
+    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
+    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)
     if function is None:
         return None
     native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
@@ -136,11 +137,13 @@ def implementation_for(params: Sequence[Tensor]) -> str:
     return "compiled" if kinds == {"cuda"} and has_triton() else "eager"
 
 
-def _check(leaves: Leaves, step: Any, rounding: str, implementation: str) -> None:
+def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str) -> None:
     if rounding not in ("nearest", "stochastic", "kahan"):
         raise ValueError(f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'.")
     if implementation not in ("auto", "native", "compiled", "eager"):
         raise ValueError(f"adam_(implementation={implementation!r}): write 'auto', 'native', 'compiled' or 'eager'.")
+    if not isinstance(form, Tensor) and form not in known_formats():
+        raise ValueError(f"adam_(form={form!r}): there are the formats {known_formats()} of random draws.")
     if rounding == "kahan" and leaves.compensations is None:
         raise ValueError(
             "adam_(rounding='kahan', compensations=None): what rounding withholds must be kept. Write "
@@ -197,6 +200,7 @@ def adam_(
     seed: int = 0,
     keys: Sequence[int],
     offsets: Sequence[int],
+    form: int | Tensor = FORMAT,
     implementation: str = "auto",
 ) -> None:
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
@@ -224,6 +228,7 @@ def adam_(
             First moments are rounded to nearest, which has a third of the error variance and, with ``beta1``
             up to 0.98, no trap; above it, stochastically, except under ``"nearest"``.
         seed: of the random draws.
+        form: format of the random draws (`zerofn._rounding`): an int, or a tensor of shape ``()`` under vmap.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
 
     ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
@@ -247,17 +252,19 @@ def adam_(
     """
     used = compensations if rounding == "kahan" else None
     leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
-    _check(leaves, step, rounding, implementation)
+    _check(leaves, step, rounding, form, implementation)
     if not params:
         return
     if implementation == "auto":
         implementation = implementation_for(params)
     # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
-    plain = [not _is_wrapped(x) and x.device.type == "cpu" for x in (params[0], step, lr) if isinstance(x, Tensor)]
+    given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
+    plain = [not _is_wrapped(x) and x.device.type == "cpu" for x in given]
     if all(plain):
         step = int(step)
         lr = float(lr)
-    settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed)
+        form = int(form)
+    settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
     with torch.no_grad():
         if not all(plain) and implementation == "eager":
             run_whole(leaves, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,9 +13,10 @@ from ._errors import bad_leaves, explain
 from ._factory import transform
 from ._kernels import adam_
 from ._optimizer import Group, like, optimizer
-from ._rounding import leaf_key
+from ._rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key
+from ._run import counter
 from ._tree import Layout, Leaves
-from ._types import ScalarOrSchedule, Transform, TransformState
+from ._types import Context, Prepared, ScalarOrSchedule, Transform, TransformState, number
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
@@ -36,7 +38,8 @@ def low_precision_adam(
     decays under nearest rounding, since the change by a thousandth is below half a unit; it ratchets
     upwards. So by default parameters and second moment are rounded *stochastically*: up or down with
     the probabilities that make the mean right. Draws come from a counter of seed, update, path and
-    global element index, hence do not depend on sharding, buckets or resuming.
+    global element index, hence do not depend on sharding, buckets or resuming. The state's entry
+    `rounding_format` says how they are drawn from it: a run goes on, bit for bit, as it began.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.
@@ -101,12 +104,13 @@ def low_precision_adam(
             seed=seed,
             keys=[leaf_key(p) for p in group.paths],
             offsets=group.offsets,
+            form=_format(group.shared),
         )
 
     slots = {"exp_avg": moment, "exp_avg_sq": moment}
-    built = optimizer(
-        "low_precision_adam", lr, slots | ({"compensation": like} if rounding == "kahan" else {}), update_group
-    )
+    if rounding == "kahan":
+        slots["compensation"] = like
+    built = optimizer("low_precision_adam", lr, slots, update_group, {FORMAT_ENTRY: lambda: counter(FORMAT)})
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         wide = [
@@ -118,7 +122,28 @@ def low_precision_adam(
         _check_effect(leaves, rounding, state_dtype)
         return built.init_fn(leaves, layout)
 
-    return replace(built, init_fn=init)
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        _format(state)
+        return built.prepare_fn(state, grads, params, ctx)
+
+    return replace(built, init_fn=init, prepare_fn=prepare)
+
+
+def _format(state: TransformState) -> Any:
+    """How the state's random bits are drawn: a number, or a tensor under `torch.func.vmap`.
+
+    A state without one was pickled before there were two formats.
+    """
+    form = number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
+    if not isinstance(form, torch.Tensor) and form not in known_formats():
+        raise ValueError(
+            explain(
+                f"a state of low_precision_adam with {FORMAT_ENTRY} {form}",
+                f"random bits are drawn by formats {known_formats()} here: a newer zerofn made it, or it is damaged",
+                "an update of zerofn; or begin anew: zf.init(tx, zf.full_params(tx, state))",
+            )
+        )
+    return form
 
 
 def _check_effect(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:

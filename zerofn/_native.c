@@ -2,7 +2,8 @@
  *
  * Built by zerofn/_native.py on first use, once for each combination of dtypes and rounding:
  *   -DZF_P=, -DZF_G=, -DZF_M=, -DZF_V=    f32, bf16 or f16: parameter, gradient, first and second moment;
- *   -DZF_MODE=                            sum of KAHAN, STOCHASTIC_P, ...: how each is rounded.
+ *   -DZF_MODE=                            sum of KAHAN, STOCHASTIC_P, ...: how each is rounded;
+ *   -DZF_STRIDE=                          what counters of neighbouring elements differ by.
  * One combination a build: together they would take half a minute to compile, and a program uses one or two.
  *
  * The loop is plain C for the compiler to vectorise. Bits equal to eager torch need every float operation
@@ -42,7 +43,8 @@ typedef struct { uint32_t p, m, v, c; } codes;
 INLINE codes element(float p, float g, float m, float v, float c, uint32_t index, scalars s, stream first,
                      stream second) {
     codes out = {0, 0, 0, 0};
-    uint32_t r = ZF_MODE & (STOCHASTIC_P | STOCHASTIC_V) ? draw(index + first.k0, first.k1) : 0;
+    uint32_t count = index * ZF_STRIDE; /* a constant */
+    uint32_t r = ZF_MODE & (STOCHASTIC_P | STOCHASTIC_V) ? draw(count + first.k0, first.k1) : 0;
     m = (g - m) * s.one_minus_beta1 + m;
     v = v * s.beta2 + (g * s.one_minus_beta2) * g;
     float step = (m * s.rate) / (sqrtf(v) + s.eps);
@@ -57,7 +59,7 @@ INLINE codes element(float p, float g, float m, float v, float c, uint32_t index
         p = p * s.keep - step;
         out.p = ZF_MODE & STOCHASTIC_P ? PASTE(stochastic_, ZF_P)(p, r) : PASTE(nearest_, ZF_P)(p);
     }
-    out.m = ZF_MODE & STOCHASTIC_M ? PASTE(stochastic_, ZF_M)(m, draw(index + second.k0, second.k1))
+    out.m = ZF_MODE & STOCHASTIC_M ? PASTE(stochastic_, ZF_M)(m, draw(count + second.k0, second.k1))
                                    : PASTE(nearest_, ZF_M)(m);
     out.v = ZF_MODE & STOCHASTIC_V ? PASTE(stochastic_, ZF_V)(v, r >> 16) : PASTE(nearest_, ZF_V)(v);
     return out;
@@ -108,8 +110,8 @@ static void update(int64_t n, char *p, const char *g, char *m, char *v, char *c,
         if (ZF_MODE & KAHAN) PREFETCH(AT(c, ZF_P, i), ZF_P, 1);
         line(AT(p, ZF_P, i), AT(g, ZF_G, i), AT(m, ZF_M, i), AT(v, ZF_V, i),
              ZF_MODE & KAHAN ? AT(c, ZF_P, i) : 0, s, first, second);
-        first.k0 += LINE;
-        second.k0 += LINE;
+        first.k0 += LINE * ZF_STRIDE;
+        second.k0 += LINE * ZF_STRIDE;
     }
     size_t rest = (size_t)(n - i);
     if (rest) { /* a copy, filled up with zeros */
@@ -152,7 +154,7 @@ static void run_piece(const job *j, int64_t e, int64_t from, int64_t to) {
         int64_t n = (uint64_t)(to - from) < left ? to - from : (int64_t)left;
         stream k[2];
         for (uint32_t i = 0; i < 2; i++) {
-            k[i].k0 = lane(0x243f6a88u, j->seed, j->step, j->key[e], index >> 32, i) + (uint32_t)index;
+            k[i].k0 = lane(0x243f6a88u, j->seed, j->step, j->key[e], index >> 32, i) + (uint32_t)index * ZF_STRIDE;
             k[i].k1 = lane(0x85a308d3u, j->seed, j->step, j->key[e], index >> 32, i);
         }
         update(n, AT(p, ZF_P, from), AT(g, ZF_G, from), AT(m, ZF_M, from), AT(v, ZF_V, from),

@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zerofn._rounding import FORMAT, stride_of
+
 _SOURCE, *_HEADERS = (Path(__file__).with_name(f"_native{name}") for name in (".c", "_numbers.h", "_threads.h"))
 
 # -ffp-contract=off: eager torch fuses no product with a sum. The two -fno only give up errno and traps,
@@ -64,7 +66,7 @@ def compiler() -> str | None:
         return None
     cc = _find_compiler(os.environ.get("CC"), os.environ.get("PATH"))
     # One kernel is built to see whether any can be: a compiler without headers is found, too.
-    return cc if cc and _load(cc, (torch.float32,) * 4, 0) else None
+    return cc if cc and _load(cc, (torch.float32,) * 4, 0, FORMAT) else None
 
 
 @functools.cache
@@ -148,10 +150,10 @@ def build(cc: str, defines: Sequence[str]) -> Path:
 
 
 @functools.cache
-def _load(cc: str, dtypes: tuple[torch.dtype, ...], mode: int):
+def _load(cc: str, dtypes: tuple[torch.dtype, ...], mode: int, form: int):
     """The library for these dtypes and this mode, or ``None`` with one warning."""
     defines = [f"-DZF_{name}={_NAMES[dtype]}" for name, dtype in zip("PGMV", dtypes, strict=True)]
-    defines.append(f"-DZF_MODE={mode}")
+    defines += [f"-DZF_MODE={mode}", f"-DZF_STRIDE={stride_of(form)}u"]
     try:
         library = build(cc, defines)
         try:
@@ -182,13 +184,13 @@ def _parallel() -> int | None:
         return None
 
 
-def load(dtypes: tuple[torch.dtype, ...], mode: int):
+def load(dtypes: tuple[torch.dtype, ...], mode: int, form: int = FORMAT):
     """The kernel for dtypes of (parameter, gradient, first, second moment), or ``None`` if there is none.
 
-    ``mode``: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8.
+    ``mode``: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8; ``form``: of the random draws.
     """
     cc = compiler()
-    library = None if cc is None else _load(cc, dtypes, mode)
+    library = None if cc is None else _load(cc, dtypes, mode, form)
     return None if library is None else library.zerofn_adam
 
 
@@ -199,7 +201,7 @@ def squares(x: Tensor) -> float | None:
     number of threads. Torch casts 16-bit tensors to float32 first, in memory: three times as long.
     """
     cc = compiler()
-    library = None if cc is None else _load(cc, (torch.float32, x.dtype, torch.float32, torch.float32), 0)
+    library = None if cc is None else _load(cc, (torch.float32, x.dtype, torch.float32, torch.float32), 0, FORMAT)
     if library is None:
         return None
     return library.zerofn_squares(x.data_ptr(), x.numel(), torch.get_num_threads(), _parallel())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Group:
         lr: learning rate of this update.
         paths: names of the leaves.
         offsets: global index of each leaf's first stored element.
+        shared: state that all leaves share, by name; only read.
     """
 
     params: list[Tensor]
@@ -39,6 +41,7 @@ class Group:
     lr: Any
     paths: list[str]
     offsets: list[int]
+    shared: TransformState = field(default_factory=dict)
 
     def where(self, chosen: list[bool]) -> Group:
         """The leaves for which `chosen` is true."""
@@ -48,10 +51,16 @@ class Group:
 
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
-        return Group(*lists)
+        return Group(*lists, self.shared)
 
 
-def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Callable[[Group], None]) -> Transform:
+def optimizer(
+    name: str,
+    lr: ScalarOrSchedule,
+    slots: Slots,
+    update_group: Callable[[Group], None],
+    shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+) -> Transform:
     """An elementwise optimizer from its arithmetic on lists of tensors.
 
     State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
@@ -64,10 +73,12 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
         slots: how each per-leaf state tensor starts, from the parameter.
         update_group: the arithmetic, in place on parameters and slots that it may write; each element from its own
             elements, its leaf's path and its place in the leaf alone.
+        shared: how each further tensor that all leaves share starts; it stays as it is.
     """
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
+        state |= {key: start() for key, start in shared.items()}
         for slot, start in slots.items():
             state[slot] = {p: start(x) for p, x in leaves.items()}
         return state
@@ -93,6 +104,7 @@ def optimizer(name: str, lr: ScalarOrSchedule, slots: Slots, update_group: Calla
                     rate,
                     group,
                     [ctx.offsets.get(p, 0) for p in group],
+                    {key: state[key] for key in shared if key in state},
                 )
             )
         return new, own

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._entries import over_ranks
 from ._errors import bad_leaves
 from ._param_groups import OWN, packed
 from ._pipeline import Pipeline
+from ._rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ._state import State
 
 
@@ -36,6 +38,10 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         ValueError: every missing, unexpected or misshapen entry is named.
     """
     mine, theirs = _flat(_required(own)), _flat(_required(given))
+    for k, x in mine.items():
+        if k not in theirs and _is_format(k, mine):
+            # A state dict of before there were formats.
+            theirs[k] = torch.full_like(x, FIRST_FORMAT)
     bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
     for k in mine.keys() & theirs.keys():
         a, b = mine[k], theirs[k]
@@ -51,6 +57,12 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
             )
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
     return [(a, theirs[k]) for k, a in mine.items()]
+
+
+def _is_format(key: str, entries: dict[str, Any]) -> bool:
+    """Whether an entry is the format of random bits, beside a counter of steps; a leaf may have its name."""
+    above, _, last = key.rpartition("/")
+    return last == FORMAT_ENTRY and f"{above}/step" in entries
 
 
 def _required(d: Any) -> Any:

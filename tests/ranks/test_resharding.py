@@ -117,7 +117,24 @@ def save_and_go_on(directory, names):
             later, others = (run(step, s, range(at, at + 3)) for s in (state, loaded))
             same(later, others)
             found[name, at] = full(tx, state), full(tx, later)
+    save_without_a_format(Path(directory) / "old")
     return found
+
+
+def early():
+    """A window before the reduction, and stochastic rounding."""
+    cast = zf.precision(store_dtype=BF16, grad_dtype=torch.float32)
+    return zf.chain(cast, zf.accumulate(2), zf.reduce_scatter(), zf.low_precision_adam(1e-2))
+
+
+def save_without_a_format(directory):
+    """As states were when there was one way to draw random bits."""
+    state = zf.init(early(), named())
+    ones = {leaf.path: torch.ones(leaf.shape) for leaf in state.layout.leaves}
+    for _ in range(3):
+        state, _ = zf.update(early(), state.layout.join_once(ones), state)
+    del state.transforms["low_precision_adam"]["rounding_format"]
+    zf.save(directory, state)
 
 
 def load_and_go_on(directory, to, names):
@@ -155,6 +172,18 @@ def test_one_process_reads_what_ranks_saved(saved, n):
         assert int(state.step) == {"low": 2, "zero2": 2, "zero1": 2, "scaled": 1}.get(name, 4), name
         moved = [k for k, x in mine.items() if x.numel() and not torch.equal(x, named()[k].to(x.dtype))]
         assert len(moved) == len(mine) - 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n):
+    directory, _ = saved
+    like = zf.init(early(), named(1))
+    state = zf.load(directory / str(n) / "old", like=like)
+    assert int(like.transforms["low_precision_adam"]["rounding_format"]) == 2
+    assert int(state.transforms["low_precision_adam"]["rounding_format"]) == 1
+    assert int(state.step) == 1 and int(state.transforms["accumulate"]["count"]) == 1
+    sums = state.transforms["accumulate"]["sum"]
+    assert all(torch.equal(x, torch.ones_like(x)) for x in sums.values()) and sums
 
 
 @pytest.mark.parametrize("n, m", [(1, 3), (2, 4), (3, 2), (3, 4)])
