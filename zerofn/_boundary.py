@@ -147,7 +147,11 @@ class LeafView:
         seen = x
         for stage in self.stages:
             seen = stage.view(seen, self.leaf)
-        return identity(seen) if seen is x else seen
+        if seen is not x:
+            return seen
+        # Not a view of `x`: torch refuses to use one after a write into the memory of both, which layers make that
+        # keep their weights in bounds. The count of writes is one for both all the same.
+        return identity(seen) if torch.compiler.is_compiling() or functorch_active() else seen.detach()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """A cotangent of the seen parameter to a true gradient of the stored one."""

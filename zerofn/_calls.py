@@ -28,6 +28,7 @@ from ._compat import (
     version,
 )
 from ._containers import map_tensors
+from ._crossing import crossing_of
 from ._errors import bad_leaves, explain
 from ._escape import Shown
 from ._notes import noting
@@ -176,8 +177,8 @@ def _before(
     if sight.scaled and not is_dynamo_compiling():
         check_hooks_of_call(sight.model(), module, outermost, args)
     call = Call(module, outermost, next_sequence())
-    if not local.calls and sight.scaled:
-        sight.attributes.hide(sight.admit)
+    if not local.calls:
+        sight.begin()
     local.calls.append(call)
     if outermost and sight.units is not None:
         call.undo.enter_context(noting(sight.units))
@@ -206,6 +207,8 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     call.undo.close()
     seen = dict(local.seen) if not local.calls else {}
     try:
+        if not local.calls:
+            sight.let_attributes_out(call.start, at_once=False)
         if call.shown is not None:
             # What the user's hooks were shown is outside already.
             return output if call.outermost else call.shown.result(output, sight.enter)
@@ -213,10 +216,10 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     finally:
         if not local.calls:
             local.seen.clear()
-            if sight.scaled:
-                sight.attributes.show(sight.show, call.start)
+            sight.let_attributes_out(call.start, at_once=True)
+            local.leaving = None
             sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
-            _check_unwritten(seen)
+            _check_unwritten(sight, seen)
             if sight.units is not None:
                 sight.units.end_of_call()
 
@@ -247,6 +250,8 @@ def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     calls = sight.local.calls
     if not calls or calls[-1].module is not module:
         return None
+    if calls[-1].outermost:
+        sight.let_attributes_out(calls[-1].start, at_once=False)
     calls[-1].shown = Shown(output, sight.leave_all if calls[-1].outermost else sight.show_all)
     return calls[-1].shown.outer
 
@@ -260,7 +265,7 @@ def _calls_itself(module: nn.Module) -> bool:
     return count > 1
 
 
-def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
+def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
     """What a model in another dtype writes into a parameter goes into a copy and would be lost."""
     bad = [
         (path, f"seen in {view.dtype}, stored in {stored.dtype}")
@@ -268,7 +273,26 @@ def _check_unwritten(seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
         if view.dtype != stored.dtype and not inference and version(view)
     ]
     if bad:
-        right = "write outside of the call, or keep what the model writes in a buffer"
+        right = (
+            "write outside of the call, or keep what the model writes in a buffer; nn.Embedding(max_norm=None) and\n"
+            "         with torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm) after opt.step()"
+        )
         raise RuntimeError(
             bad_leaves("the model wrote into parameters in its forward, where they are cast copies", bad, right)
+        )
+    if not sight.scaled:
+        return
+    # Torch refuses that of a leaf. It cannot see here that it is one.
+    bad = [
+        (path, f"changed by {view.grad_fn.name()}")
+        for (path, _, _), (stored, view) in seen.items()
+        if view.grad_fn is not None and view is not stored and crossing_of(view.grad_fn, sight) is None
+    ]
+    if bad:
+        raise RuntimeError(
+            bad_leaves(
+                "the model wrote into parameters in its forward with gradients enabled; what it wrote is in them",
+                bad,
+                "w = self.weight * 2 instead of self.weight.mul_(2), or the write under torch.no_grad()",
+            )
         )

@@ -88,6 +88,9 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
                 # Behind it is the parameter.
                 continue
             inside = not crossing.inward
+            # What else it has edges to are the tensors that left upstream (`_upstream`).
+            steps += [(other, n, inside) for n, _ in other.next_functions[:1] if n is not None]
+            continue
         elif kind == LEAF:
             leaf = other.variable
             if is_wrapped(leaf):

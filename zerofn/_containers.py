@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._compat import base_of
+from ._compat import base_of, number_of
 from ._errors import explain
 
 Fn = Callable[[Tensor], Tensor]
@@ -36,10 +36,17 @@ def map_tensors(fn: Fn, value: Any, where: str) -> Any:
     return _map(fn, value, where, {})
 
 
-def map_outputs(fn: Fn, value: Any, where: str) -> Any:
+def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
     """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
 
-    A complex view of a real tensor, and a real one of a complex tensor, go by themselves.
+    They are mapped in the order in which they were computed. A complex view of a real tensor, and a real one of a
+    complex tensor, go by themselves.
+
+    Args:
+        fn: maps a tensor.
+        value: holds tensors.
+        where: what it is.
+        viewed: told of each view, and of the view of a mapped tensor in its place.
 
     Raises:
         TypeError: as `map_tensors`.
@@ -65,9 +72,18 @@ def map_outputs(fn: Fn, value: Any, where: str) -> Any:
         if t is base:
             return new
         view = new.as_strided(t.shape, t.stride(), t.storage_offset())
-        return view.conj() if t.is_conj() != base.is_conj() else view
+        view = view.conj() if t.is_conj() != base.is_conj() else view
+        if viewed is not None:
+            viewed(t, view)
+        return view
 
-    return map_tensors(mapped, value, where)
+    done = {id(t): mapped(t) for t in sorted(found, key=made)}
+    return map_tensors(lambda t: done[id(t)], value, where)
+
+
+def made(t: Tensor) -> int:
+    """The number of the autograd node that computed a tensor: one made later has a larger one. -1 without a node."""
+    return -1 if t.grad_fn is None else number_of(t.grad_fn)
 
 
 def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:

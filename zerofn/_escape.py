@@ -63,21 +63,38 @@ class Attributes:
         changed = self._replace(lambda t: enter(t) if t.requires_grad and id(t) not in mine else t)
         self.known += [(holder, key, old, new) for holder, key, old, new in changed]
 
-    def show(self, leave: Fn, start: int) -> None:
-        """After a call that began at node number `start`: the user finds tensors that left properly."""
-        self.known = [entry for entry in self.known if _holds(entry[0], entry[1], entry[3])]
+    def known_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Of what the model left in calls before: the tensor that it finds, and that of the user."""
+        pairs = []
+        for _, _, outer, inner in self.known:
+            both = zip(inner, outer, strict=True) if isinstance(inner, tuple) else [(inner, outer)]
+            for i, o in both:
+                crossing = crossing_of(getattr(i, "grad_fn", None), self.owner)
+                # What came from the user is on the way of the gradient already.
+                if isinstance(i, Tensor) and i.requires_grad and i is not o and not (crossing and crossing.inward):
+                    pairs.append((i, o))
+        return pairs
+
+    def inner(self, start: int) -> list[Tensor]:
+        """After a call that began at node number `start`: what is to leave. The user has back what was left before."""
+        self.known = [e for e in self.known if _holds(e[0], e[1], e[3]) or _holds(e[0], e[1], e[2])]
         for holder, key, outer, _ in self.known:
             holder[key] = outer
+        found: list[Tensor] = []
 
-        def let_out(t: Tensor) -> Tensor:
+        def look(t: Tensor) -> Tensor:
             node = t.grad_fn
-            if node is None or (number_of(node) < start and crossing_of(node, self.owner) is None):
-                return t
-            if is_outside(node, self.owner, start):
-                return t
-            return leave(t)
+            made_in_it = node is not None and (number_of(node) >= start or crossing_of(node, self.owner) is not None)
+            if made_in_it and not is_outside(node, self.owner, start):
+                found.append(t)
+            return t
 
-        changed = self._replace(let_out)
+        self._replace(look)
+        return found
+
+    def show(self, outer: dict[int, Tensor]) -> None:
+        """The user finds those by the id of the tensor that the model left."""
+        changed = self._replace(lambda t: outer.get(id(t), t))
         self.known += [(holder, key, new, old) for holder, key, old, new in changed]
 
     def _replace(self, fn: Fn) -> list[tuple[Any, Any, Any, Any]]:

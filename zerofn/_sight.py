@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ._boundary import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ._closed import check_closed
-from ._compat import backward_call, executing, graph_task, next_sequence, number_of
+from ._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
 from ._containers import map_outputs
 from ._crossing import Crossing, Edge, crossing_of
 from ._errors import bad_leaves
@@ -22,6 +23,7 @@ from ._escape import Attributes, Shown
 from ._pipeline import Pipeline
 from ._spans import Spans
 from ._units import Units
+from ._upstream import KEPT, RETURNED, SHOWN, Leaving
 
 
 class _Thread(threading.local):
@@ -37,6 +39,8 @@ class _Thread(threading.local):
         self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         # Backwards whose graphs have been searched: the last one, and those inside of it.
         self.tasks: set[int] = set()
+        # What leaves at the end of the call under way; none where nothing is copied on its way out.
+        self.leaving: Leaving | None = None
 
 
 class Call:
@@ -95,6 +99,27 @@ class Sight:
         while self.local.calls:
             self.local.calls.pop().undo.close()
         self.local.seen.clear()
+        self.local.leaving = None
+
+    def begin(self) -> None:
+        """Before a call from outside, or one that a backward repeats."""
+        if self.scaled:
+            self.attributes.hide(self.admit)
+        if self.scaled or self.pipe.cast.output_dtype is not None:
+            self.local.leaving = Leaving(lambda edge: self._crossing(edge, False))
+            for inner, outer in self.attributes.known_pairs():
+                self.local.leaving.add(inner, outer, KEPT)
+
+    def let_attributes_out(self, start: int, at_once: bool) -> None:
+        """After a call that began at node number `start`: what it left in attributes leaves too, each in its turn."""
+        leaving = self.local.leaving
+        if leaving is None or not self.scaled:
+            return
+        leaving.wait(self.attributes.inner(start))
+        if at_once:
+            leaving.keep_until(math.inf)
+            if leaving.kept:
+                self.attributes.show({id(inner): outer for inner, outer in leaving.kept})
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
@@ -138,21 +163,31 @@ class Sight:
             units = self.units
             y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
         dtype = cast_to(y, self.pipe.cast.output_dtype)
-        if not crosses(y) or (dtype in (None, y.dtype) and not (self.scaled and differentiable(y))):
+        if not crosses(y):
             return y
-        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y)
+        return self._out(y, dtype, dtype not in (None, y.dtype) or (self.scaled and differentiable(y)), RETURNED)
 
     def show(self, y: Tensor) -> Tensor:
         """An inner tensor as the user may have it: as an output, but for its dtype."""
-        return self._crossing(ExitMap(None, y.dtype), False).cross(y) if self.scaled and differentiable(y) else y
+        return self._out(y, None, self.scaled and differentiable(y), SHOWN)
+
+    def _out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
+        leaving = self.local.leaving
+        if leaving is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
+            return leaving.let_out(y, dtype, crosses, how)
+        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y) if crosses else y
 
     def leave_all(self, output: Any) -> Any:
         """The outputs of a call on their way out."""
-        return map_outputs(self.leave, output, "the output of the model")
+        return map_outputs(self.leave, output, "the output of the model", self._viewed)
 
     def show_all(self, output: Any) -> Any:
         """An output inside of the model as hooks of the user's may have it."""
-        return map_outputs(self.show, output, "an output inside the model")
+        return map_outputs(self.show, output, "an output inside the model", self._viewed)
+
+    def _viewed(self, inner: Tensor, outer: Tensor) -> None:
+        if self.local.leaving is not None and torch.is_grad_enabled() and not functorch_active():
+            self.local.leaving.add(inner, outer, RETURNED)
 
     def admit(self, x: Tensor) -> Tensor:
         """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""

@@ -218,3 +218,65 @@ def test_a_copy_is_not_searched():
     other = copy.deepcopy(model)
     model(data()).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters()) and other.read() is kept
+
+
+# -- writes into parameters ------------------------------------------------------------------------------------------
+
+
+class Bounded(nn.Module):
+    """Layers that keep their weights in bounds, in each spelling that torch allows."""
+
+    def __init__(self, spelling: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 3, max_norm=0.7 if spelling == "max_norm" else None)
+        self.last, self.spelling = nn.Linear(3, 2), spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.embed.weight
+        if self.spelling == "detach":
+            self.embed.weight.detach().clamp_(-0.3, 0.3)
+        if self.spelling == "data":
+            self.embed.weight.data.clamp_(-0.3, 0.3)
+        if self.spelling == "after a look":
+            with torch.no_grad():
+                self.embed.weight.clamp_(-0.3, 0.3)
+        if self.spelling == "with gradients":
+            self.embed.weight.mul_(2)
+        if self.spelling == "a row with gradients":
+            self.embed.weight[0].mul_(2)
+        return self.last(self.embed(x) + 0 * w.sum())
+
+
+@pytest.mark.parametrize("spelling", ["max_norm", "detach", "data", "after a look"])
+def test_weights_that_are_kept_in_bounds_in_forward(spelling):
+    plain, model = Bounded(spelling), Bounded(spelling)
+    before = model.embed.weight.detach().clone()
+    opt = zf.attach(model, zf.chain(zf.scale_loss(256.0), zf.sgd(0.1)))
+    other = torch.optim.SGD(plain.parameters(), 0.1)
+    x = torch.tensor([1, 2, 2, 5])
+    for _ in range(3):
+        for net, o in ((plain, other), (model, opt)):
+            net(x).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    for (n, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(p, q[1]), n
+    assert (model.embed.weight - before).abs().max() > 0.3
+
+
+@pytest.mark.parametrize("spelling", ["with gradients", "a row with gradients"])
+def test_a_write_with_gradients_is_refused_as_torch_refuses_it(spelling):
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        Bounded(spelling)(torch.tensor([1]))
+    model = Bounded(spelling)
+    zf.attach(model, zf.chain(zf.scale_loss(256.0), zf.sgd(0.1)))
+    with pytest.raises(RuntimeError, match=r"with gradients enabled(.|\n)*embed.weight: changed by"):
+        model(torch.tensor([1]))
+
+
+def test_max_norm_in_another_dtype_is_refused_with_what_to_write():
+    model = Bounded("max_norm")
+    zf.attach(model, zf.chain(zf.precision(param_dtype=torch.float16), zf.scale_loss(256.0), zf.sgd(0.1)))
+    with pytest.raises(RuntimeError, match=r"embed.weight: seen in torch.float16(.|\n)*renorm_\(2, 0, max_norm\)"):
+        model(torch.tensor([1]))

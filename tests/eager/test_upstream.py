@@ -1,0 +1,319 @@
+"""Gradients of what results were computed from: right, or refused where a copy would lack a part."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import BF16, FP32, LR, PIPES, Pipe, Run, compare
+from torch import Tensor, nn
+
+import zerofn as zf
+
+KINDS = {name: PIPES[name] for name in ("scaled", "bf16 scaled", "fp16 dynamic")}
+KINDS["output cast"] = Pipe(lambda k: zf.chain(zf.precision(param_dtype=BF16, output_dtype=FP32), zf.sgd(LR)), tol=5e-2)
+SCALED = ["scaled", "bf16 scaled", "fp16 dynamic"]
+COPY = r"(.|\n)*what leaves a model under scale_loss or precision\(output_dtype=...\) is a copy(.|\n)*bf16 needs none"
+
+
+class Net(nn.Module):
+    """A feature, what is computed from it, and a head beside them; `give` says what comes out."""
+
+    def __init__(self, give: Callable[..., Any] = lambda m, h, y, z: (y, h)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.beside = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(3, 4)
+        self.give = give
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.first(x))[:, :]
+        y = self.last(h) + h
+        return self.give(self, h, y, self.beside(x).exp())
+
+
+def kept(m: Any, h: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    m.__dict__["feature"] = h
+    return y
+
+
+def by_hook(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    found = []
+    handle = model.first.register_forward_hook(lambda m, a, o: found.append(o))
+    y = model(x)[0]
+    handle.remove()
+    return y, found[0]
+
+
+def of_views(m: Any, h: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    """`h` is a view, and others of its memory come out as well."""
+    return h[:, 1:], h, y[:, :2], y[:, 1:], h[:, :2]
+
+
+# How a result and a feature come out; by name.
+WAYS: dict[str, tuple[Callable[..., Any], Callable[[Any, Tensor], tuple[Tensor, Tensor]]]] = {
+    "first the result": (lambda m, h, y, z: (y, h), lambda m, x: m(x)),
+    "first the feature": (lambda m, h, y, z: (h, y), lambda m, x: m(x)[::-1]),
+    "nested": (lambda m, h, y, z: {"y": [y], "more": {"z": z, "h": h}}, lambda m, x: _nested(m(x))),
+    "in steps": (lambda m, h, y, z: (y.exp(), y, h), lambda m, x: m(x)[::2]),
+    "views": (of_views, lambda m, x: m(x)[3:0:-2]),
+    "attribute": (kept, lambda m, x: (m(x), m.feature)),
+    "forward hook": (lambda m, h, y, z: (y, z), by_hook),
+}
+
+
+def _nested(out: Any) -> tuple[Tensor, Tensor]:
+    return out["y"][0], out["more"]["h"]
+
+
+def hook(y: Tensor, h: Tensor) -> None:
+    h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    y.square().sum().backward()
+
+
+def retain(y: Tensor, h: Tensor) -> None:
+    h.retain_grad()
+    y.square().sum().backward()
+
+
+def ask(y: Tensor, h: Tensor) -> None:
+    torch.autograd.grad(y.square().sum(), h, allow_unused=True)
+
+
+def ask_plainly(y: Tensor, h: Tensor) -> None:
+    torch.autograd.grad(y.square().sum(), h)
+
+
+def penalty(y: Tensor, h: Tensor) -> None:
+    torch.autograd.grad(y.sum() + h.square().sum(), h, create_graph=True)
+
+
+def among_others(y: Tensor, h: Tensor) -> None:
+    more = torch.zeros_like(y, requires_grad=True)
+    torch.autograd.grad((y + more).square().sum(), [more, h], allow_unused=True)
+
+
+def into(y: Tensor, h: Tensor) -> None:
+    (y.sum() + h.sum()).backward(inputs=[h])
+
+
+def edge(y: Tensor, h: Tensor) -> None:
+    torch.autograd.grad(y.sum(), torch.autograd.graph.get_gradient_edge(h), allow_unused=True)
+
+
+def of_several(y: Tensor, h: Tensor) -> None:
+    torch.autograd.graph.register_multi_grad_hook([h], lambda gs: None)
+    y.sum().backward()
+
+
+USES = {
+    "a hook on": [hook, of_several],
+    r"retain_grad\(\) on": [retain],
+    r"torch.autograd.grad\(": [ask, ask_plainly, penalty, among_others, into, edge],
+}
+
+
+def data(grad: bool = False) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
+
+
+@pytest.mark.parametrize(("told", "use"), [(told, use) for told, uses in USES.items() for use in uses])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_an_intermediate_is_refused(kind, way, told, use):
+    give, take = WAYS[way]
+    model = Net(give)
+    opt = zf.attach(model, KINDS[kind].build(1))
+    if kind == "output cast" and way in ("attribute", "forward hook"):
+        # Nothing is copied, so it is as without an attached model.
+        y, h = take(model, data())
+        use(y, h)
+        return
+    y, h = take(model, data())
+    with pytest.raises(RuntimeError, match=told + r"(.|\n)*tensor of shape \(5, \d\)" + COPY):
+        use(y, h)
+    # The next step is as if nothing had been.
+    del y, h
+    opt.zero_grad()
+    y, h = take(model, data())
+    (y.square().sum() + h.square().sum()).backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "beside" not in n)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_hook_on_a_tensor_that_nobody_holds_any_more_is_seen(kind, way):
+    give, take = WAYS[way]
+    model = Net(give)
+    zf.attach(model, KINDS[kind].build(1))
+    y, h = take(model, data())
+    h.register_hook(lambda g: g * 2)
+    gone = weakref.ref(h)
+    del h
+    vars(model).pop("feature", None)
+    assert gone() is None or way == "attribute"
+    with pytest.raises(RuntimeError, match="a hook on" + COPY):
+        y.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_through_a_result_between_that_is_dropped(kind):
+    """A feature, one of it, and one of that; nobody holds the middle one."""
+    model = Net(lambda m, h, y, z: (y.exp(), y, h))
+    zf.attach(model, KINDS[kind].build(1))
+    for use in (hook, retain, ask):
+        y, _, h = model(data())
+        del _
+        with pytest.raises(RuntimeError, match=COPY):
+            use(y, h)
+
+
+# -- what is right ---------------------------------------------------------------------------------------------------
+
+
+def sums(run: Run) -> list[Any]:
+    """Losses of both, with all that may be done with a result at the end of its way."""
+    x, seen = run.data(5, 3, grad=True), []
+    y, h, z = run.model(x)
+    y.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    y.retain_grad()
+    (y.square().mean() + (h * y).sum() + z.mean()).backward(retain_graph=True)
+    (h.exp().mean() + y.sum()).backward()
+    return [x.grad, *seen, y.grad]
+
+
+def the_intermediate_alone(run: Run) -> list[Any]:
+    """Where no cotangent comes by way of the result, nothing is left out."""
+    x, seen = run.data(5, 3, grad=True), []
+    y, h, z = run.model(x)
+    h.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    h.retain_grad()
+    (h.square().mean() + z.mean() + y.detach().sum()).backward()
+    y, other, z = run.model(x)
+    (g,) = torch.autograd.grad(other.square().sum() + z.sum(), other, retain_graph=True)
+    (y.sum() + z.mean()).backward()
+    return [x.grad, *seen, h.grad, g]
+
+
+def results_beside_each_other(run: Run) -> list[Any]:
+    """Neither was computed from the other: they have graphs of their own, with hooks of their own."""
+    x, seen = run.data(5, 3), []
+    y, _, z = run.model(x)
+    for t in (y, z):
+        t.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        t.retain_grad()
+    assert torch.autograd.grad(y.sum(), z, allow_unused=True, retain_graph=True) == (None,)
+    y.square().mean().backward()
+    z.square().mean().backward()
+    return [*seen, y.grad, z.grad]
+
+
+def a_hook_that_is_gone(run: Run) -> list[Any]:
+    y, h, z = run.model(run.data(5, 3))
+    h.register_hook(lambda g: g * 0).remove()
+    (y.square().mean() + z.mean()).backward()
+    return []
+
+
+def fed_back(run: Run) -> list[Any]:
+    """An output that goes in again is on the way."""
+    x, seen = run.data(5, 3, grad=True), []
+    _, h, z = run.model(x)
+    h.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    h.retain_grad()
+    y, _, again = run.model(h[:, :3])
+    (y.square().mean() + again.mean() + z.mean()).backward()
+    return [x.grad, h.grad, *seen]
+
+
+def second_derivatives(run: Run) -> list[Any]:
+    x = run.data(5, 3, grad=True)
+    y, h, z = run.model(x)
+    (g,) = torch.autograd.grad(y.square().sum() + h.sum() + z.sum(), x, create_graph=True)
+    (g.square().sum() + h.square().sum()).backward()
+    return [x.grad]
+
+
+GOOD = [sums, the_intermediate_alone, results_beside_each_other, a_hook_that_is_gone, fed_back]
+
+
+@pytest.mark.parametrize(
+    ("kind", "program"), [(kind, program) for kind in KINDS for program in GOOD] + [("scaled", second_derivatives)]
+)
+def test_what_is_right(kind, program):
+    compare(program, lambda: Net(lambda m, h, y, z: (y, h, z)), KINDS[kind], unused=("last.bias",))
+
+
+def all_uses(run: Run) -> list[Any]:
+    """What is refused under a scale and an output cast."""
+    out, take = [], WAYS[vars(run.model)["way"]][1]
+    x = run.data(5, 3, grad=True)
+    y, h = take(run.model, x)
+    h.register_hook(lambda g: out.append(g.clone()) or g * 2)
+    h.retain_grad()
+    (y.square().mean() + h.mean()).backward()
+    other, feature = take(run.model, x)
+    (g,) = torch.autograd.grad(other.square().sum() + feature.sum(), feature)
+    return [*out, x.grad, h.grad, g]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pipe", ["fp32", "bf16", "bf16 states"])
+def test_without_a_scale_and_an_output_cast_all_of_it_is_right(pipe, way):
+    def make() -> nn.Module:
+        model = Net(WAYS[way][0])
+        model.__dict__["way"] = way
+        return model
+
+    compare(all_uses, make, pipe, unused=tuple(n for n, _ in make().named_parameters()))
+
+
+def one_tensor_by_two_ways(run: Run) -> list[Any]:
+    """A result that is an attribute, and what a forward hook was given, as well."""
+    x, seen = run.data(5, 3, grad=True), []
+    model: Any = run.model
+    handle = model.last.register_forward_hook(lambda m, a, o: seen.append(o))
+    y = model(x)
+    handle.remove()
+    grads: list[Tensor] = []
+    for t in (model.feature, seen[0]):
+        t.register_hook(lambda g: grads.append(g.clone()) or g * 2)
+    (y.square().mean() + model.feature.mean()).backward()
+    y = model(x)
+    return [*grads, x.grad, *torch.autograd.grad(y.square().sum(), model.feature)]
+
+
+class Ends(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(torch.tanh(self.first(x)))
+        self.__dict__["feature"] = y
+        return y
+
+
+@pytest.mark.parametrize("pipe", ["fp32", "scaled"])
+def test_one_tensor_by_two_ways(pipe):
+    compare(one_tensor_by_two_ways, Ends, pipe, unused=("beside.weight", "beside.bias"))
+
+
+def test_a_state_that_the_model_carries_from_call_to_call():
+    """What a call computed from an attribute of the call before; and a long chain of these is let go."""
+
+    class Carries(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            state = self.__dict__.get("state", x)
+            self.__dict__["state"] = torch.tanh(super().forward(state + x))
+            return self.state * 2
+
+    model = Carries(3, 3)
+    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
+    model(data())
+    first = model.__dict__["state"]
+    y = model(data())
+    y = model(data())
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad(.|\n)*keeps in an attribute"):
+        torch.autograd.grad(y.sum(), first, allow_unused=True)
+    for _ in range(500):
+        y = model(data()[:1])
+    del model.__dict__["state"], y
