@@ -29,6 +29,13 @@ def test_the_first_example_learns(capsys):
     assert float(loss) < 1.0
 
 
+def test_the_first_pipeline_is_one_for_bf16():
+    """A loss scale and a cast of outputs make copies at the model's edge, which nobody with bf16 needs."""
+    screen = README.partition("## Composition")[0].partition("```")[2]
+    assert "bfloat16" in BLOCKS[0]
+    assert not re.findall("scale_loss|output_dtype|float16", screen.replace("bfloat16", ""))
+
+
 def test_the_first_example_is_short():
     code = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.strip().startswith("#")]
     assert len(code) <= 30
@@ -37,8 +44,8 @@ def test_the_first_example_is_short():
 def test_the_refusal_it_shows_is_the_one_raised():
     import zerofn as zf
 
-    with pytest.raises(ValueError, match="clip_by_global_norm comes before scale_loss") as error:
-        zf.chain(zf.clip_by_global_norm(1.0), zf.scale_loss("dynamic"), zf.adamw(lr=1e-3))
+    with pytest.raises(ValueError, match="clip_by_global_norm comes before all_reduce") as error:
+        zf.chain(zf.clip_by_global_norm(1.0), zf.all_reduce(), zf.adamw(lr=1e-3))
     shown = re.findall(r"^# (.*)$", BLOCKS[1], re.M)
     told = str(error.value).splitlines()
     for line, real in zip(shown, told, strict=True):

@@ -71,7 +71,7 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
 
     >>> import torch, zerofn as zf
     >>> model = torch.nn.Linear(2, 1)
-    >>> opt = zf.attach(model, zf.chain(zf.scale_loss("dynamic"), zf.adamw(lr=1e-2)))
+    >>> opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=1e-2)))
     >>> loss = model(torch.ones(4, 2)).square().mean()
     >>> loss.backward()
     >>> opt.step()

@@ -34,10 +34,21 @@ def scale_loss(
     min_scale: float = 1.0,
     hysteresis: int = 1,
 ) -> Transform:
-    """Scale the loss so that small gradients survive fp16, without a call in user code.
+    """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs none.
 
     Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with
     an infinite or NaN gradient on any rank changes nothing but this transform's own counters.
+
+    Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies. So:
+
+    * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward is not seen, nor
+      is an `autograd.Function`: it is given scaled cotangents, and wrong if its backward is not linear.
+    * Of `y, h = model(x)`, where `y` was computed from `h` inside, a hook on `h`, `h.retain_grad()` and
+      `torch.autograd.grad(y, h)` raise in a backward that comes by way of `y`, for `h` is not on it. So do those of
+      tensors that forward leaves in attributes, and of those that forward hooks are given (Grad-CAM).
+    * A tensor that gets out by another door (a closure, a list), or in, raises in backward.
+
+    `precision(param_dtype=torch.bfloat16)` without a scale knows none of this.
 
     The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018): after an overflow
     `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a

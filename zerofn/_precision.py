@@ -82,7 +82,9 @@ def precision(
             parameters it is fp32 unless you say otherwise, since true gradients often lie below
             fp16's smallest number.
         reduce_dtype: dtype in which gradients are summed over ranks; by default `param_dtype`.
-        output_dtype: dtype of the model's floating-point outputs.
+        output_dtype: dtype of the model's floating-point outputs. They are copies then: of `y, h = model(x)`, where `y`
+            was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
+            backward that comes by way of `y`. `y.float()` outside of the model has no such limit.
 
     Raises:
         ValueError: a dtype that is no floating-point dtype of 16 to 64 bits.

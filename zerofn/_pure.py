@@ -134,7 +134,9 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout. So a vector to
         multiply by is spread over ranks as the parameters are, and on several ranks products with such vectors are
         what there is, alone or under `vmap`. A whole Hessian or Jacobian by parts is refused; `jacrev(...,
-        chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks.
+        chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks. Under a loss
+        scale or an `output_dtype` what it returns are copies: of results `y, h` with `y` computed from `h` inside, that
+        `h` is not on the way of the gradient of `y`.
 
     Raises:
         TypeError: `fn` cannot be called, or inputs were given by keyword.

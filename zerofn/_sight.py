@@ -139,7 +139,7 @@ class Sight:
         return found[1]
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
-        return self._crossing(view, True).cross(stored)
+        return self._crossing(view, True).cross(stored) if self.scaled else view(stored, None)
 
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
@@ -151,6 +151,8 @@ class Sight:
         dtype = cast_to(x, self.pipe.cast.param_dtype or self.pipe.cast.store_dtype)
         if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
+        if not self.scaled:
+            return x.to(dtype)
         if dtype in (None, x.dtype) and not differentiable(x):
             # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
             return x.view_as(x) if torch.is_grad_enabled() else x
@@ -179,6 +181,9 @@ class Sight:
 
     def leave_all(self, output: Any) -> Any:
         """The outputs of a call on their way out."""
+        if self.local.leaving is None and self.units is None:
+            # Nothing is there for them to pass.
+            return output
         return map_outputs(self.leave, output, "the output of the model", self._viewed)
 
     def show_all(self, output: Any) -> Any:
