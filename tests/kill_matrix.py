@@ -181,7 +181,7 @@ def at_a_time(bench: Checkpoints, number: int) -> Child:
 
 
 def at_an_instruction(bench: Checkpoints, act: Callable[[], None], only_after_calls: bool) -> Child:
-    """A kill or an interrupt before one of the instructions of a save, each as likely as the others."""
+    """A kill or an interrupt before one of the instructions of a save."""
     key = (bench.what, only_after_calls)
     if key not in bench.positions:
         path = bench.root / "positions"
@@ -195,8 +195,13 @@ def at_an_instruction(bench: Checkpoints, act: Callable[[], None], only_after_ca
         Child(look).end()
         bench.n = int(bench.read())
         bench.positions[key] = int(path.read_text())
-    number = bench.chance.randint(1, bench.positions[key])
+    number = instruction(bench, bench.positions[key])
     return alone(bench, partial(at.stop_at, number, act, only_after_calls))
+
+
+def instruction(bench: Checkpoints, count: int) -> int:
+    """One of so many; half of them late, where one state takes the place of the other."""
+    return bench.chance.randint(bench.chance.choice([1, count * 4 // 5]), count)
 
 
 def a_call_fails(bench: Checkpoints) -> Child:
@@ -285,13 +290,13 @@ def pair(bench: Checkpoints, cuts: dict[int, Callable[[], Any]]) -> list[Child]:
     return children
 
 
-def measure(bench: Checkpoints, cut: Callable[[], Any] | None = None) -> tuple[float, int]:
-    """Seconds that two ranks take, and the instructions that both have come by."""
+def measure(bench: Checkpoints, cut: Callable[[], Any] | None = None) -> tuple[float, list[int]]:
+    """Seconds that two ranks take, and the instructions that each has come by: the first alone has a table."""
     children, start = pair(bench, {0: cut, 1: cut} if cut else {}), time.monotonic()
     told = [child.end() for child in children]
     seconds = time.monotonic() - start
     bench.judge("two ranks: nothing happens", bench.n + 1, bench.read(), told)
-    return seconds, min(word["instructions"] for word in told)
+    return seconds, [word["instructions"] for word in told]
 
 
 def ranks(bench: Checkpoints, kind: str, number: int, victims: list[int], act: Callable[[], None] | None) -> None:
@@ -304,11 +309,12 @@ def ranks(bench: Checkpoints, kind: str, number: int, victims: list[int], act: C
         for v in victims:
             children[v].signal(number)
     else:
-        key = ("ranks", act is at.interrupt)
-        if key not in bench.positions:
-            _, bench.positions[key] = measure(bench, partial(at.stop_at, -1, int, key[1]))
-        cut = partial(at.stop_at, bench.chance.randint(1, bench.positions[key]), act, key[1])
-        children = pair(bench, dict.fromkeys(victims, cut))
+        only = act is at.interrupt
+        if ("rank 0", only) not in bench.positions:
+            _, steps = measure(bench, partial(at.stop_at, -1, int, only))
+            bench.positions["rank 0", only], bench.positions["rank 1", only] = steps
+        at_step = {v: instruction(bench, bench.positions[f"rank {v}", only]) for v in victims}
+        children = pair(bench, {v: partial(at.stop_at, step, act, only) for v, step in at_step.items()})
     told = [child.end(limit(3)) for child in children]
     bench.judge(kind, bench.n + 1, bench.read(), told)
 

@@ -231,6 +231,21 @@ def test_an_interrupt_of_the_cleaning_up(directory, monkeypatch):
     assert len(files(directory)) == 2
 
 
+@pytest.mark.parametrize("where", ["table", "piece"])
+def test_an_interrupt_of_a_load(directory, monkeypatch, where):
+    """As the table is read, and in the midst of a piece; a save that comes next in this process does not wait."""
+    if where == "table":
+        monkeypatch.setattr(_manifest, "read", raising(KeyboardInterrupt()))
+    else:
+        monkeypatch.setattr(torch, "load", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt) as kept:
+        zf.load(directory, like=state(1))
+    monkeypatch.undo()
+    monkeypatch.setattr(_lock, "PATIENCE", 1.0)
+    zf.save(directory, state(2))
+    assert value_in(directory) == 2 and kept.tb is not None
+
+
 def test_a_lock_that_a_fork_has_too(tmp_path):
     """Such as the worker of a data loader that was started while a save was under way."""
     lock, again = _lock.Lock(), _lock.Lock()
