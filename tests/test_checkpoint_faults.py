@@ -172,6 +172,30 @@ def after_the_commit(directory):
         utils._DistWrapper.broadcast_object = real
 
 
+def told_late(directory):
+    """The first rank is interrupted in the library, after the commit, which tells the other of the interrupt alone."""
+    from torch.distributed.checkpoint import utils
+
+    tx = zf.chain(zf.shard(), TX)
+    zf.save(directory, state(1, tx))
+    real = utils._DistWrapper.all_reduce
+
+    def all_reduce(self, step, write, finish):
+        def interrupted(results):
+            finish(results)
+            raise KeyboardInterrupt
+
+        return real(self, step, write, interrupted)
+
+    utils._DistWrapper.all_reduce = all_reduce
+    try:
+        zf.save(directory, state(2, tx))
+    except KeyboardInterrupt as error:
+        return error.__notes__
+    finally:
+        utils._DistWrapper.all_reduce = real
+
+
 def elsewhere(directory):
     """Ranks that see other file systems."""
     tx = zf.chain(zf.shard(), TX)
@@ -184,11 +208,11 @@ def elsewhere(directory):
 
 
 def two_ranks(root):
-    return after_the_commit(root + "/lost"), elsewhere(root + "/elsewhere")
+    return elsewhere(root + "/elsewhere"), told_late(root + "/late"), after_the_commit(root + "/lost")
 
 
 def test_two_ranks(tmp_path):
-    (first, second), (one, other) = zip(*launch(two_ranks, 2, str(tmp_path), timeout=limit()), strict=True)
+    (one, other), late, (first, second) = zip(*launch(two_ranks, 2, str(tmp_path), timeout=limit()), strict=True)
     assert first == ("RuntimeError", [IN_PLACE])
     kind, said = second
     assert kind == "KeyboardInterrupt" and "it cannot be told here" in said[0]
@@ -196,6 +220,8 @@ def test_two_ranks(tmp_path):
     for text in (one, other):
         assert "all ranks must see one file system" in text and AS_IT_WAS in text
     assert value_in(tmp_path / "elsewhere") == 1
+    assert value_in(tmp_path / "late") == 2
+    assert IN_PLACE in late[0] and AS_IT_WAS not in [*late[0], *late[1]]
 
 
 # ----------------------------------------------------------------------------------------------- locks

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,23 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.pieces[index.fqn].data
 
 
+def _noting(fate: str) -> Callable[[Callable], Callable]:
+    """Let the errors of a method say what is true of the directory after them, to every rank that is told of them."""
+
+    def decorate(method: Callable) -> Callable:
+        @wraps(method)
+        def noting(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except BaseException as error:
+                error.add_note(fate)
+                raise
+
+        return noting
+
+    return decorate
+
+
 class _Writer(dcp.FileSystemWriter):
     """Data files under new names, their checksums, and the table of contents at the end.
 
@@ -76,6 +95,7 @@ class _Writer(dcp.FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.is_coordinator = is_coordinator
 
+    @_noting(AS_IT_WAS)
     def prepare_local_plan(self, plan: Any) -> Any:
         make_directory(self.directory)
         if self.is_coordinator:
@@ -94,6 +114,7 @@ class _Writer(dcp.FileSystemWriter):
             for i, (p, name) in enumerate(zip(plans, named, strict=True))
         ]
 
+    @_noting(AS_IT_WAS)
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             written = super().write_data(plan, planner).wait()
@@ -107,10 +128,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """On the first rank, once everything is on disk."""
-        tensors = self._places(metadata, results)
-        new = {at[2] for about in tensors.values() for at in about["chunks"]}
-        _check_there(self.directory, new)
-        self.table.write({**self.header, "tensors": tensors})
+        new = self._write_table(self._places(metadata, results))
         try:
             self.table.place()
             self._remove_old(new)
@@ -118,6 +136,14 @@ class _Writer(dcp.FileSystemWriter):
             # The other ranks are told of the error, and of this with it.
             error.add_note(self.fate())
             raise
+
+    @_noting(AS_IT_WAS)
+    def _write_table(self, tensors: dict[str, Any]) -> set[str]:
+        """The files that it names."""
+        new = {at[2] for about in tensors.values() for at in about["chunks"]}
+        _check_there(self.directory, new)
+        self.table.write({**self.header, "tensors": tensors})
+        return new
 
     def _places(self, metadata: Any, results: list[list[Any]]) -> dict[str, Any]:
         """What the table says of each tensor."""
@@ -195,10 +221,11 @@ def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header:
                 no_dist=group.size == 1,
             )
     except BaseException as error:
-        # What the library has told every rank of came before the new table, unless it says otherwise.
-        told = isinstance(error, dcp.CheckpointException)
-        cause = first(error) if told else error
-        fate = writer.fate() if group.rank == 0 else AS_IT_WAS if told else UNKNOWN
+        told: Any = error if isinstance(error, dcp.CheckpointException) else None
+        cause = first(told) if told else error
+        # Where the first rank has failed too, it may have been after the new table was put in its place.
+        early = told and 0 not in told.failures
+        fate = writer.fate() if group.rank == 0 else AS_IT_WAS if early else UNKNOWN
         if not any(note in (IN_PLACE, AS_IT_WAS, UNKNOWN) for note in getattr(cause, "__notes__", [])):
             cause.add_note(fate)
         if told:
