@@ -41,7 +41,7 @@ def ranks_run(seeds: list[int], folder: str) -> None:
         place = Path(folder) / f"{seed}.{rank}"
         place.with_suffix(f".{rank}.begun").touch()
         try:
-            result: Any = U.attached(U.draw(seed), rank, P.talk, f"{folder}/checkpoint")
+            result: Any = U.attached(U.draw(seed), rank, P.talk, folder)
         except Exception as error:
             text = "".join(traceback.format_exception_only(error))
             place.with_suffix(f".{rank}.json").write_text(

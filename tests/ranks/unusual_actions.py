@@ -259,7 +259,7 @@ def alone(env: Env, rng: random.Random) -> None:
         elif opt is not None and way == "describe":
             zf.describe(opt.state)
         elif opt is not None and way == "save":
-            zf.save(env.folder, opt)
+            zf.save(f"{env.folder}/checkpoint", opt)
         elif opt is not None and way == "export":
             zf.export_safetensors(f"{env.folder}/model.safetensors", opt)
         elif opt is not None and way == "gathered":
