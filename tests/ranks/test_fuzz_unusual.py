@@ -53,7 +53,7 @@ def ranks_run(seeds: list[int], folder: str) -> None:
 
 def is_refusal(text: str) -> bool:
     """Whether a message is in the library's form: what is wrong, and what to write."""
-    return "write:" in text or "on every rank" in text
+    return any(words in text for words in ("write:", "on every rank", "Every rank must"))
 
 
 class Verdict:

@@ -37,7 +37,7 @@ def _tree_norm(grads: Grads) -> Grads:
     return Norming().update(grads, ())[0]
 
 
-@zf.leafwise
+@zf.leafwise(needs="element")
 def halved(grad, param):
     return grad * 0.5 + 0.01 * param
 
