@@ -99,8 +99,8 @@ class Program:
         env.data.manual_seed((self.seed * 1009 + env.step) * 31 + env.rank)
         for i, name in enumerate(self.actions[env.step]):
             ACTIONS[name](env, random.Random(f"{self.seed} {env.step} {i}"))
-        # A rank that gives a step up does not come to the user's own collective at the same time as others.
-        if "gives up" not in self.actions[env.step]:
+        # A rank that gives a step up, or evaluates alone, does not come to a collective of the user's with the others.
+        if not {"gives up", "alone"} & set(self.actions[env.step]):
             env.talk()
 
 
