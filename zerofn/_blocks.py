@@ -114,7 +114,7 @@ class Blocks(Units):
         finally:
             self.open = False
 
-    def parameters(self, i: int, age: int | None = None) -> list[Tensor]:
+    def parameters(self, i: int) -> list[Tensor]:
         if not self.open:
             raise RuntimeError(
                 explain(
@@ -123,7 +123,7 @@ class Blocks(Units):
                     "return what is computed from it, or keep params['w'].clone()",
                 )
             )
-        return super().parameters(i, age)
+        return super().parameters(i)
 
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
         try:

@@ -250,6 +250,11 @@ class _Reinterpret(Function):
         return _Reinterpret.apply(x, dtype), in_dims[0]
 
 
+def strong(ref: Any) -> Any:
+    """The storage of a `StorageWeakRef`, if anybody has it still; else `None`."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
 def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bits in a dtype of the same size. `Tensor.view` has no rule for torch.func.vmap in torch 2.11."""
     wrapped = not torch.compiler.is_compiling() and is_wrapped(x)

@@ -23,8 +23,8 @@ class Source(Protocol):
     units: list[list[Leaf]]
     params: Leaves
 
-    def parameters(self, i: int, age: int | None = None) -> list[Tensor]: ...
-    def age(self, i: int) -> int: ...
+    def parameter(self, i: int, j: int, age: int) -> Tensor: ...
+    def age(self, i: int, j: int) -> int: ...
 
 
 class Lazy(Tensor):
@@ -48,14 +48,13 @@ class Lazy(Tensor):
             device=blocks.params[leaf.path].device,
             storage_size=0,
         )
-        self.blocks, self.place, self.age = blocks, place, blocks.age(place[0])
+        self.blocks, self.place, self.age = blocks, place, blocks.age(*place)
         return self
 
     def full(self) -> Tensor:
         """The tensor, gathered; outside of autograd."""
-        i, j = self.place
         with torch.no_grad(), torch.inference_mode(False):
-            full = self.blocks.parameters(i, self.age)[j]
+            full = self.blocks.parameter(*self.place, self.age)
         return full.as_strided(self.size(), self.stride(), self.storage_offset())
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -41,7 +41,7 @@ class _Notes:
         found = self.source.origin(t)
         if found is not None:
             size, stride = tuple(t.size()), tuple(t.stride())
-            return Note(self.source, self.source.age(found[0]), *found, size, stride, int(t.storage_offset()))
+            return Note(self.source, self.source.age(*found), *found, size, stride, int(t.storage_offset()))
         if self.outer is not None:
             return self.outer[0](t)
         # What goes through hooks is held by Python, so that a leaf that the model makes would look like one that
@@ -56,7 +56,7 @@ class _Notes:
 
 def _gathered(note: Note) -> Tensor:
     with torch.no_grad():
-        full = note.source.parameters(note.unit, note.age)[note.index]
+        full = note.source.parameter(note.unit, note.index, note.age)
     return full.as_strided(note.size, note.stride, note.offset)
 
 

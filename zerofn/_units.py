@@ -34,6 +34,7 @@ from ._rounds import Rounds
 from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
 from ._types import check_dense
+from ._written import Written
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
@@ -81,13 +82,15 @@ class Units:
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.seen: dict[tuple, tuple[Tensor, ...]] = {}
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self.refs: dict[int, list[StorageWeakRef]] = {}
         # Backwards since the last step that have not come to their end.
         self.waiting: set[int] = set()
         self.most_alive = 0
-        # Counts updates of the parameters; and by unit, what else was written into its parts.
+        # Counts updates of the parameters; and by leaf, what else was written into its part.
         self.updates = 0
-        self.writes = [0] * len(self.units)
+        self.writes = [[0] * len(unit) for unit in self.units]
         self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in self.units]
+        self.written = Written(units, params, self.stage.span)
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
         self.partial: set[str] = set()
         # The parameters are full ones for a while, so that they are seen as they are.
@@ -104,6 +107,7 @@ class Units:
         found = self.seen.get(key) if keep else None
         if found is None:
             found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
+            self.written.give(i, found)
             if keep:
                 self.seen[key] = found
         elif i in self.live:
@@ -120,16 +124,25 @@ class Units:
         # An address may be used again once the storage that had it is gone.
         return None if entry is None or entry[0].expired() else entry[1:]
 
-    def parameters(self, i: int, age: int | None = None) -> list[Tensor]:
-        """The unit's full parameters in the compute dtype, from the two that are kept or gathered now.
+    def parameters(self, i: int) -> list[Tensor]:
+        """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
+        if i not in self.live:
+            self.drop(ALIVE - 1)
+            self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, self._mine(i)))
+            self._note(i)
+        self.live.move_to_end(i)
+        return self.live[i]
+
+    def parameter(self, i: int, j: int, age: int) -> Tensor:
+        """One of them.
 
         Args:
             i: the unit.
-            age: its age when the graph was made that they are for. One that was made with other values is
+            j: the leaf's place in it.
+            age: its age when the graph was made that it is for. One that was made with other values is
                 refused, since autograd knows of no version here.
         """
-        now = self.age(i)
-        if age is not None and age != now:
+        if age != self.age(i, j):
             raise RuntimeError(
                 explain(
                     "backward through a graph from before the parameters were updated",
@@ -137,12 +150,7 @@ class Units:
                     "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
                 )
             )
-        if i not in self.live:
-            self.drop(ALIVE - 1)
-            self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, self._mine(i)))
-            self._note(i)
-        self.live.move_to_end(i)
-        return self.live[i]
+        return self.parameters(i)[j]
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters before anything is computed with them."""
@@ -163,34 +171,71 @@ class Units:
 
     def drop(self, keep: int = 0) -> None:
         """Let gathered units go until `keep` are left."""
+        self._look_again()
         while len(self.live) > keep:
             self._forget(next(iter(self.live)))
 
     def _forget(self, i: int) -> None:
-        self.live.pop(i, None)
+        """Let a gathered unit go. What forward has written into it is stored."""
+        if i not in self.live:
+            return
+        self._settle(i)
+        views, dtypes = self.written.leave(i), [full.dtype for full in self.live[i]]
+        del self.live[i]
         for key in [k for k in self.seen if k[0] == i]:
             del self.seen[key]
+        if views is not None:
+            self.written.hold(i, views, self.refs[i], dtypes)
+
+    def _settle(self, i: int) -> None:
+        """Store what forward has written into a unit's copy so far."""
+        if i in self.live and self.written.settle(i, self.live[i]):
+            self._counted(i)
+
+    def _look_again(self) -> None:
+        """Store what forward has written into copies that it has and that are kept here no longer."""
+        for i in self.written.look_again():
+            self._counted(i)
+            self._discard(i)
+
+    def _counted(self, i: int) -> None:
+        """What we have written into the parts of a unit is no write of the user's."""
+        self.counts[i] = writes([self.params[leaf.path] for leaf in self.units[i]])
+
+    def _discard(self, i: int) -> None:
+        """A unit's copy holds old values."""
+        self.written.leave(i)
+        self._forget(i)
 
     def renew(self) -> None:
         """The parameters have changed."""
+        self.written.forget()
         self.drop()
         self.updates += 1
 
-    def age(self, i: int) -> int:
-        """How often the unit's parameters have been updated, or written into by the user."""
-        counts = writes([self.params[leaf.path] for leaf in self.units[i]])
-        if counts != self.counts[i]:
+    def age(self, i: int, j: int) -> int:
+        """How often a parameter has been updated, or written into by the user, or by the model in forward."""
+        (count,) = writes([self.params[self.units[i][j].path]])
+        if count != self.counts[i][j]:
             # What was borrowed may have been read alone, so that is no reason to refuse a graph.
-            self.writes[i] += any(new.version != old.version for new, old in zip(counts, self.counts[i], strict=True))
-            self.counts[i] = counts
-            self._forget(i)
-        return self.updates + self.writes[i]
+            self.writes[i][j] += count.version != self.counts[i][j].version
+            self.counts[i][j] = count
+            self._discard(i)
+        return self.updates + self.writes[i][j] + (self.written.version(i, j) if i < self.blocks else 0)
 
     def end_of_call(self) -> None:
         """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""
+        self._store_written()
         self.seen.clear()
         if not in_backward() and not self.suspended:
             self.rounds.rest()
+            self.written.check()
+
+    def _store_written(self) -> None:
+        for i in list(self.live):
+            self._settle(i)
+        self._look_again()
+        self.written.forget()
 
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
         if self.left:
@@ -216,8 +261,11 @@ class Units:
             self.waiting.discard(task)
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.rest_after_backward):
+                # A checkpoint repeats what forward writes.
+                self._store_written()
                 self.rounds.rest()
                 self.ended()
+                self.written.check()
 
         task = graph_task()
         if task not in self.waiting:
@@ -248,6 +296,7 @@ class Units:
                         self.accept(leaf, g)
 
     def _mine(self, i: int) -> list[Tensor]:
+        self._settle(i)
         return [self.params[leaf.path].detach() for leaf in self.units[i]]
 
     def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -285,11 +334,11 @@ class Units:
         return [out.get(leaf.path) for leaf in self.units[i]]
 
     def _note(self, i: int) -> None:
-        for j, full in enumerate(self.live[i]):
+        self.refs[i] = [StorageWeakRef(full.untyped_storage()) for full in self.live[i]]
+        for j, (full, ref) in enumerate(zip(self.live[i], self.refs[i], strict=True)):
             storage = full.untyped_storage()
             if storage.nbytes():
-                memory = StorageWeakRef(storage)
-                self.known[memory.cdata] = (memory, i, j)
+                self.known[ref.cdata] = (ref, i, j)
         self.known = {k: entry for k, entry in self.known.items() if not entry[0].expired()}
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
 
@@ -302,12 +351,16 @@ class GatherUnit(Function):
         if kind == PARAMETERS and i >= units.blocks:
             return tuple(units.lazies(i))
         fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
-        return tuple(full.view_as(full) for full in fulls)
+        # No views, of which torch lets nobody use one after another has been written into.
+        return tuple(full.data for full in fulls)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.units, ctx.i = inputs[0], inputs[1]
         ctx.set_materialize_grads(False)
+        if inputs[2] == PARAMETERS:
+            leaves = inputs[0].units[inputs[1]]
+            ctx.mark_non_differentiable(*(x for x, leaf in zip(output, leaves, strict=True) if not leaf.trainable))
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]

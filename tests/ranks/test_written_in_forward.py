@@ -1,0 +1,345 @@
+"""What a model writes into its own parameters in forward, under `shard`: stored, or refused by path.
+
+The reference is plain torch in one process on the batches of all ranks in one, so that it writes as often as a rank.
+"""
+
+import copy
+import re
+import warnings
+
+import pytest
+import rank_programs as P
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import zerofn as zf
+
+LIMIT = 150
+WIDTH, ROWS, STEPS = 6, 4, 3
+MOMENTUM = 0.9
+
+
+def rows(step, rank):
+    g = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+
+
+def mean_over_ranks(x):
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
+
+
+# -- a momentum encoder, in every spelling -------------------------------------------------------------------
+
+
+def mul_add(qs, ks):
+    with torch.no_grad():
+        for q, k in zip(qs, ks, strict=True):
+            k.mul_(MOMENTUM).add_(q, alpha=1 - MOMENTUM)
+
+
+def data_mul_add(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        k.data.mul_(MOMENTUM).add_(q.data, alpha=1 - MOMENTUM)
+
+
+@torch.no_grad()
+def copied(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        k.copy_(k * MOMENTUM + q * (1 - MOMENTUM))
+
+
+@torch.no_grad()
+def by_items(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        k[...] = MOMENTUM * k + (1 - MOMENTUM) * q
+
+
+@torch.no_grad()
+def lerped(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        k.lerp_(q, 1 - MOMENTUM)
+
+
+@torch.no_grad()
+def by_foreach(qs, ks):
+    qs, ks = list(qs), list(ks)
+    torch._foreach_mul_(ks, MOMENTUM)
+    torch._foreach_add_(ks, qs, alpha=1 - MOMENTUM)
+
+
+def by_foreach_of_data(qs, ks):
+    ks = [k.data for k in ks]
+    torch._foreach_lerp_(ks, [q.data for q in qs], 1 - MOMENTUM)
+
+
+def by_numpy(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        memory = k.detach().numpy()
+        memory *= MOMENTUM
+        memory += (1 - MOMENTUM) * q.detach().numpy()
+
+
+def by_a_view(qs, ks):
+    for q, k in zip(qs, ks, strict=True):
+        k.data.view(-1).copy_((MOMENTUM * k + (1 - MOMENTUM) * q).detach().reshape(-1))
+
+
+SPELLINGS = [mul_add, data_mul_add, copied, by_items, lerped, by_foreach, by_foreach_of_data, by_numpy, by_a_view]
+
+
+def encoder(layers):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+
+
+class Moco(nn.Module):
+    """Two encoders, of which forward lets the second follow the first."""
+
+    def __init__(self, follow, layers=3):
+        super().__init__()
+        self.q = encoder(layers) if layers else nn.Linear(WIDTH, WIDTH)
+        self.k = copy.deepcopy(self.q).requires_grad_(False)
+        for p in self.k.parameters():
+            p.data.mul_(0.5)
+        self.follow = follow
+
+    def forward(self, x):
+        a = self.q(x)
+        self.follow(self.q.parameters(), self.k.parameters())
+        with torch.no_grad():
+            b = self.k(x)
+        return (a * b).sum(-1) + a.square().sum(-1)
+
+
+class MocoBefore(Moco):
+    def forward(self, x):
+        self.follow(self.q.parameters(), self.k.parameters())
+        return (self.q(x) * self.k(x)).sum(-1)
+
+
+# -- other writes --------------------------------------------------------------------------------------------
+
+
+class One(nn.Module):
+    """A weight between two layers that forward writes into."""
+
+    def __init__(self, write, frozen=False):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.w = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH).sin(), requires_grad=not frozen)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(WIDTH, 1)
+        self.write = write
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        self.write(self)
+        return self.last(h @ self.w * self.gain).squeeze(-1)
+
+
+class Checkpointed(One):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@torch.no_grad()
+def clamp(m):
+    m.w.clamp_(-0.5, 0.5)
+    m.gain.clamp_(max=1.25)
+
+
+def clamp_data(m):
+    m.w.data.clamp_(-0.5, 0.5)
+    m.gain.data.clamp_(max=1.25)
+
+
+@torch.no_grad()
+def one_row(m):
+    m.w[0] = 0.25
+    m.w.T[1] *= 0.5
+
+
+def one_element_of_data(m):
+    m.w.data[WIDTH - 1, 0] = 0.25
+
+
+@torch.no_grad()
+def unit_norm(m):
+    m.w.div_(m.w.norm(dim=0, keepdim=True))
+
+
+def frozen_in_grad_mode(m):
+    m.w.mul_(0.9)
+
+
+@torch.no_grad()
+def twice(m):
+    m.w.mul_(0.5)
+    m.w.add_(m.w @ m.w)
+
+
+@torch.no_grad()
+def a_submodule(m):
+    m.first.weight.clamp_(-0.1, 0.1)
+    F.linear(torch.zeros(WIDTH, dtype=m.w.dtype), m.last.weight)
+    m.last.weight.clamp_(-0.1, 0.1)
+
+
+class Book(nn.Module):
+    """A codebook that follows the mean of what is near, as a parameter."""
+
+    def __init__(self, ema):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.code = nn.Embedding(5, WIDTH)
+        self.code.weight.requires_grad_(False)
+        self.counts = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.ema = ema
+
+    def forward(self, x):
+        z = self.enc(x)
+        near = torch.cdist(z.detach(), self.code.weight).argmin(1)
+        found = self.code(near)
+        if self.training:
+            one = F.one_hot(near, 5).to(x.dtype)
+            self.ema(self, mean_over_ranks(one.mean(0)), mean_over_ranks(one.T @ z.detach() / len(x)))
+        return self.dec(z + (found - z).detach()).squeeze(-1) + (z - found.detach()).square().sum(-1)
+
+
+def ema_in_place(m, count, total):
+    with torch.no_grad():
+        m.counts.lerp_(count, 0.1)
+        m.code.weight.lerp_(total / (count[:, None] + 0.1), 0.1)
+
+
+def ema_of_data(m, count, total):
+    m.counts.data.mul_(0.9).add_(count, alpha=0.1)
+    m.code.weight.data.mul_(0.9).add_(total / (count[:, None] + 0.1), alpha=0.1)
+
+
+class Normed(nn.Module):
+    """Norms of weights: buffers are written in forward, parameters are not."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.a, self.b = norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x))).squeeze(-1)
+
+
+def old_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(layer)
+
+
+def with_a_hook(m):
+    def keep_small(module, args):
+        module.weight.data.clamp_(-0.2, 0.2)
+
+    m.first.register_forward_pre_hook(keep_small)
+    return m
+
+
+RIGHT = {
+    **{f.__name__: lambda f=f: Moco(f) for f in SPELLINGS},
+    "loose": lambda: Moco(mul_add, layers=0),
+    "loose data": lambda: Moco(data_mul_add, layers=0),
+    "before": lambda: MocoBefore(by_foreach),
+    "long": lambda: MocoBefore(by_foreach, layers=5),
+    **{f.__name__: lambda f=f: One(f) for f in (clamp, clamp_data, one_row, one_element_of_data, unit_norm, twice)},
+    "frozen": lambda: One(frozen_in_grad_mode, frozen=True),
+    "checkpointed": lambda: Checkpointed(clamp),
+    "checkpointed data": lambda: Checkpointed(clamp_data),
+    "ema": lambda: Book(ema_in_place),
+    "ema of data": lambda: Book(ema_of_data),
+    "hook": lambda: with_a_hook(One(lambda m: None)),
+    "spectral_norm": lambda: Normed(parametrizations.spectral_norm),
+    "old spectral_norm": lambda: Normed(nn.utils.spectral_norm),
+    "weight_norm": lambda: Normed(parametrizations.weight_norm),
+    "old weight_norm": lambda: Normed(old_weight_norm),
+}
+
+
+def build(make):
+    torch.manual_seed(1)
+    return make().double()
+
+
+def values(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def evaluated(model, step):
+    """An evaluation, which writes as well."""
+    model.eval()
+    with torch.no_grad():
+        out = model(rows(step, 7))
+    model.train()
+    return out.sum().item()
+
+
+def reference(make, ranks):
+    model = build(make)
+    before, outs = values(model), []
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.5)
+    for step in range(STEPS):
+        loss = model(torch.cat([rows(step, r) for r in range(ranks)])).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        outs.append(evaluated(model, step))
+    after = values(model)
+    return {n: after[n] - before[n] for n in after}, outs
+
+
+def trained(make):
+    rank, _ = P.rank_and_size()
+    model = build(make)
+    before, outs = values(model), []
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(lr=0.05, momentum=0.5)))
+    for step in range(STEPS):
+        loss = model(rows(step, rank)).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        outs.append(evaluated(model, step))
+    most = opt._home.units.most_alive if opt._home.units is not None else 0
+    opt.detach()
+    after = values(model)
+    return {n: after[n] - before[n] for n in after}, outs, most
+
+
+def trained_all(cases):
+    found = {}
+    for name, make in cases.items():
+        try:
+            found[name] = trained(make)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_forward_writes_is_stored(ranks):
+    want = {name: reference(make, ranks) for name, make in RIGHT.items()}
+    bad = []
+    for rank, found in enumerate(zf.launch(trained_all, ranks, RIGHT, timeout=LIMIT)):
+        for name, result in found.items():
+            if isinstance(result, str):
+                bad.append((rank, name, result))
+                continue
+            changes, outs, most = result
+            for path, change in want[name][0].items():
+                if (err := float((changes[path] - change).abs().max())) > 1e-11 * float(change.abs().max()):
+                    bad.append((rank, name, path, err))
+            if outs != pytest.approx(want[name][1], rel=1e-10):
+                bad.append((rank, name, outs))
+    assert not bad, "\n".join(map(str, bad))
