@@ -111,8 +111,10 @@ class Written:
     def _store(self, leaf: Leaf, flat: Tensor, rows: Tensor | None) -> bool:
         """Store this rank's rows of a copy if they are not what they were; whether they are not."""
         low, high = self.span(leaf)
-        mine, stored = flat[low:high], self.params[leaf.path].detach()
-        if same(mine, stored.to(mine.dtype) if rows is None else rows):
+        mine, stored = flat[low:high], self.params[leaf.path]
+        if rows is None:
+            rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
+        if torch.equal(mine, rows) or same_bits(mine, rows):
             return False
         if mine.dtype != stored.dtype:
             self.lost[leaf.path] = f"seen in {mine.dtype}, stored in {stored.dtype}"
@@ -206,9 +208,9 @@ def locked(ref: StorageWeakRef, dtype: torch.dtype) -> Tensor | None:
     return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits, or the same numbers: NaN is not equal to itself."""
-    return torch.equal(a, b) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype are the same even where numbers cannot be compared: NaN is not equal to itself."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def checksum(x: Tensor) -> int:
