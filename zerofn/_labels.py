@@ -18,7 +18,13 @@ from ._units import Units
 
 
 def label(
-    model: nn.Module, pipe: Pipeline, params: Leaves, units: Units | None, in_backward: bool, left: Callable[[], bool]
+    model: nn.Module,
+    pipe: Pipeline,
+    params: Leaves,
+    units: Units | None,
+    in_backward: bool,
+    left: Callable[[], bool],
+    cleared: Callable[[], None],
 ) -> list[Callable[[], None]]:
     """Tell each parameter what it, or its gradient, is a part of; what is returned undoes it.
 
@@ -29,6 +35,7 @@ def label(
         units: what gathers sharded ones.
         in_backward: whether gradients are used as they arrive.
         left: whether gradients have left to be reduced, and are not used yet.
+        cleared: is told that the user clears gradients otherwise than by `opt.zero_grad()`.
     """
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
@@ -40,7 +47,7 @@ def label(
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
-    told = {"why": why, "refused": refused, "left": left}
+    told = {"why": why, "refused": refused, "left": left, "cleared": cleared}
     if units is None or pipe.sharding is None:
         return [tell(p, Partial, **told) for p in params.values()]
     is_whole = lambda: units.suspended  # noqa: E731

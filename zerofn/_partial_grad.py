@@ -61,6 +61,8 @@ class Partial(nn.Parameter):
     refused: tuple[str, ...]
     # Whether gradients have left and are not used yet.
     left: Callable[[], bool]
+    # Told that the user clears gradients otherwise than by `opt.zero_grad()`.
+    cleared: Callable[[], None]
     # How often somebody has had `.data`, through which a tensor is written without its version counting it.
     lent: int = 0
 
@@ -75,6 +77,8 @@ class Partial(nn.Parameter):
         asks = not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
         if asks and not asks.startswith(OURS):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
+            if value is None:
+                self.cleared()
         write(self, value)
 
     def _delete(self) -> None:
@@ -104,6 +108,7 @@ class Partial(nn.Parameter):
     def _check_asked(self, frame: Any) -> None:
         if frame.f_code is CLEARING:
             self._check_clearing("model.zero_grad()")
+            self.cleared()
         while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
             name = frame.f_code.co_name.removeprefix("_")
             if name in self.refused:

@@ -26,7 +26,6 @@ from ._labels import label
 from ._partial_grad import read, write
 from ._pipeline import Pipeline
 from ._precision import Cast
-from ._rounds import STEP
 from ._run import counter
 from ._shard import Averaging, Like, Sharding, cut
 from ._sight import Sight
@@ -34,10 +33,11 @@ from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
 from ._types import Context, check_dense
-from ._units import Units, split
+from ._units import KEPT, Units, split
+from ._written import WRITTEN
 
 # What must be equal on all ranks at every step.
-MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()")
+MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()", KEPT, WRITTEN)
 
 
 class Residence:
@@ -83,12 +83,17 @@ class Residence:
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
-        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left)
+        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left, self._cleared)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
 
     def _left(self) -> bool:
         """Whether gradients of this micro-step have left to be reduced."""
         return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
+
+    def _cleared(self) -> None:
+        """The user has cleared gradients by hand, or by `model.zero_grad()`."""
+        if self.units is not None:
+            self.units.kept = 0
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -211,9 +216,10 @@ class Residence:
         p = self.params[leaf.path]
         p.grad = g if p.grad is None else p.grad.add_(g)
 
-    def _marks(self, boundary: bool | None, dropped: bool) -> dict[str, int]:
+    def _marks(self, boundary: bool | None, dropped: bool, more: dict[str, int] | None = None) -> dict[str, int]:
         closes = 2 if boundary is None else int(boundary)
-        return dict(zip(MARKS, (int(self.state.micro_step), closes, int(dropped)), strict=True))
+        marks = dict(zip(MARKS, (int(self.state.micro_step), closes, int(dropped)), strict=False))
+        return marks | (more or {KEPT: 0, WRITTEN: 0})
 
     def collect(self, boundary: bool | None = None) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
@@ -222,11 +228,9 @@ class Residence:
             boundary: what `set_boundary` says of this step; ranks must say the same.
         """
         self.copies.carry_over()
-        marks = self._marks(boundary, dropped=False)
+        more = None if self.units is None else self.units.rest_at_step()
+        marks = self._marks(boundary, dropped=False, more=more)
         if self.units is not None:
-            self.units.rounds.rest(STEP)
-            self.units.waiting.clear()
-            self.units.drop()
             self._release()
         if self.stream is not None:
             for path, p in self.params.items():
@@ -236,8 +240,8 @@ class Residence:
             self.stream.settle(marks)
             grads, self.reduced = self.reduced, {}
             later = self.pipe.stages[self.pipe.cut :]
-            more = tuple(s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding))
-            return self.pipe.pull(more, grads, self.state.leaves) if more else grads
+            rest = tuple(s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding))
+            return self.pipe.pull(rest, grads, self.state.leaves) if rest else grads
         grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
         if self.control is not None and not agree_on(len(grads), marks, self.control):
             return {}
@@ -250,6 +254,7 @@ class Residence:
         """
         if self.units is not None:
             self.units.rest_for_unfinished()
+            self.units.kept = 0
         if self.in_backward is not None:
             self._give_up(self.in_backward)
             return

@@ -51,21 +51,28 @@ class Rounds:
                 self.join(*asked)
         return result
 
-    def rest(self, place: int = CALL) -> None:
+    def rest(self, place: int = CALL, told: Callable[[], int] = lambda: 0) -> bool:
         """Return once no rank wants anything any more; until then take part.
 
         A rest at a step ends with those of the other ranks: one that is only between two calls of the
         model will want more before its own step. One between two calls ends whatever the others rest at.
+
+        Args:
+            place: where this rank rests.
+            told: a number, not negative, that it tells the others; what it joins meanwhile may change it.
+
+        Returns:
+            Whether the others rest too and tell the same. It costs no message of its own.
         """
         while True:
-            asked, places = self._exchange(REST, place)
+            asked, resting = self._exchange(REST, place | told() << 1)
             for kind, unit in asked:
                 self.join(kind, unit)
-            if not asked and min(places) >= place:
-                return
+            if not asked and min(x & 1 for x in resting) >= place:
+                return len({x >> 1 for x in resting}) == 1
 
     def _exchange(self, kind: int, unit: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """What any rank asks for, once each in a fixed order, and where the others rest."""
+        """What any rank asks for, once each in a fixed order, and what those say that rest."""
         sent = torch.tensor((kind, unit), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(2 * self.control.size)
         all_gather_into(every, sent, self.control)

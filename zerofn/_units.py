@@ -30,7 +30,7 @@ from ._group import Group
 from ._lazy import Lazy
 from ._partial_grad import writes
 from ._pipeline import Pipeline
-from ._rounds import Rounds
+from ._rounds import STEP, Rounds
 from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
 from ._types import check_dense
@@ -39,6 +39,7 @@ from ._written import Written
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 ALIVE = 2
+KEPT = "how much of their gradients has come since they were last cleared"
 # Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
 SMALL = 1 << 18
 
@@ -90,9 +91,11 @@ class Units:
         self.updates = 0
         self.writes = [[0] * len(unit) for unit in self.units]
         self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in self.units]
-        self.written = Written(units, params, self.stage.span)
+        self.watch = Written(units, params, self.stage.span)
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
         self.partial: set[str] = set()
+        # Sums of gradients since gradients were last cleared, of which every rank has its part, or has dropped it.
+        self.kept = 0
         # The parameters are full ones for a while, so that they are seen as they are.
         self.suspended = False
         # The model is a plain one again.
@@ -107,7 +110,7 @@ class Units:
         found = self.seen.get(key) if keep else None
         if found is None:
             found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
-            self.written.give(i, found)
+            self.watch.give(i, found)
             if keep:
                 self.seen[key] = found
         elif i in self.live:
@@ -165,6 +168,7 @@ class Units:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
         check_dense({leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None})
         found = self._perform(GRADIENTS, i, lambda: self._scatter(i, fulls))
+        self.kept += 1
         if not self.rounds.together:
             self.partial.update(leaf.path for leaf in self.units[i])
         return found
@@ -180,21 +184,21 @@ class Units:
         if i not in self.live:
             return
         self._settle(i)
-        views, dtypes = self.written.leave(i), [full.dtype for full in self.live[i]]
+        views, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
         del self.live[i]
         for key in [k for k in self.seen if k[0] == i]:
             del self.seen[key]
         if views is not None:
-            self.written.hold(i, views, self.refs[i], dtypes)
+            self.watch.hold(i, views, self.refs[i], dtypes)
 
     def _settle(self, i: int) -> None:
         """Store what forward has written into a unit's copy so far."""
-        if i in self.live and self.written.settle(i, self.live[i]):
+        if i in self.live and self.watch.settle(i, self.live[i]):
             self._counted(i)
 
     def _look_again(self) -> None:
         """Store what forward has written into copies that it has and that are kept here no longer."""
-        for i in self.written.look_again():
+        for i in self.watch.look_again():
             self._counted(i)
             self._discard(i)
 
@@ -204,12 +208,12 @@ class Units:
 
     def _discard(self, i: int) -> None:
         """A unit's copy holds old values."""
-        self.written.leave(i)
+        self.watch.leave(i)
         self._forget(i)
 
     def renew(self) -> None:
         """The parameters have changed."""
-        self.written.forget()
+        self.watch.forget()
         self.drop()
         self.updates += 1
 
@@ -221,7 +225,7 @@ class Units:
             self.writes[i][j] += count.version != self.counts[i][j].version
             self.counts[i][j] = count
             self._discard(i)
-        return self.updates + self.writes[i][j] + (self.written.version(i, j) if i < self.blocks else 0)
+        return self.updates + self.writes[i][j] + (self.watch.version(i, j) if i < self.blocks else 0)
 
     def end_of_call(self) -> None:
         """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""
@@ -229,13 +233,13 @@ class Units:
         self.seen.clear()
         if not in_backward() and not self.suspended:
             self.rounds.rest()
-            self.written.check()
+            self.watch.check()
 
     def _store_written(self) -> None:
         for i in list(self.live):
             self._settle(i)
         self._look_again()
-        self.written.forget()
+        self.watch.forget()
 
     def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
         if self.left:
@@ -265,12 +269,23 @@ class Units:
                 self._store_written()
                 self.rounds.rest()
                 self.ended()
-                self.written.check()
+                self.watch.check()
 
         task = graph_task()
         if task not in self.waiting:
             self.waiting.add(task)
             at_end_of_backward(rest)
+
+    def rest_at_step(self) -> dict[str, int]:
+        """Wait for all ranks at a step; what must be equal on all of them, by name.
+
+        A rank that has cleared gradients half-way through a micro-step of the others has dropped its parts of
+        sums of which they have theirs.
+        """
+        agreed = self.rounds.rest(STEP, lambda: self.kept)
+        self.waiting.clear()
+        self.drop()
+        return {KEPT: 0 if agreed else 1 + self.kept, **self.watch.marks()}
 
     def rest_for_unfinished(self) -> None:
         """The rest of a backward that this rank has given up: another one may still be in it.
@@ -291,6 +306,7 @@ class Units:
             elif kind == TANGENTS:
                 self._gather(i, self._filled(i, nothing))
             else:
+                self.kept += 1
                 for leaf, g in zip(self.units[i], self._scatter(i, nothing), strict=True):
                     if g is not None and leaf.trainable:
                         self.accept(leaf, g)

@@ -45,6 +45,11 @@ class Given:
         return sum(0 if v[j].is_inference() else v[j]._version for v in self.views)
 
 
+WRITTEN = "what the model wrote in forward into its parameters"
+# Numbers that ranks compare are not negative, and have 63 bits.
+MASK = (1 << 62) - 1
+
+
 @dataclass
 class Held:
     """A copy of one leaf that has been let go, and that somebody has."""
@@ -171,6 +176,13 @@ class Written:
             self.leave(i)
         self.held.clear()
 
+    def marks(self) -> dict[str, int]:
+        """What must be the same on all ranks at a step, under one name; it counts from there anew."""
+        paths = ", ".join(sorted(self.sums))
+        total = sum(self.sums.values()) & MASK
+        self.sums.clear()
+        return {f"{WRITTEN} {paths}; average what it is computed from" if paths else WRITTEN: total}
+
     def check(self) -> None:
         """Refuse what could not be stored.
 
@@ -218,4 +230,4 @@ def checksum(x: Tensor) -> int:
     bits = x.reshape(-1).view(torch.uint8)
     words = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     # Odd factors, or a permutation would have the same sum.
-    return int((words * torch.arange(1, 2 * len(words), 2, device=x.device)).sum()) & ((1 << 62) - 1)
+    return int((words * torch.arange(1, 2 * len(words), 2, device=x.device)).sum()) & MASK

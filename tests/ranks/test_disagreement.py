@@ -205,3 +205,50 @@ def test_misuse_of_shards():
         assert "no parameter has a gradient" in got["no backward"]
         assert "w" in got["full gradient"] and "(5,)" in got["full gradient"]
         assert got["penalty"] == "full"
+
+
+def gives_up(cleared, stage):
+    """A rank whose backward fails half-way goes on with its next batch, as the others with their step."""
+    rank, _ = P.rank_and_size()
+    model = P.make()
+    opt = zf.attach(model, zf.chain(*(f() for f in P.FIRST[stage]), zf.sgd(0.1)))
+
+    def fail(g):
+        raise FloatingPointError("a step to be given up")
+
+    def loop():
+        step = 0
+        while step < 4:
+            x, y = P.batch(rank, step)
+            step += 1
+            loss = ((model(x) - y) ** 2).mean()
+            handle = model.inp.weight.register_hook(fail) if rank == 1 and step == 2 else None
+            try:
+                loss.backward()
+            except FloatingPointError:
+                handle.remove()
+                cleared(model, opt)
+                continue
+            opt.step()
+            opt.zero_grad()
+
+    return said(loop)
+
+
+def by_opt(model, opt):
+    opt.zero_grad()
+
+
+def by_model(model, opt):
+    model.zero_grad()
+
+
+def by_hand(model, opt):
+    for p in model.parameters():
+        p.grad = None
+
+
+@pytest.mark.parametrize("cleared, stage", [(by_opt, 2), (by_opt, 3), (by_model, 3), (by_hand, 3)])
+def test_a_step_that_one_rank_gives_up_is_told_on_every_rank(cleared, stage):
+    for message in zf.launch(gives_up, 2, cleared, stage, timeout=limit()):
+        assert "ranks disagree" in message and "rank 0" in message and "zero_grad()" in message, message

@@ -12,13 +12,14 @@ import rank_programs as P
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from time_limits import limit
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 
-LIMIT = 150
+
 WIDTH, ROWS, STEPS = 6, 4, 3
 MOMENTUM = 0.9
 
@@ -331,7 +332,7 @@ def trained_all(cases):
 def test_what_forward_writes_is_stored(ranks):
     want = {name: reference(make, ranks) for name, make in RIGHT.items()}
     bad = []
-    for rank, found in enumerate(zf.launch(trained_all, ranks, RIGHT, timeout=LIMIT)):
+    for rank, found in enumerate(zf.launch(trained_all, ranks, RIGHT, timeout=limit())):
         for name, result in found.items():
             if isinstance(result, str):
                 bad.append((rank, name, result))
