@@ -57,9 +57,16 @@ class Held:
     place: tuple[int, int]
     ref: StorageWeakRef
     # Its memory, and what this rank's rows were when they were looked at last.
-    flat: Tensor | None
+    flat: Tensor
     rows: Tensor
     views: list[weakref.ref[Tensor]]
+
+    def renew(self) -> bool:
+        """Let go of the memory if nobody else has it; whether somebody has."""
+        self.flat = self.rows
+        found = locked(self.ref, self.rows.dtype)
+        self.flat = self.rows if found is None else found
+        return found is not None
 
 
 class Written:
@@ -163,11 +170,7 @@ class Written:
                     self.counts[i][j] += 1
                     self.sums[leaf.path] = checksum(held.flat)
                     changed.add(i)
-        for held in self.held:
-            dtype = held.rows.dtype
-            del held.flat
-            held.flat = locked(held.ref, dtype)
-        self.held = [held for held in self.held if held.flat is not None]
+        self.held = [held for held in self.held if held.renew()]
         return changed
 
     def forget(self) -> None:
@@ -221,7 +224,7 @@ def locked(ref: StorageWeakRef, dtype: torch.dtype) -> Tensor | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype are the same even where numbers cannot be compared: NaN is not equal to itself."""
+    """Whether tensors of one dtype are the same where numbers cannot tell: NaN is not equal to itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 

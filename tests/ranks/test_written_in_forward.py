@@ -4,7 +4,6 @@ The reference is plain torch in one process on the batches of all ranks in one, 
 """
 
 import copy
-import re
 import warnings
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-
 
 WIDTH, ROWS, STEPS = 6, 4, 3
 MOMENTUM = 0.9
@@ -312,10 +310,9 @@ def trained(make):
         opt.step()
         opt.zero_grad()
         outs.append(evaluated(model, step))
-    most = opt._home.units.most_alive if opt._home.units is not None else 0
     opt.detach()
     after = values(model)
-    return {n: after[n] - before[n] for n in after}, outs, most
+    return {n: after[n] - before[n] for n in after}, outs
 
 
 def trained_all(cases):
@@ -337,7 +334,7 @@ def test_what_forward_writes_is_stored(ranks):
             if isinstance(result, str):
                 bad.append((rank, name, result))
                 continue
-            changes, outs, most = result
+            changes, outs = result
             for path, change in want[name][0].items():
                 if (err := float((changes[path] - change).abs().max())) > 1e-11 * float(change.abs().max()):
                     bad.append((rank, name, path, err))
