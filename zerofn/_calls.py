@@ -202,6 +202,8 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         # It was not noticed, or a hook of the user's raised before it could be.
         return None
     call = local.calls.pop()
+    if call.outermost and sight.units is not None:
+        _explain_hooks(sys.exc_info()[1])
     if isinstance(module, nn.RNNBase):
         _empty(module)
     call.undo.close()
@@ -263,6 +265,19 @@ def _calls_itself(module: nn.Module) -> bool:
         count += frame.f_code is CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return count > 1
+
+
+def _explain_hooks(error: BaseException | None) -> None:
+    """What torch says to torch.func.grad in forward names hooks that nobody has written there."""
+    if type(error) is RuntimeError and "support saved tensor hooks" in str(error):
+        error.args = (
+            explain(
+                "torch.func.grad, vjp, jacrev or hessian in the forward of an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "torch.autograd.grad(..., create_graph=True), or torch.func.jvp, jacfwd and vmap, which need none;\n"
+                "zf.make_step, in whose loss function torch.func is free",
+            ),
+        )
 
 
 def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:

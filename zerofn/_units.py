@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._boundary import over
-from ._compat import after_this_node, at_end_of_backward, eagerly, graph_task, in_backward, is_batch
+from ._compat import after_this_node, at_end_of_backward, eagerly, functorch_active, graph_task, in_backward, is_batch
 from ._errors import explain
 from ._group import Group
 from ._lazy import Lazy
@@ -106,6 +106,8 @@ class Units:
         if self.suspended:
             return self.params[path].detach().to(self.pipe.cast.param_dtype or self.params[path].dtype)
         i, j = self.place[path]
+        if functorch_active():
+            return self._look_within(i)[j]
         key = (i, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         found = self.seen.get(key) if keep else None
         if found is None:
@@ -116,6 +118,13 @@ class Units:
         elif i in self.live:
             self.live.move_to_end(i)
         return found[j]
+
+    def _look_within(self, i: int) -> tuple[Tensor, ...]:
+        """For a function that forward gives to torch.func.vmap or jvp: tensors of that level, of no use outside."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
+        self.watch.give(i)
+        return found
 
     def look_alone(self, path: str) -> Tensor:
         """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
@@ -359,6 +368,13 @@ class Units:
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()}))
 
 
+BATCHED = explain(
+    "torch.autograd.grad(..., is_grads_batched=True), or vectorize=True, by parameters under shard",
+    "gradients are averaged over ranks in backward, for which torch.distributed has no batching rule",
+    "[torch.autograd.grad(y, params, v, retain_graph=True) for v in vectors]; by inputs alone it works",
+)
+
+
 class GatherUnit(Function):
     """Shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
 
@@ -377,6 +393,11 @@ class GatherUnit(Function):
         if inputs[2] == PARAMETERS:
             leaves = inputs[0].units[inputs[1]]
             ctx.mark_non_differentiable(*(x for x, leaf in zip(output, leaves, strict=True) if not leaf.trainable))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:  # type: ignore[override]
+        # Parameters have no dimension for vmap: that there is a rule is all that torch wants to know.
+        raise RuntimeError(BATCHED)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
@@ -407,13 +428,7 @@ class ScatterUnit(Function):
 def check_unbatched(gs: tuple[Tensor | None, ...]) -> None:
     """Several cotangents at once: each would be a message of its own, for which collectives have no rule."""
     if any(g is not None and is_batch(g) for g in gs):
-        raise RuntimeError(
-            explain(
-                "torch.autograd.grad(..., is_grads_batched=True), or vectorize=True, by parameters under shard",
-                "gradients are averaged over ranks in backward, for which torch.distributed has no batching rule",
-                "[torch.autograd.grad(y, params, v, retain_graph=True) for v in vectors]; by inputs alone it works",
-            )
-        )
+        raise RuntimeError(BATCHED)
 
 
 def lasting() -> AbstractContextManager[Any]:

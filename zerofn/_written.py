@@ -91,9 +91,11 @@ class Written:
         self.lost: dict[str, str] = {}
         self.sums: dict[str, int] = {}
 
-    def give(self, i: int, views: tuple[Tensor, ...]) -> None:
-        """Forward has these tensors of a unit's copy from now on."""
-        self.given.setdefault(i, Given()).add(views)
+    def give(self, i: int, views: tuple[Tensor, ...] = ()) -> None:
+        """Forward has these tensors of a unit's copy from now on; or some that a transform of torch.func wraps."""
+        given = self.given.setdefault(i, Given())
+        if views:
+            given.add(views)
 
     def version(self, i: int, j: int) -> int:
         """How often a leaf has been written into: what autograd compares between forward and backward."""
