@@ -34,7 +34,8 @@ from ._escape import Shown
 from ._notes import noting
 from ._pipeline import Pipeline
 from ._seen import SeenParameters
-from ._sight import Call, Sight
+from ._sight import Call, Sight, address
+from ._written import same
 
 # fmt: off
 NORMS = (
@@ -280,27 +281,41 @@ def _explain_hooks(error: BaseException | None) -> None:
         )
 
 
-def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor]]) -> None:
-    """What a model in another dtype writes into a parameter goes into a copy and would be lost."""
-    bad = [
-        (path, f"seen in {view.dtype}, stored in {stored.dtype}")
-        for (path, _, inference), (stored, view) in seen.items()
-        if view.dtype != stored.dtype and not inference and version(view)
-    ]
+def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
+    """What a model in another dtype writes into a parameter goes into a copy and would be lost.
+
+    `w.data` and NumPy write without a version's counting it. To compare all parameters takes time, so it is done in
+    calls 1, 2, 4, 8, ...: programs repeat themselves.
+    """
+    bad: dict[str, str] = {}
+    sight.local.ended += 1
+    thoroughly = sight.local.ended & (sight.local.ended - 1) == 0
+    for (path, _, inference), (stored, view, begin) in seen.items():
+        if address(view) != begin:
+            bad[path] = "its .data was exchanged"
+        elif view.dtype != stored.dtype:
+            compared = thoroughly and begin > 0 and all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
+            if (not inference and version(view)) or (compared and not _same(view, stored)):
+                bad[path] = f"seen in {view.dtype}, stored in {stored.dtype}"
     if bad:
         right = (
-            "write outside of the call, or keep what the model writes in a buffer; nn.Embedding(max_norm=None) and\n"
+            "with torch.no_grad(): self.w.copy_(new), where the model computes in the dtype that is stored;\n"
+            "         else write outside of the call, or keep what the model writes in a buffer;\n"
+            "         nn.Embedding(max_norm=None) and\n"
             "         with torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm) after opt.step()"
         )
         raise RuntimeError(
-            bad_leaves("the model wrote into parameters in its forward, where they are cast copies", bad, right)
+            bad_leaves("the model wrote into parameters in its forward, where they are copies", bad.items(), right)
         )
-    if not sight.scaled:
-        return
-    # Torch refuses that of a leaf. It cannot see here that it is one.
+    if sight.scaled:
+        _check_underived(sight, seen)
+
+
+def _check_underived(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
+    """Torch refuses that of a leaf. It cannot see here that it is one."""
     bad = [
         (path, f"changed by {view.grad_fn.name()}")
-        for (path, _, _), (stored, view) in seen.items()
+        for (path, _, _), (stored, view, _) in seen.items()
         if view.grad_fn is not None and view is not stored and crossing_of(view.grad_fn, sight) is None
     ]
     if bad:
@@ -311,3 +326,8 @@ def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor]]) -> 
                 "w = self.weight * 2 instead of self.weight.mul_(2), or the write under torch.no_grad()",
             )
         )
+
+
+@torch.no_grad()
+def _same(view: Tensor, stored: Tensor) -> bool:
+    return same(view.detach(), stored.detach().to(view.dtype))

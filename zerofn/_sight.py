@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._boundary import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ._closed import check_closed
-from ._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
+from ._compat import backward_call, executing, functorch_active, graph_task, is_wrapped, next_sequence, number_of
 from ._containers import map_outputs
 from ._crossing import Crossing, Edge, crossing_of
 from ._errors import bad_leaves
@@ -31,8 +31,10 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        # By path and mode: the stored tensor, and its view in the call under way.
-        self.seen: dict[tuple, tuple[Tensor, Tensor]] = {}
+        # By path and mode: the stored tensor, its view in the call under way, and where that was.
+        self.seen: dict[tuple, tuple[Tensor, Tensor, int]] = {}
+        # Calls of the model that have ended.
+        self.ended = 0
         # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
         self.mark: int | None = None
         # By path: the view that was given last, and what it is the view of.
@@ -135,7 +137,8 @@ class Sight:
         key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         found = self.local.seen.get(key)
         if found is None or found[0] is not stored:
-            found = self.local.seen[key] = (stored, self._through(view, stored))
+            seen = self._through(view, stored)
+            found = self.local.seen[key] = (stored, seen, address(seen))
         return found[1]
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
@@ -212,6 +215,11 @@ class Sight:
             # One inside of another, as reentrant checkpoints make them, ends before the outer one goes on.
             local.tasks = {task} if roots else {*local.tasks, task}
             check_closed(self, roots, self.spans)
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own."""
+    return 0 if is_wrapped(x) else x.data_ptr()
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:

@@ -121,7 +121,7 @@ class Units:
 
     def _look_within(self, i: int) -> tuple[Tensor, ...]:
         """For a function that forward gives to torch.func.vmap or jvp: tensors of that level, of no use outside."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
         self.watch.give(i)
         return found

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._compat import strong
+from ._compat import strong, version
 from ._errors import bad_leaves
 from ._tree import Leaf, Leaves
 
@@ -42,7 +42,7 @@ class Given:
 
     def version(self, j: int) -> int:
         """How often the leaf has been written into by way of them, as far as autograd would know."""
-        return sum(0 if v[j].is_inference() else v[j]._version for v in self.views)
+        return sum(0 if v[j].is_inference() else version(v[j]) for v in self.views)
 
 
 WRITTEN = "what the model wrote in forward into its parameters"
@@ -56,14 +56,16 @@ class Held:
 
     place: tuple[int, int]
     ref: StorageWeakRef
-    # Its memory, and what this rank's rows were when they were looked at last.
+    # Its memory, what this rank's rows were when they were looked at last, and what forward was given of it.
     flat: Tensor
     rows: Tensor
-    views: list[weakref.ref[Tensor]]
+    views: list[Tensor]
 
     def renew(self) -> bool:
         """Let go of the memory if nobody else has it; whether somebody has."""
-        self.flat = self.rows
+        refs = [weakref.ref(view) for view in self.views]
+        self.views, self.flat = [], self.rows
+        self.views = alive(refs)
         found = locked(self.ref, self.rows.dtype)
         self.flat = self.rows if found is None else found
         return found is not None
@@ -113,8 +115,16 @@ class Written:
                     self._check(leaf, views[j], full, given.nodes)
                 changed |= self._store(leaf, full.view(-1), None)
                 if given.version(j):
-                    self.sums[leaf.path] = checksum(full)
+                    self._note(leaf, full)
         return changed
+
+    def _note(self, leaf: Leaf, full: Tensor) -> None:
+        """A leaf has been written into, whether or not rows of this rank are among what is."""
+        stored = self.params[leaf.path].dtype
+        if full.dtype != stored:
+            self.lost[leaf.path] = f"seen in {full.dtype}, stored in {stored}"
+        else:
+            self.sums[leaf.path] = checksum(full)
 
     def _check(self, leaf: Leaf, view: Tensor, full: Tensor, nodes: list[Any]) -> None:
         if view.data_ptr() != full.data_ptr():
@@ -128,10 +138,10 @@ class Written:
         mine, stored = flat[low:high], self.params[leaf.path]
         if rows is None:
             rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
-        if torch.equal(mine, rows) or same_bits(mine, rows):
+        if same(mine, rows):
             return False
         if mine.dtype != stored.dtype:
-            self.lost[leaf.path] = f"seen in {mine.dtype}, stored in {stored.dtype}"
+            self._note(leaf, flat)
             return False
         stored.copy_(mine)
         return True
@@ -153,7 +163,7 @@ class Written:
             flat = locked(ref, dtype)
             if flat is not None:
                 low, high = self.span(leaf)
-                self.held.append(Held((i, j), ref, flat, flat[low:high].clone(), views[j]))
+                self.held.append(Held((i, j), ref, flat, flat[low:high].clone(), alive(views[j])))
 
     def look_again(self) -> set[int]:
         """Store what has been written since into copies that somebody has; the units of which it is."""
@@ -162,15 +172,12 @@ class Written:
             for held in self.held:
                 i, j = held.place
                 leaf = self.units[i][j]
-                for ref in held.views:
-                    view = ref()
-                    if view is not None:
-                        self._check(leaf, view, held.flat, [view.grad_fn])
+                for view in held.views:
+                    self._check(leaf, view, held.flat, [view.grad_fn])
                 if self._store(leaf, held.flat, held.rows):
                     low, high = self.span(leaf)
                     held.rows.copy_(held.flat[low:high])
                     self.counts[i][j] += 1
-                    self.sums[leaf.path] = checksum(held.flat)
                     changed.add(i)
         self.held = [held for held in self.held if held.renew()]
         return changed
@@ -212,8 +219,13 @@ class Written:
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Parameters are parts, and what is done with them is none of autograd's business."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), torch.DisableTorchFunctionSubclass():
         yield
+
+
+def alive(refs: list[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Tensors that somebody has."""
+    return [x for x in (ref() for ref in refs) if x is not None]
 
 
 def locked(ref: StorageWeakRef, dtype: torch.dtype) -> Tensor | None:
@@ -225,9 +237,9 @@ def locked(ref: StorageWeakRef, dtype: torch.dtype) -> Tensor | None:
     return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype are the same where numbers cannot tell: NaN is not equal to itself."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one dtype have the same numbers, or the same bits: NaN is not equal to itself."""
+    return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def checksum(x: Tensor) -> int:

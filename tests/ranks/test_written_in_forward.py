@@ -4,6 +4,7 @@ The reference is plain torch in one process on the batches of all ranks in one, 
 """
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -94,7 +95,7 @@ SPELLINGS = [mul_add, data_mul_add, copied, by_items, lerped, by_foreach, by_for
 
 
 def encoder(layers):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU()) for _ in range(layers)))
 
 
 class Moco(nn.Module):
@@ -329,7 +330,8 @@ def trained_all(cases):
 def test_what_forward_writes_is_stored(ranks):
     want = {name: reference(make, ranks) for name, make in RIGHT.items()}
     bad = []
-    for rank, found in enumerate(zf.launch(trained_all, ranks, RIGHT, timeout=limit())):
+    everywhere = zf.launch(trained_all, ranks, RIGHT, timeout=limit()) if ranks > 1 else [trained_all(RIGHT)]
+    for rank, found in enumerate(everywhere):
         for name, result in found.items():
             if isinstance(result, str):
                 bad.append((rank, name, result))
@@ -341,3 +343,112 @@ def test_what_forward_writes_is_stored(ranks):
             if outs != pytest.approx(want[name][1], rel=1e-10):
                 bad.append((rank, name, outs))
     assert not bad, "\n".join(map(str, bad))
+
+
+# -- what cannot be stored -------------------------------------------------------------------------------------
+
+
+def exchanged(m):
+    m.w.data = m.w.data.clamp(-0.5, 0.5)
+
+
+def exchanged_later(qs, ks):
+    for k in list(ks):
+        k.data = MOMENTUM * k.data
+
+
+def a_vector(qs, ks):
+    nn.utils.vector_to_parameters(MOMENTUM * nn.utils.parameters_to_vector(qs).detach(), ks)
+
+
+def with_gradients(m):
+    m.w.mul_(0.9)
+
+
+def new_parameter(m):
+    m.w = nn.Parameter(m.w.detach().clamp(-0.5, 0.5))
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+PLAIN, CAST, SCALED = {}, {"param_dtype": BF16}, None
+# What is written, in which pipeline, and what is said of which parameter.
+EXCHANGED = r"wrote into parameters in its forward(.|\n)* {}: its .data was exchanged(.|\n)*self.w.copy_\(new\)"
+NARROWED = (
+    r"wrote into parameters in its forward(.|\n)* {}: seen in torch.bfloat16, stored in torch.float32(.|\n)*a buffer"
+)
+REPLACED = r"the model changed after it was attached(.|\n)* w: added, removed or replaced"
+REFUSED = {
+    "exchanged": (lambda: One(exchanged), PLAIN, EXCHANGED.format("w")),
+    "exchanged, cast": (lambda: One(exchanged), CAST, EXCHANGED.format("w")),
+    "exchanged, scaled": (lambda: One(exchanged), SCALED, EXCHANGED.format("w")),
+    "exchanged later": (lambda: Moco(exchanged_later), PLAIN, EXCHANGED.format("k.0.0.weight")),
+    "a vector": (lambda: Moco(a_vector), PLAIN, EXCHANGED.format("k.0.0.weight")),
+    "cast": (lambda: One(clamp), CAST, NARROWED.format("gain")),
+    "cast, of data": (lambda: One(clamp_data), CAST, NARROWED.format("w")),
+    "cast, momentum": (lambda: Moco(data_mul_add), CAST, NARROWED.format("k.0.0.bias")),
+    "cast, by foreach": (lambda: Moco(by_foreach_of_data), CAST, NARROWED.format("k.0.0.weight")),
+    "new parameter": (lambda: One(new_parameter), PLAIN, REPLACED),
+    "new parameter, scaled": (lambda: One(new_parameter), SCALED, r"uses its parameter w from elsewhere"),
+}
+
+
+def pipe(kind):
+    parts = [zf.scale_loss(256.0)] if kind is None else [zf.precision(**kind)] if kind else []
+    return zf.chain(zf.shard(), *parts, zf.sgd(lr=0.05))
+
+
+def refused(cases):
+    """What is said, and whether the model trains after that as if nothing had been written."""
+    rank, _ = P.rank_and_size()
+    said = {}
+    for name, (make, kind, _) in cases.items():
+        torch.manual_seed(1)
+        model = make().float()
+        opt = zf.attach(model, pipe(kind))
+        before = {n: x.clone() for n, x in zf.full_params(opt.tx, opt.state).items()}
+        try:
+            model(rows(0, rank).float()).float().square().mean().backward()
+            opt.step()
+        except RuntimeError as error:
+            said[name] = str(error)
+        after = zf.full_params(opt.tx, opt.state)
+        assert all(torch.equal(x, after[n]) for n, x in before.items()), name
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cannot_be_stored_is_refused_by_path(ranks):
+    cases = {n: case for n, case in REFUSED.items() if ranks > 1 or case[1] != PLAIN}
+    for said in zf.launch(refused, ranks, cases, timeout=limit()) if ranks > 1 else [refused(cases)]:
+        for name, (*_, pattern) in cases.items():
+            assert re.search(pattern, said.get(name, "")), f"{name}: {said.get(name)}"
+
+
+def own_statistics():
+    """Each rank writes what it finds in its own rows."""
+    rank, _ = P.rank_and_size()
+    model = build(lambda: One(lambda m: None))
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(lr=0.05)))
+    for step in range(2):
+        x = rows(step, rank)
+
+        @torch.no_grad()
+        def write(m, x=x, step=step):
+            m.w.lerp_(x.T @ x, 0.1 if step else 0.0)
+
+        model.write = write
+        model(x).square().mean().backward()
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return step, str(error)
+        opt.zero_grad()
+    return None
+
+
+def test_ranks_that_write_different_numbers_are_told():
+    for step, said in zf.launch(own_statistics, 2, timeout=limit()):
+        assert step == 1
+        assert re.search(r"ranks disagree on what the model wrote in forward into its parameters w; average", said), (
+            said
+        )
