@@ -373,9 +373,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 PLAIN, CAST, SCALED = {}, {"param_dtype": BF16}, None
 # What is written, in which pipeline, and what is said of which parameter.
 EXCHANGED = r"wrote into parameters in its forward(.|\n)* {}: its .data was exchanged(.|\n)*self.w.copy_\(new\)"
-NARROWED = (
-    r"wrote into parameters in its forward(.|\n)* {}: seen in torch.bfloat16, stored in torch.float32(.|\n)*a buffer"
-)
+NARROWED = r"wrote into parameters in its forward(.|\n)* {}: seen in torch.bfloat16, stored in torch.float32"
 REPLACED = r"the model changed after it was attached(.|\n)* w: added, removed or replaced"
 REFUSED = {
     "exchanged": (lambda: One(exchanged), PLAIN, EXCHANGED.format("w")),
