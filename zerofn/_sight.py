@@ -23,7 +23,7 @@ from ._escape import Attributes, Shown
 from ._pipeline import Pipeline
 from ._spans import Spans
 from ._units import Units
-from ._upstream import KEPT, RETURNED, SHOWN, Leaving
+from ._upstream import RETURNED, SHOWN, Leaving
 
 
 class _Thread(threading.local):
@@ -109,8 +109,7 @@ class Sight:
             self.attributes.hide(self.admit)
         if self.scaled or self.pipe.cast.output_dtype is not None:
             self.local.leaving = Leaving(lambda edge: self._crossing(edge, False))
-            for inner, outer in self.attributes.known_pairs():
-                self.local.leaving.add(inner, outer, KEPT)
+            self.local.leaving.carry(self.attributes.known_pairs())
 
     def let_attributes_out(self, start: int, at_once: bool) -> None:
         """After a call that began at node number `start`: what it left in attributes leaves too, each in its turn."""

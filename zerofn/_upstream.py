@@ -79,6 +79,17 @@ class Leaving:
         # Tensors in attributes, the last made first; and those that have left, with what they are outside.
         self.waiting: list[Tensor] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
+        self.carried: list[Tensor] = []
+
+    def carry(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """What calls before have left in attributes: a tensor of the inside, and of the outside.
+
+        They are held during the call, in which the model may put others in their place: over them leads the way to what
+        left in still earlier ones.
+        """
+        self.carried = [outer for _, outer in pairs]
+        for inner, outer in pairs:
+            self.add(inner, outer, KEPT)
 
     def wait(self, tensors: list[Tensor]) -> None:
         """These are to leave in turn with the results: what was made first has to leave first."""
