@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import zerofn._groups
 import zerofn._residence
 
 
@@ -25,6 +26,9 @@ class Channels:
     def take(self, name: str, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""
         if self.next == len(self.opened):
-            self.opened.append(self.open[name](groups))
+            # Not the model's that comes first, which would close them.
+            with zerofn._groups.held_by(None):
+                zerofn._groups.world_group("mesh"), zerofn._groups.world_group()
+                self.opened.append(self.open[name](groups))
         self.next += 1
         return self.opened[self.next - 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from ._backward_hooks import check_inner_hooks
 from ._collectives import as_local
 from ._compat import in_backward, version
 from ._errors import explain
+from ._leases import lease
 from ._param_groups import ParamGroups
 from ._partial_grad import read
 from ._pipeline import pipeline
@@ -110,12 +112,16 @@ class Optimizer(torch.optim.Optimizer):
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
         check_free(named)
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
-        pipe = pipeline(tx, layout, "zf.attach")
-        check_memory(params)
-        check_alone(model, bool(pipe.groups))
-        if pipe.scale is not None:
-            check_inner_hooks(model)
-        self._home = Residence(model, pipe, params, self._context if in_backward else None)
+        with lease() as channels:
+            pipe = pipeline(tx, layout, "zf.attach")
+            check_memory(params)
+            check_alone(model, bool(pipe.groups))
+            if pipe.scale is not None:
+                check_inner_hooks(model)
+            self._home = Residence(model, pipe, params, self._context if in_backward else None)
+        if self._home.control is not None:
+            # The last that is undone.
+            self._home.undo.insert(0, functools.partial(channels.close, self._home.control.ranks))
         self.tx = tx
         self._model = model
         self._pipe = pipe
@@ -329,10 +335,13 @@ class Optimizer(torch.optim.Optimizer):
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
 
+        Channels between ranks that were opened for this model alone are closed; gradients on their way are lost.
+
         Raises:
             RuntimeError: on several ranks, only some of them came, as for `zf.save`.
         """
         if self._attached:
+            self._home.give_up_backward()
             self._together("opt.detach()", "opt.detach() on every rank")
             self._home.leave()
             for p in self._params.values():

@@ -13,7 +13,8 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,10 @@ class _Registry:
 
     def __init__(self) -> None:
         self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
+        # By key, who asked for a group: an attached model, or None for what has no end, such as a pure state.
+        self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
+        self.holder: Any = None  # who asks now
+        self.opened = 0  # how many channels were opened so far
         self.default: Any = None  # the default group these were made on
         self.ours = False  # whether that default group was made here
         self.made = 0  # how many default groups were made here so far
@@ -47,11 +52,13 @@ class _Registry:
         default = raw.default_group()
         if default is not self.default:
             self.groups.clear()
+            self.holders.clear()
             self.default, self.ours, self.presence = default, False, None
         return self.groups
 
     def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
         groups = self.current()
+        self.holders.setdefault((key, purpose), set()).add(self.holder)
         if (key, purpose) not in groups:
             groups[key, purpose] = make()
         return groups[key, purpose]
@@ -159,8 +166,12 @@ def channel(group: Group) -> Group:
     """
     if group.size == 1:
         return group
-    key = (group.ranks, group.device.type, len(_registry.current()))
-    opened = _registry.get(key, "channel", lambda: _open_row(group.ranks, group.device.type, "channel"))
+    return _open_channel(group.ranks, group.device.type)
+
+
+def _open_channel(ranks: tuple[int, ...], device_type: str) -> Group:
+    _registry.opened += 1
+    opened = _registry.get(_registry.opened, "channel", lambda: _open_row(ranks, device_type, "channel"))
     assert opened is not None
     return opened
 
@@ -180,10 +191,7 @@ def joint_channel(groups: Sequence[Group]) -> Group:
     for group in several[1:]:
         for found in raw.gather_objects(sorted(joined), group):
             joined.update(found)
-    key = (tuple(sorted(joined)), several[0].device.type, len(_registry.current()))
-    opened = _registry.get(key, "channel", lambda: _open_row(key[0], key[1], "channel"))
-    assert opened is not None
-    return opened
+    return _open_channel(tuple(sorted(joined)), several[0].device.type)
 
 
 def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
@@ -247,12 +255,57 @@ def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Ha
 
 def release(group: Group) -> None:
     """Close one group: waits for its ranks, then destroys its process group. Every rank must call it."""
-    groups = _registry.current()
-    for key in [k for k, g in groups.items() if g is group]:
+    for key in [k for k, g in _registry.current().items() if g is group]:
         raw.barrier(group)
-        if group.pg is not None:
-            raw.destroy(group.pg)
-        del groups[key]
+        _close(key)
+
+
+@contextmanager
+def held_by(holder: Any) -> Iterator[None]:
+    """Groups that are asked for inside are `holder`'s, until it lets them go."""
+    before, _registry.holder = _registry.holder, holder
+    try:
+        yield
+    finally:
+        _registry.holder = before
+
+
+def held_alone(holder: Any) -> list[Any]:
+    """The keys of groups that only `holder` has asked for, in the order in which they were opened."""
+    return [key for key in _registry.current() if _registry.holders[key] == {holder}]
+
+
+def let_go(holder: Any, close: bool) -> None:
+    """Groups of `holder` are no longer its own. Every rank of the world must call it, after all that is sent in them.
+
+    Args:
+        holder: as given to `held_by`.
+        close: those that nobody else has asked for; else they stay open for whoever asks next.
+    """
+    for key in held_alone(holder) if close else ():
+        _close(key)
+    for holders in _registry.holders.values():
+        if holder in holders:
+            holders.remove(holder)
+            holders.update(() if holders else {None})
+
+
+def _close(key: Any) -> None:
+    group = _registry.groups.pop(key)
+    del _registry.holders[key]
+    if group is not None and group.pg is not None:
+        raw.destroy(group.pg)
+        # Not None, which to torch is the default group. What is left of a group has nothing open.
+        object.__setattr__(group, "pg", Closed())
+
+
+class Closed:
+    """The process group of a group that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "a channel between ranks was used after opt.detach(), which closes it. Attach the model anew."
+        )
 
 
 def shutdown() -> None:
@@ -274,6 +327,7 @@ def _close_all() -> None:
         if group and group.pg is not None:
             raw.destroy(group.pg)
     _registry.groups.clear()
+    _registry.holders.clear()
     if _registry.ours:
         raw.destroy(None)
     _registry.current()

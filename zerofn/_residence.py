@@ -252,25 +252,37 @@ class Residence:
 
         Where they are used as they arrive that is too late: the step is given up half done (`_in_backward`).
         """
+        self.give_up_backward()
+        self._forget(always=False)
+
+    def give_up_backward(self) -> None:
+        """Take no part in a backward of this rank that did not come to its end."""
         if self.units is not None:
             self.units.rest_for_unfinished()
             self.units.kept = 0
+
+    def _forget(self, always: bool) -> None:
+        """Forget the gradients of this micro-step.
+
+        Args:
+            always: settle what is on its way also where nothing is here, for something may be elsewhere.
+        """
         if self.in_backward is not None:
-            self._give_up(self.in_backward)
+            self._give_up(self.in_backward, always)
             return
         if self.units is not None:
             self.units.partial.clear()
         self.held.clear()
-        if self.stream is not None and not self.stream.idle:
+        if self.stream is not None and (always or not self.stream.idle):
             self.stream.discard(self._marks(None, dropped=True))
         self.reduced.clear()
 
-    def _give_up(self, step: InBackward) -> None:
+    def _give_up(self, step: InBackward, always: bool) -> None:
         """Use what is still on its way, or ranks that had it earlier would differ; and count no step."""
         step.closing = True
         try:
             self._release()
-            if self.stream is not None and not self.stream.idle:
+            if self.stream is not None and (always or not self.stream.idle):
                 self.copies.carry_over()
                 self.stream.settle(self._marks(None, dropped=True))
         finally:
@@ -332,8 +344,10 @@ class Residence:
         return changed
 
     def leave(self) -> None:
-        """Full parameters and no hooks: a plain model."""
+        """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""
         self.copies.carry_over()
+        if self.stream is not None:
+            self._forget(always=True)
         if self.units is not None:
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():

@@ -47,13 +47,14 @@ def limit() -> float:
     return seconds
 
 
-def together(call: str, ranks: tuple[int, ...], right: str) -> None:
+def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | None = None) -> None:
     """Return when all of `ranks` have come to this call.
 
     Args:
         call: as the user writes it.
         ranks: of the world; this one among them.
         right: what to write where only some ranks made it.
+        seconds: to wait for ranks that show no sign of life; by default `limit()`.
 
     Raises:
         RuntimeError: on every rank that has come, if another is somewhere else, or gone, or gives no sign of life.
@@ -61,7 +62,7 @@ def together(call: str, ranks: tuple[int, ...], right: str) -> None:
     here = presence()
     if len(ranks) == 1 or here is None:
         return
-    seconds = limit()
+    seconds = limit() if seconds is None else seconds
     while not _Call(here, call, ranks, right, seconds).meet():
         pass
 
