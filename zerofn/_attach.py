@@ -30,7 +30,16 @@ from ._state_dict import as_dict, pairs
 from ._together import together
 from ._tree import make_layout
 from ._types import Context, Transform
-from ._watch import Owner, Watch, check_alone, check_free, check_hookable, check_memory
+from ._watch import (
+    Owner,
+    Watch,
+    check_alone,
+    check_free,
+    check_hookable,
+    check_initialised,
+    check_memory,
+    check_trainable,
+)
 from ._window import Window
 
 
@@ -111,14 +120,19 @@ class Optimizer(torch.optim.Optimizer):
         _hooks.prepare(self)
         named = OrderedDict(model.named_parameters(remove_duplicate=False))
         check_free(named)
+        check_initialised(named, "attach")
         layout, params = make_layout(named, lambda path: named[path].requires_grad)
+        check_trainable(layout)
+        # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
+        myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach")
             check_memory(params)
             check_alone(model, bool(pipe.groups))
             if pipe.scale is not None:
                 check_inner_hooks(model)
-            self._home = Residence(model, pipe, params, self._context if in_backward else None)
+            context = self._context if in_backward else None
+            self._home = Residence(model, pipe, params, context, lambda: _check(myself()))
         if self._home.control is not None:
             # The last that is undone.
             self._home.undo.insert(0, functools.partial(channels.close, self._home.control.ranks))
@@ -128,7 +142,6 @@ class Optimizer(torch.optim.Optimizer):
         self._params = params
         self.metrics: dict[str, Tensor] = {}
         home = self._home
-        # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         self._window = Window(pipe, lambda: home.state)
         # What the last step has used up, to be told from gradients that arrived after it.
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
@@ -445,3 +458,8 @@ class Optimizer(torch.optim.Optimizer):
                     "call it after loss.backward() has returned",
                 )
             )
+
+
+def _check(opt: Optimizer | None) -> None:
+    if opt is not None and opt._attached:
+        opt._watch.check()

@@ -31,6 +31,7 @@ from ._containers import map_tensors
 from ._crossing import crossing_of
 from ._errors import bad_leaves, explain
 from ._escape import Shown
+from ._forward_errors import note
 from ._notes import noting
 from ._pipeline import Pipeline
 from ._seen import SeenParameters
@@ -177,7 +178,16 @@ def _before(
     outermost = not local.calls and not sight.repeating(module)
     if sight.scaled and not is_dynamo_compiling():
         check_hooks_of_call(sight.model(), module, outermost, args)
+    if outermost and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            explain(
+                "torch.jit.trace of an attached model",
+                "what it records would have in it how this pipeline sees parameters, and none of their later values",
+                "torch.jit.trace(opt.detach(), example) after training; torch.compile(model) while it is attached",
+            )
+        )
     call = Call(module, outermost, next_sequence())
+    call.error = sys.exception()
     if not local.calls:
         sight.begin()
     local.calls.append(call)
@@ -208,6 +218,8 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     if isinstance(module, nn.RNNBase):
         _empty(module)
     call.undo.close()
+    if call.outermost and (error := sys.exception()) is not None and error is not call.error:
+        note(error, module, sight.pipe, sight.unchanged)
     seen = dict(local.seen) if not local.calls else {}
     try:
         if not local.calls:

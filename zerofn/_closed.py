@@ -47,6 +47,7 @@ def check_closed(owner: Any, roots: list[Any], spans: Spans) -> None:
     if door is None:
         return
     _, other, inside = door
+    owner.unchanged()
     if taken[id(other)] is not door:
         # Met from both sides.
         inside = not (number_of(other) in spans and not is_outside(other, owner, 0))

@@ -23,6 +23,7 @@ from ._shard import OverRanks
 from ._state import State
 from ._tree import Placement, Tree, make_layout, tree_map
 from ._types import Role, Transform
+from ._watch import check_initialised
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
 MAX_LINES = 12
@@ -139,6 +140,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     if isinstance(params, nn.Module):
         # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
         params = OrderedDict(params.named_parameters(remove_duplicate=False))
+        check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
     with shape_only() as fake:
         # Tied leaves are told by identity, so each tensor gets one stand-in.

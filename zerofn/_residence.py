@@ -48,6 +48,7 @@ class Residence:
         pipe: its pipeline.
         params: its parameters by path, each once.
         context: of a step, where the update is to run within backward.
+        unchanged: raises if the model is no longer what was attached.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Residence:
         pipe: Pipeline,
         params: dict[str, Tensor],
         context: Callable[[], Context] | None = None,
+        unchanged: Callable[[], None] = lambda: None,
     ):
         self.model, self.pipe, self.params = model, pipe, params
         agree_on_start(pipe, params)
@@ -82,7 +84,9 @@ class Residence:
         self.units = self._units()
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
-            self.undo.append(install(model, Sight(pipe, self.scale, self.units, model), paths))
+            sight = Sight(pipe, self.scale, self.units, model)
+            sight.unchanged = unchanged
+            self.undo.append(install(model, sight, paths))
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left, self._cleared)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
 

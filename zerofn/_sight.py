@@ -48,13 +48,15 @@ class _Thread(threading.local):
 class Call:
     """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
 
-    __slots__ = ("module", "outermost", "shown", "start", "undo")
+    __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
 
     def __init__(self, module: nn.Module, outermost: bool, start: int):
         self.module = module
         self.outermost = outermost
         self.start = start
         self.shown: Shown | None = None
+        # What was being handled when it began, to be told from what it raises.
+        self.error: BaseException | None = None
         self.undo = ExitStack()
 
 
@@ -67,6 +69,8 @@ class Sight:
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)
+        # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
+        self.unchanged: Callable[[], None] = lambda: None
         self.local = _Thread()
         self.spans = Spans()
         self.attributes = Attributes(self, list(model.modules()))

@@ -14,6 +14,7 @@ import optree
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ._compat import memory
 from ._errors import bad_leaves, explain
@@ -290,6 +291,8 @@ def _same_path(params: Tree, paths: list[str], path: str) -> str:
 def _not_a_parameter(leaf: Any) -> str | None:
     if leaf is None:
         return None
+    if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
+        return "not initialised yet, as of a lazy module; run the model once on a batch before"
     if isinstance(leaf, Tensor):
         if leaf.is_complex():
             return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"

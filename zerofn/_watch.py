@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ._compat import is_wrapper, registered
-from ._errors import bad_leaves
+from ._errors import bad_leaves, explain
 from ._tree import Layout, Leaves
 
 # Places in what `registered` gives.
@@ -63,10 +64,13 @@ class Watch:
                 bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
             elif p.requires_grad != leaf.trainable:
                 bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
-        for registry in self.registered:
-            bad.extend((path, "added, removed or replaced") for path in registry.changed())
+        modules = [(path, "added, removed or replaced") for registry in self.registered for path in registry.changed()]
+        frozen = any("requires_grad" in reason for _, reason in bad)
+        bad += modules
         if bad:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
+            if frozen or modules:
+                right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
 
 
@@ -113,6 +117,28 @@ def _taken(p: nn.Parameter) -> bool:
     # Its optimizer was dropped without detach(): what it had hooked would act a second time.
     owner.leave()
     return False
+
+
+def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
+    """A lazy module has no shapes before its first call."""
+    lazy = [(n, type(p).__name__) for n, p in named.items() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        right = f"model(example) once, which gives lazy modules their shapes, and zf.{where}(...) after it"
+        raise ValueError(bad_leaves(f"{where}: parameters are not initialised yet", lazy, right))
+
+
+def check_trainable(layout: Layout) -> None:
+    """With nothing to train the pipeline would be made, and no step could ever be."""
+    if not any(leaf.trainable for leaf in layout.leaves):
+        first = ", ".join(leaf.path for leaf in layout.leaves[:3])
+        raise ValueError(
+            explain(
+                f"attach: no parameter requires a gradient ({len(layout.leaves)} are frozen: {first}, ...)",
+                "nothing would ever change",
+                "p.requires_grad_(True) for those to be trained, and adapters added, before zf.attach; a model that "
+                "is\nnot trained needs no optimizer",
+            )
+        )
 
 
 def check_hookable(model: nn.Module) -> None:

@@ -9,6 +9,8 @@ from parity import PIPES, Run, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zerofn as zf
+
 pytestmark = [
     pytest.mark.slow,
     # The compiler looks whether a view has a .grad, and would hide the warning if warnings were no errors here.
@@ -93,3 +95,56 @@ class Compiled(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_under_compile(reentrant: bool):
     compare(in_place, lambda: Compiled(reentrant), "scaled", windows=3, tol=1e-4)
+
+
+class Small(nn.Module):
+    """A class of the user's: of torch's own modules `compile` makes no graph at the top."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+CASTS = {
+    None: None,
+    "plain": zf.sgd(0.1),
+    "scaled": zf.chain(zf.scale_loss(64.0), zf.sgd(0.1)),
+    "cast": zf.chain(zf.precision(param_dtype=torch.bfloat16, output_dtype=torch.float32), zf.sgd(0.1)),
+}
+
+
+def graphs_of(tx, how: str) -> list[list[str]]:
+    """What is in the graphs that are made of a model."""
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, example):
+        found.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.manual_seed(0)
+    model = called = Small()
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    expected = model(x).detach()
+    if how == "in place, before":
+        model.compile(backend=backend)
+    if tx is not None:
+        zf.attach(model, tx)
+    if how == "in place, after":
+        model.compile(backend=backend)
+    if how == "function":
+        called = torch.compile(model, backend=backend)
+    torch.testing.assert_close(called(x), expected, rtol=2e-2, atol=2e-2)
+    return found
+
+
+@pytest.mark.parametrize("pipe", CASTS)
+def test_compile_in_place_makes_the_graphs_of_the_function(pipe: str | None):
+    """One where nothing is hooked; under a cast or a scale they end where a parameter is used."""
+    expected = graphs_of(CASTS[pipe], "function")
+    assert [len(g) for g in expected] == ([3] if pipe in (None, "plain") else [1])
+    for how in ("in place, before", "in place, after"):
+        assert graphs_of(CASTS[pipe], how) == expected
