@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ._compat import differentiating, functorch_active, is_wrapped, levels
 from ._errors import bad_leaves, explain
+from ._gradients import check_readable, misshapen
 from ._pipeline import Pipeline
 from ._run import finish, run
 from ._state import State
 from ._tree import Leaf, Leaves, Tree, flatten, tree_map, tree_paths
-from ._types import Context, Role, check_dense, misshapen, select
+from ._types import Context, Role, select
 
 Metrics = dict[str, Tensor]
 
@@ -93,7 +94,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
                 "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
             )
         )
-    check_dense(grads)
+    check_readable(grads, state.leaves)
     check_vmap(pipe, ctx.weight, grads, state)
     if differentiating() or any(x.requires_grad for x in state.leaves.values()):
         raise RuntimeError(

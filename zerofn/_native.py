@@ -200,11 +200,14 @@ def squares(x: Tensor) -> float | None:
     Summed in double, where squares of 16-bit numbers are exact and sums of finite ones are finite; the same on any
     number of threads. Torch casts 16-bit tensors to float32 first, in memory: three times as long.
     """
+    address = x.data_ptr()
+    if not address or not x.is_cpu:
+        _check_memory([[x]], [[address]])
     cc = compiler()
     library = None if cc is None else _load(cc, (torch.float32, x.dtype, torch.float32, torch.float32), 0, FORMAT)
     if library is None:
         return None
-    return library.zerofn_squares(x.data_ptr(), x.numel(), torch.get_num_threads(), _parallel())
+    return library.zerofn_squares(address, x.numel(), torch.get_num_threads(), _parallel())
 
 
 def run(
@@ -223,7 +226,10 @@ def run(
     Everything but the gradients is overwritten behind autograd's back; the caller tells it.
     """
     count = len(keys)
-    pointers = [(ctypes.c_void_p * count)(*(t.data_ptr() for t in ts)) for ts in tensors]
+    addresses = [[t.data_ptr() for t in ts] for ts in tensors]
+    if not all(t.is_cpu for ts in tensors for t in ts) or not all(map(all, addresses)):
+        _check_memory(tensors, addresses)
+    pointers = [(ctypes.c_void_p * count)(*row) for row in addresses]
     mask = (1 << 64) - 1
     job = _Job(
         count,
@@ -237,3 +243,14 @@ def run(
         (ctypes.c_float * 7)(*scalars),
     )
     function(ctypes.byref(job), torch.get_num_threads(), _parallel())
+
+
+def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
+    """The last look before C, which would read from address 0, or from that of another device, and end the process."""
+    for place, (ts, row) in enumerate(zip(tensors, addresses, strict=True)):
+        for i, (t, address) in enumerate(zip(ts, row, strict=True)):
+            if t.numel() and not (t.is_cpu and address):
+                raise ValueError(
+                    f"the C kernel cannot read entry {i} of list {place}: a {t.dtype} tensor of shape {tuple(t.shape)} "
+                    f"on {t.device}{'' if address else ' without memory'}. Give it tensors of the CPU."
+                )

@@ -15,12 +15,13 @@ from ._blocks import settled
 from ._boundary import OnlyForth, enter, leave
 from ._compat import functorch_active
 from ._errors import explain
+from ._gradients import split_grads
 from ._linearize import check_recording, linearize
 from ._pipeline import Pipeline, pipeline
 from ._run import counter
 from ._state import State
 from ._tree import Layout, Leaf, Leaves, Tree, apart, make_layout, tree_map
-from ._types import Transform, split_grads
+from ._types import Transform
 
 
 def init(tx: Transform, params: Tree) -> State:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
 from ._copies import Copies
+from ._gradients import check_readable
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
@@ -32,7 +33,7 @@ from ._sight import Sight
 from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
-from ._types import Context, check_dense
+from ._types import Context
 from ._units import KEPT, Units, split
 from ._written import WRITTEN
 
@@ -156,8 +157,7 @@ class Residence:
             return
         write(p, None)
         grad = grad.detach()
-        if grad.layout != torch.strided:
-            check_dense({path: grad})
+        check_readable({path: grad}, {path: p})
         if self.in_backward is not None and self.units is not None and path in self.units.partial:
             self._hold(path, grad)
         else:

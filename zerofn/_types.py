@@ -7,7 +7,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._compat import is_wrapped
 from ._errors import bad_leaves
+from ._gradients import READABLE, misshapen, split_grads, unreadable
 from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, unflatten
 
 # A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.
@@ -283,11 +284,9 @@ class Transform:
         layout, leaves = make_layout(params)
         ctx = Context(layout)
         entries = split_grads(layout, grads)
-        wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape))]
+        wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape) or unreadable(g, leaves[p]))]
         if wrong:
-            raise ValueError(
-                bad_leaves("gradients do not fit the parameters", wrong, "gradients of the parameters' shapes")
-            )
+            raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         prepared = self.prepare_fn(state, entries, leaves, ctx)
         out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         ctx.settle()
@@ -338,49 +337,6 @@ def _show(value: Any) -> str:
 def gives_parameters(t: Transform) -> bool:
     """Whether what leaves the transform is new parameters rather than gradients."""
     return t.role is Role.OPTIMIZER or any(gives_parameters(p) for p in t.parts if t.role is Role.CHAIN)
-
-
-def split_grads(layout: Layout, grads: Tree) -> Leaves:
-    """Path to gradient. Gradients at tied places add up; `None` means no gradient for that leaf.
-
-    Raises:
-        ValueError: one tensor at several tied places, which may be a sum already (`p.grad` of a tied
-            parameter) or two equal parts: nobody can tell, and one of the two would be doubled or halved.
-    """
-    what, right = "these are not gradients of this state", "gradients in the structure of the parameters"
-    found: Leaves = {}
-    owner: dict[tuple[int, int], str] = {}
-    bad: list[tuple[str, str]] = []
-    for i, place, g in layout.match(grads, what, right):
-        path = layout.leaves[i].path
-        if g is None:
-            continue
-        if (i, id(g)) in owner:
-            bad.append((place, f"is the very tensor that stands at {owner[i, id(g)]}, and both are one parameter"))
-        owner[i, id(g)] = place
-        found[path] = found[path] + g if path in found else g
-    if bad:
-        right = "the whole gradient at one place and None at the others; zf.vjp and zf.bind give gradients that add up"
-        raise ValueError(bad_leaves("one gradient at several places of a tied parameter", bad, right))
-    return found
-
-
-def misshapen(g: Any, shape: Sequence[int]) -> str | None:
-    """Why `g` is no gradient of a parameter of this shape, if it is none."""
-    if not isinstance(g, Tensor):
-        return f"{type(g).__name__} is no tensor"
-    if g.layout != torch.strided:
-        return f"a gradient of layout {g.layout}; make it dense: nn.Embedding(..., sparse=False), or g.to_dense()"
-    if tuple(g.shape) != tuple(shape):
-        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(shape)}"
-    return None
-
-
-def check_dense(grads: Leaves) -> None:
-    """Refuse sparse gradients where they would be packed into a message."""
-    bad = [(path, str(misshapen(g, g.shape))) for path, g in grads.items() if g.layout != torch.strided]
-    if bad:
-        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, "dense gradients"))
 
 
 def concrete(x: Any) -> bool:

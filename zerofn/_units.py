@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ._boundary import over
 from ._compat import after_this_node, at_end_of_backward, eagerly, functorch_active, graph_task, in_backward, is_batch
 from ._errors import explain
+from ._gradients import check_dense
 from ._group import Group
 from ._lazy import Lazy
 from ._partial_grad import writes
@@ -33,7 +34,6 @@ from ._pipeline import Pipeline
 from ._rounds import STEP, Rounds
 from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
-from ._types import check_dense
 from ._written import Written
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
