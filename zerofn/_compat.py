@@ -109,6 +109,8 @@ def is_batch(x: Tensor) -> bool:
     """
     if is_wrapped(x):
         return True
+    if x.layout is not torch.strided:  # one that is sparse has none either
+        return False
     try:
         x.untyped_storage()
     except NotImplementedError:

@@ -22,16 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ._compat import version
+from ._compat import eagerly, version
 from ._errors import explain
 
 OURS = f"{__package__}."
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
-read, write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
+read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
 BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
+
+
+def write(p: Tensor, value: Tensor | None) -> None:
+    """As for a plain parameter."""
+    if is_dynamo_compiling():
+        # The compiler of torch 2.14 fails at descriptors.
+        eagerly(write, p, value)
+    else:
+        _write(p, value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._agree import agree_on_start
 from ._calls import install, needs_sight
+from ._compat import eagerly
 from ._copies import Copies
 from ._gradients import check_readable
 from ._group import Group
@@ -151,6 +153,9 @@ class Residence:
         return stream
 
     def _hand_over(self, path: str, p: Tensor) -> None:
+        if is_dynamo_compiling():
+            # Collectives are no part of a graph.
+            return eagerly(self._hand_over, path, p)
         grad = read(p)
         if grad is None:
             # A leaf of a gathered unit that no rank used.
