@@ -60,7 +60,9 @@ def adamw(
 ) -> Transform:
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): `p *= 1 - lr * weight_decay` first.
 
-    The same bits as `torch.optim.AdamW(fused=True)`, whose defaults it shares. See `adam`.
+    The same bits as `torch.optim.AdamW(fused=True)`, whose defaults it shares. See `adam`. Parameters and moments that
+    are stored in 16 bits are rounded to nearest, as torch rounds them: an update below half a unit in the last place
+    changes nothing, and with bf16 parameters and a rate of 1e-5 that is every update. Use `low_precision_adam` there.
 
     >>> import torch, zerofn as zf
     >>> zf.adamw(learning_rate=1e-3)

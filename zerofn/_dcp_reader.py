@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +111,12 @@ class _Reader(dcp.FileSystemReader):
         for index, at, crc in zip(wanted, places, sums, strict=True):
             if crc != self.sums[index]:
                 raise damaged(self.directory / at.relative_path, f"the checksum of {index.fqn} does not fit")
-        return super().read_data(plan, planner)
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError:
+            # Torch's own words advise to turn the protection off.
+            why = "a piece holds something else than numbers; it was not run"
+            raise damaged(self.directory, why) from None
 
 
 def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]:
