@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import socket
 import sys
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 from ._collectives import default_backend
+from ._errors import explain
 from ._rank_run import RankError as RankError
 from ._rank_run import RankTimeout as RankTimeout
-from ._rank_run import Run
+from ._rank_run import Run, ServerEnded
+from ._rank_server import renew
 from ._travel import main_file, pack, store_path
 
 __all__ = ["RankError", "RankTimeout", "launch"]
@@ -42,11 +46,12 @@ def launch(
     on the CPU. Each rank computes with `threads` threads (None: torch's own choice). What ranks print
     goes where this process prints. `atexit` handlers do not run in ranks, as in `multiprocessing`.
 
-    timeout: seconds for the whole run, None for no limit.
+    timeout: seconds for the whole run, None or infinity for no limit.
 
     Raises `RankError` when a rank raises or dies, with its rank and traceback, and `RankTimeout` when ranks
     are not finished in time, with where they are. In every case, an interrupt and a kill of this process
-    included, all ranks and what they started are gone afterwards.
+    included, all ranks and what they started, in sessions of their own too, are gone afterwards. (Outside of Linux,
+    what has left a rank's process group stays.) `TypeError` and `ValueError` name an argument that means nothing.
 
         >>> def hello(greeting):
         ...     import torch.distributed as dist
@@ -54,24 +59,8 @@ def launch(
         >>> launch(hello, 2, "hello")                                       # doctest: +SKIP
         ['hello from rank 0 of 2', 'hello from rank 1 of 2']
     """
-    if not callable(fn):
-        raise TypeError(
-            f"launch(fn, nproc, *args) needs a function to run, got {type(fn).__name__}: pass the function "
-            "itself and its arguments after nproc, launch(train, 2, config), not launch(train(config), 2)"
-        )
-    if isinstance(nproc, bool) or not isinstance(nproc, int):
-        raise TypeError(f"nproc is a number of ranks, got {nproc!r}: launch(fn, 2, *args)")
-    if nproc < 1:
-        raise ValueError(f"nproc={nproc}: at least one rank is needed")
-    if timeout is not None and timeout <= 0:
-        raise ValueError(f"timeout={timeout}: seconds greater than zero, or None for no limit")
-    if _MARK in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        raise RuntimeError(
-            f"launch inside rank {os.environ.get('RANK', '?')} of a job that is running already: its ranks "
-            "are there, call the function itself"
-        )
-    if not hasattr(socket, "send_fds"):
-        raise RuntimeError("launch forks its ranks, which this system cannot; use torchrun")
+    _check(fn, nproc, timeout, threads, backend, init)
+    nproc = int(nproc)
     backend = backend or default_backend(nproc)
     job = {
         "payload": pack(fn, args),
@@ -87,10 +76,60 @@ def launch(
         port = stack.enter_context(_reserve_port())
         job["env"] = {**os.environ, **_rank_env(nproc, port.getsockname()[1], threads)}
         job["store"] = stack.enter_context(store_path())
-        run = stack.enter_context(contextlib.closing(Run(nproc, pickle.dumps(job))))
+        message = pickle.dumps(job)
+        limit = None if timeout is None or math.isinf(timeout) else float(timeout)
+        try:
+            return _run(nproc, message, limit)
+        except ServerEnded as error:
+            if error.began:
+                raise
+        # It was ended between two launches, and nothing of this one has begun.
+        renew()
+        return _run(nproc, message, limit)
+
+
+def _run(nproc: int, job: bytes, timeout: float | None) -> list[Any]:
+    with contextlib.closing(Run(nproc, job)) as run:
         run.start()
         run.wait(timeout)
         return run.results()
+
+
+def _check(fn: Any, nproc: Any, timeout: Any, threads: Any, backend: Any, init: Any) -> None:
+    """Refuse arguments that mean nothing, and a launch from where none can be made."""
+    number = lambda x, kind: isinstance(x, kind) and not isinstance(x, bool)  # noqa: E731
+    if not callable(fn):
+        wrong = f"zf.launch({type(fn).__name__}, {nproc!r})"
+        why = "it needs the function itself, to be called on every rank with the arguments after nproc"
+        raise TypeError(explain(wrong, why, "launch(train, 2, config), not launch(train(config), 2)"))
+    if not number(nproc, Integral):
+        raise TypeError(explain(f"zf.launch(fn, {nproc!r})", "nproc is a number of ranks", "zf.launch(fn, 2, *args)"))
+    if nproc < 1:
+        raise ValueError(explain(f"zf.launch(fn, nproc={nproc})", "at least one rank is needed", "zf.launch(fn, 2)"))
+    if timeout is not None and not number(timeout, Real):
+        raise TypeError(_wrong("timeout", timeout, "it is a number of seconds, or None for no limit", "60"))
+    if timeout is not None and not timeout > 0:
+        raise ValueError(_wrong("timeout", timeout, "it is seconds greater than zero, or None for no limit", "60"))
+    if threads is not None and not number(threads, Integral):
+        raise TypeError(_wrong("threads", threads, "it is a number of threads, or None for torch's own choice", "1"))
+    if threads is not None and threads < 1:
+        raise ValueError(_wrong("threads", threads, "each rank needs a thread to compute with", "1"))
+    if backend is not None and not (isinstance(backend, str) and backend):
+        raise TypeError(
+            _wrong("backend", backend, "it is a name of torch.distributed, or None for the fitting", "'gloo'")
+        )
+    if not isinstance(init, bool):
+        raise TypeError(_wrong("init", init, "it is True, or False where fn makes the process group", "False"))
+    if _MARK in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        wrong = f"launch inside rank {os.environ.get('RANK', '?')} of a job that is running already"
+        raise RuntimeError(explain(wrong, "its ranks are there", "fn(*args), on every rank"))
+    if not hasattr(socket, "send_fds"):
+        why = "launch forks its ranks, which this system cannot"
+        raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
+
+
+def _wrong(name: str, value: Any, why: str, right: str) -> str:
+    return explain(f"zf.launch(fn, nproc, {name}={value!r})", why, f"zf.launch(fn, nproc, {name}={right})")
 
 
 def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:

@@ -35,6 +35,7 @@ def be_rank(rank: int, job_fd: int, store_fd: int, gate_fd: int, result: int, no
     try:
         server = os.getppid()
         own_group(0)
+        adopt_orphans()
         _die_with_parent()
         os.lseek(note, NOTE, os.SEEK_SET)
         faulthandler.enable(note)
@@ -106,3 +107,12 @@ def _die_with_parent() -> None:
     """Should the server be killed, the ranks go with it (Linux; elsewhere they outlive it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Whatever this process starts stays below it, in a session of its own too, and when what started it has ended.
+
+    On Linux; elsewhere what has left the rank's process group is not found.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -42,6 +42,14 @@ class RankTimeout(RankError, TimeoutError):
     ranks: list[int]
 
 
+class ServerEnded(RuntimeError):
+    """The process that forks ranks has ended. `began` tells whether a rank had been forked."""
+
+    def __init__(self, began: bool) -> None:
+        super().__init__("the process that starts ranks has ended; call launch again for a new one")
+        self.began = began
+
+
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -140,7 +148,7 @@ class Run:
     def hear(self, r: _Rank) -> None:
         data = r.chan.recv(NUMBER.size, socket.MSG_WAITALL)
         if len(data) < NUMBER.size:
-            raise RuntimeError("the process that starts ranks has ended; call launch again for a new one")
+            raise ServerEnded(any(other.pid is not None for other in self.ranks))
         number = NUMBER.unpack(data)[0]
         if r.pid is None:
             r.pid = number

@@ -25,9 +25,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Container
 from typing import NoReturn
 
-from ._rank import be_rank, own_group
+from ._errors import explain
+from ._rank import adopt_orphans, be_rank, own_group
 
 NUMBER = struct.Struct("q")
 
@@ -57,7 +60,8 @@ class _Server:
     def start(self) -> None:
         self.stop()
         if not sys.executable:
-            raise RuntimeError("launch starts another Python and sys.executable does not say which; use torchrun")
+            why = "launch starts another Python, and sys.executable does not say which"
+            raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
         ours, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from zerofn._rank_server import _serve; _serve({theirs.fileno()})"
@@ -80,6 +84,14 @@ class _Server:
             self.process.wait()
         self.process = self.control = None
 
+    def renew(self) -> None:
+        """After the server has ended: the next fork starts another."""
+        with self.lock:
+            if self.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5)  # it may be on its way out still
+                    self.stop()
+
     def forget(self) -> None:
         """After a fork of this process: the server is the parent's, and must see the parent end."""
         if self.control is not None:
@@ -94,6 +106,11 @@ _server = _Server()
 atexit.register(_server.stop)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_server.forget)
+
+
+def renew() -> None:
+    """Have the next rank forked by another server than the one that has ended."""
+    _server.renew()
 
 
 def fork_rank(rank: int, fds: list[int]) -> None:
@@ -113,6 +130,7 @@ def _serve(fd: int) -> NoReturn:
     signal.set_wakeup_fd(wake_w)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up pipe is written
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
     _preload()
     # stderr was there for a failed import; from now on nobody's stream is held open by this process.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -125,22 +143,16 @@ def _serve(fd: int) -> NoReturn:
     chans: dict[int, socket.socket] = {}
     pids: dict[socket.socket, int] = {}
 
-    def kill(pid: int) -> None:
-        for target in (lambda: os.killpg(pid, signal.SIGKILL), lambda: os.kill(pid, signal.SIGKILL)):
-            with contextlib.suppress(OSError):
-                target()
-
     def reap() -> None:
-        while chans:
-            # Look before reaping: while the rank is a zombie its number is its own, and so is its group's.
-            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is None:
-                return
-            kill(info.si_pid)  # what the rank started and left behind
-            _, status = os.waitpid(info.si_pid, 0)
-            chan = chans.pop(info.si_pid)
+        while (pid := _ended()) is not None:
+            _kill(pid)  # what the rank started and left behind
+            _, status = os.waitpid(pid, 0)
+            if pid not in chans:
+                continue
+            chan = chans.pop(pid)
             if pids.pop(chan, None):
                 selector.unregister(chan)
+            _sweep(chans)
             _tell(chan, os.waitstatus_to_exitcode(status))
             chan.close()
 
@@ -150,7 +162,8 @@ def _serve(fd: int) -> NoReturn:
                 message, fds, _, _ = socket.recv_fds(control, NUMBER.size, 8)
                 if not message:
                     for pid in chans:
-                        kill(pid)
+                        _kill(pid)
+                    _sweep({})
                     os._exit(0)
                 job, store, chan_fd, gate, result, note, out, err = fds
                 chan = socket.socket(fileno=chan_fd)
@@ -186,7 +199,46 @@ def _serve(fd: int) -> NoReturn:
                     os.kill(pids[chan], signal.SIGUSR1)
                 else:
                     selector.unregister(chan)
-                    kill(pids.pop(chan))
+                    _kill(pids.pop(chan))
+
+
+def _kill(pid: int) -> None:
+    """A process and its group."""
+    for target in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            target(pid, signal.SIGKILL)
+
+
+def _ended() -> int | None:
+    """A child that has ended, not reaped yet: while it is a zombie its number is its own, and so is its group's."""
+    try:
+        info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if info is None else info.si_pid
+
+
+def _sweep(ranks: Container[int]) -> None:
+    """End what ranks that have ended left behind: it has become this process's, as theirs are as long as they live."""
+    until = time.monotonic() + 5
+    while (left := [pid for pid in _children() if pid not in ranks]) and time.monotonic() < until:
+        for pid in left:
+            _kill(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        # What one of them has started becomes this process's when it has ended.
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    """Of this process, by their numbers; none where there is no /proc."""
+    found, me = [], str(os.getpid())
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
+                if file.read().rpartition(")")[2].split()[1] == me:
+                    found.append(int(name))
+    return found
 
 
 def _preload() -> None:

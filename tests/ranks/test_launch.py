@@ -1,5 +1,6 @@
 """`launch`: results, surroundings, and above all its endings. Nothing may be left running."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -359,6 +360,62 @@ def test_when_the_server_ends(tmp_path):
     assert launch(rank, 2, timeout=limit()) == [0, 1], "a new one is started"
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes in /proc")
+def test_a_server_that_was_killed_between_two_launches_is_not_noticed(tmp_path):
+    def work():
+        note_pid(tmp_path)
+        return os.getppid()
+
+    for _ in range(3):
+        server = launch(work, 2, timeout=limit())[0]
+        os.kill(server, signal.SIGKILL)
+        assert launch(rank, 2, timeout=limit()) == [0, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
+@pytest.mark.parametrize("how", ["returns", "raises", "is killed"])
+def test_a_child_in_a_session_of_its_own_goes_with_its_rank(how, tmp_path):
+    def work():
+        if rank() == 0:
+            # A daemon's way: a session of its own, and a parent that ends at once.
+            code = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); "
+            code += "open(sys.argv[1], 'w').write(str(os.getpid())); os.rename(sys.argv[1], sys.argv[1] + '.pid'); "
+            code += "time.sleep(10000)"
+            subprocess.run([sys.executable, "-c", code, str(tmp_path / "daemon")], check=True)
+            pids(tmp_path, 1)
+            if how == "raises":
+                raise ArithmeticError
+            if how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with contextlib.nullcontext() if how == "returns" else pytest.raises(RankError):
+        launch(work, 2, timeout=limit())
+    assert gone(pids(tmp_path, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"timeout": float("nan")}, ValueError),
+        ({"timeout": "3"}, TypeError),
+        ({"timeout": True}, TypeError),
+        ({"timeout": 0}, ValueError),
+        ({"threads": 0}, ValueError),
+        ({"threads": "1"}, TypeError),
+        ({"threads": 1.5}, TypeError),
+        ({"backend": 3}, TypeError),
+        ({"init": "no"}, TypeError),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(given, error):
+    with pytest.raises(error, match=rf"(?s)zf.launch\(fn, nproc, {next(iter(given))}=.*why:.*write:"):
+        launch(rank, 2, **given)
+
+
+def test_infinity_is_no_limit():
+    assert launch(rank, 1, timeout=float("inf")) == [0]
+
+
 # ------------------------------------------------------------------------------- scripts and bad input
 
 SCRIPT = """
@@ -416,7 +473,7 @@ def test_bad_input(monkeypatch):
     with pytest.raises(TypeError, match=r"not launch\(train\(config\), 2\)"):
         launch(3, 2)  # type: ignore[arg-type]
     for bad in (0, -1):
-        with pytest.raises(ValueError, match=f"nproc={bad}: at least one"):
+        with pytest.raises(ValueError, match=rf"(?s)nproc={bad}\).*at least one"):
             launch(rank, bad)
     for wrong in (2.0, True, "2"):
         with pytest.raises(TypeError, match="number of ranks"):
