@@ -229,13 +229,14 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
+# Unlike torch.compiler.disable this imports the compiler at the first call and not here.
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it.
 
-    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing. As a decorator of
-    `fn` it would do so where `fn` is defined.
+    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing.
     """
-    return torch.compiler.disable(fn)(*args)
+    return fn(*args)
 
 
 class _Reinterpret(Function):
@@ -282,8 +283,12 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def at_end_of_backward(fn) -> None:
-    """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
+    """Run `fn` when the backward that is under way has finished. Public torch has no such moment.
+
+    Not to be compiled: hooks that a compiled backward calls are, frame by frame, and there it is refused.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
 
 
