@@ -43,7 +43,7 @@ def test_there_are_notebooks():
 def test_notebook_runs(path, kernel, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=limit(), kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=int(limit()), kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
     # A cell that warns would teach a warning.
