@@ -39,8 +39,6 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
 
 
 def _why_not(x: Tensor) -> str:
-    if x.is_meta:
-        return "is on the meta device and has no data"
     if x.layout is not torch.strided or x.is_quantized or is_wrapper(x):
         return f"a {type(x).__name__} of layout {x.layout} is no plain tensor"
     return ""

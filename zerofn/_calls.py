@@ -213,12 +213,13 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         # It was not noticed, or a hook of the user's raised before it could be.
         return None
     call = local.calls.pop()
+    error = sys.exception()
     if call.outermost and sight.units is not None:
-        _explain_hooks(sys.exc_info()[1])
+        _explain_hooks(error)
     if isinstance(module, nn.RNNBase):
         _empty(module)
     call.undo.close()
-    if call.outermost and (error := sys.exception()) is not None and error is not call.error:
+    if call.outermost and error is not None and error is not call.error:
         note(error, module, sight.pipe, sight.unchanged)
     seen = dict(local.seen) if not local.calls else {}
     try:

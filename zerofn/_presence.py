@@ -80,24 +80,19 @@ class Presence:
         """Whether a rank has said that it has finished, or its process is seen to have ended."""
         if self.store.check([f"finished/{rank}"]):
             return True
-        pid = self._here(rank)
-        return pid is not None and _stat(pid, self._started(rank)) is None
+        process = self._process(rank)
+        return process is not None and _stat(*process) is None
 
     def seconds(self, rank: int) -> float | None:
         """How long a rank of this machine has computed since it began; None for one of another machine."""
-        pid = self._here(rank)
-        return None if pid is None else _stat(pid, self._started(rank))
+        process = self._process(rank)
+        return None if process is None else _stat(*process)
 
-    def _about(self, rank: int) -> tuple[str, int, int]:
+    def _process(self, rank: int) -> tuple[int, int] | None:
+        """The number of a rank's process and when it began; None for one of another machine."""
         text = self.read(f"process/{rank}")
-        return tuple(json.loads(text)) if text else ("", 0, 0)
-
-    def _here(self, rank: int) -> int | None:
-        machine, pid, _ = self._about(rank)
-        return pid if machine and machine == self.machine else None
-
-    def _started(self, rank: int) -> int:
-        return self._about(rank)[2]
+        machine, pid, started = json.loads(text) if text else ("", 0, 0)
+        return (pid, started) if machine and machine == self.machine else None
 
 
 class Pulse:

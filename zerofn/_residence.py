@@ -59,8 +59,8 @@ class Residence:
         model: nn.Module,
         pipe: Pipeline,
         params: dict[str, Tensor],
-        context: Callable[[], Context] | None = None,
-        unchanged: Callable[[], None] = lambda: None,
+        context: Callable[[], Context] | None,
+        unchanged: Callable[[], None],
     ):
         self.model, self.pipe, self.params = model, pipe, params
         agree_on_start(pipe, params)
@@ -87,8 +87,7 @@ class Residence:
         self.units = self._units()
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
-            sight = Sight(pipe, self.scale, self.units, model)
-            sight.unchanged = unchanged
+            sight = Sight(pipe, self.scale, self.units, model, unchanged)
             self.undo.append(install(model, sight, paths))
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left, self._cleared)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)

@@ -63,14 +63,21 @@ class Call:
 class Sight:
     """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
 
-    def __init__(self, pipe: Pipeline, scale: Callable[[], Tensor | None], units: Units | None, model: nn.Module):
+    def __init__(
+        self,
+        pipe: Pipeline,
+        scale: Callable[[], Tensor | None],
+        units: Units | None,
+        model: nn.Module,
+        unchanged: Callable[[], None],
+    ):
         self.pipe = pipe
         self.scaled = pipe.scale is not None
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)
         # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
-        self.unchanged: Callable[[], None] = lambda: None
+        self.unchanged = unchanged
         self.local = _Thread()
         self.spans = Spans()
         self.attributes = Attributes(self, list(model.modules()))
