@@ -386,7 +386,7 @@ REFUSED = {
     "cast, momentum": (lambda: Moco(data_mul_add), CAST, NARROWED.format("k.0.0.bias")),
     "cast, by foreach": (lambda: Moco(by_foreach_of_data), CAST, NARROWED.format("k.0.0.weight")),
     "new parameter": (lambda: One(new_parameter), PLAIN, REPLACED),
-    "new parameter, scaled": (lambda: One(new_parameter), SCALED, r"uses its parameter w from elsewhere"),
+    "new parameter, scaled": (lambda: One(new_parameter), SCALED, REPLACED),
 }
 
 
