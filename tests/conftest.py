@@ -6,6 +6,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from time_limits import limit
 
+from zerofn import _kernels, _native
+
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.
 torch.set_num_threads(1)
 
@@ -20,3 +22,17 @@ settings.load_profile("zerofn")
 def pytest_timeout_set_timer(item, settings):
     """Limits of whole tests are seconds on a quiet machine, as those inside of tests are."""
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit(settings.timeout)))
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch, tmp_path):
+    """No kernel loaded, nothing on disk, and nothing warned about; a directory for compilers and caches."""
+    caches = (_native._choose, _native._build, _native._attempt, _native.warn, _kernels._kernel)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CC", "ZEROFN_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path
+    for cache in caches:
+        cache.cache_clear()

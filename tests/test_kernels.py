@@ -1,10 +1,6 @@
 """The update kernel: equal bits in every implementation, and how far each rounding is from the truth."""
 
 import math
-import os
-import stat
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -13,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from time_limits import limit
 
-from zerofn import _adam_formula, _kernels, _native
-from zerofn._kernels import adam_, implementation_for
+from zerofn import _adam_formula, _native, _native_compiler
+from zerofn._kernels import adam_
 from zerofn._rounding import known_formats
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -222,7 +217,7 @@ def test_new_step_and_lr_do_not_recompile(monkeypatch):
 @needs_compiler
 def test_new_step_and_lr_load_no_new_kernel():
     update(state(10), implementation="native")
-    before = _native._load.cache_info().misses
+    before = _native._attempt.cache_info().misses
     for step in (2, 3):
         adam_(
             *state(10),
@@ -233,7 +228,7 @@ def test_new_step_and_lr_load_no_new_kernel():
             offsets=[step],
             implementation="native",
         )
-    assert _native._load.cache_info().misses == before
+    assert _native._attempt.cache_info().misses == before
 
 
 # ---- against other implementations and exact arithmetic ----
@@ -418,71 +413,14 @@ def test_squares_are_those_of_float64(data):
         assert not math.isfinite(_native.squares(x))
 
 
-# ---- building the native kernel ----
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """No kernel loaded, nothing on disk, and nothing warned about."""
-    caches = (_native._find_compiler, _native._load, _native.warn, _kernels._kernel)
-    for cache in caches:
-        cache.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("CC", raising=False)
-    yield tmp_path
-    for cache in caches:
-        cache.cache_clear()
-
-
-def fake_compiler(directory, text):
-    script = directory / "compiler"
-    script.write_text("#!/bin/sh\n" + text)
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return str(script)
-
-
-@pytest.mark.parametrize("kind", ["missing", "broken", "fuses products with sums"])
-def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh, monkeypatch, kind):
-    expected = state(3000)
-    update(expected, implementation="eager")
-    if kind == "missing":
-        monkeypatch.setenv("PATH", str(fresh))
-        message = "no C compiler was found.*Install gcc"
-    elif kind == "broken":
-        monkeypatch.setenv("CC", fake_compiler(fresh, "echo stdlib.h not found >&2; exit 1"))
-        message = "could not be built.*stdlib.h not found"
-    else:
-        real = _native._find_compiler(None, os.environ["PATH"])
-        if real is None or "x86" not in _native._processor():
-            pytest.skip("needs a compiler and a processor that can fuse products with sums")
-        _native._find_compiler.cache_clear()
-        # Not -ffast-math: a library linked with it makes the whole process flush subnormals to zero.
-        monkeypatch.setenv("CC", fake_compiler(fresh, f'exec {real} "$@" -ffp-contract=fast'))
-        message = "gives other bits"
-    actual = state(3000)
-    with pytest.warns(RuntimeWarning, match=message):
-        update(actual)
-    assert_same_bits(actual, expected)
-    update(actual, step=2)  # warnings are errors in these tests
-    if kind != "fuses products with sums":
-        assert implementation_for(actual[0]) == "eager"
-
-
-def test_no_compiler_is_run_where_that_is_asked_for(fresh, monkeypatch):
-    monkeypatch.setenv("ZEROFN_NATIVE", "0")
-    assert implementation_for(state(3)[0]) == "eager"
-    update(state(3))
-    assert not (fresh / "cache").exists()
-
-
 @needs_compiler
 @pytest.mark.parametrize("flags", [[], ["-mf16c"], ["-mavx2", "-mf16c"]])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_every_float16_is_read_and_written_alike_on_all_processors(fresh, monkeypatch, flags, rounding):
+def test_every_float16_is_read_and_written_alike_on_all_processors(fresh_kernels, monkeypatch, flags, rounding):
     """Those without instructions for float16 too."""
-    if "x86" not in _native._processor():
+    if "x86" not in _native_compiler.processor():
         pytest.skip("the flags are of x86")
-    monkeypatch.setattr(_native, "_TUNING", (flags,))
+    monkeypatch.setattr(_native_compiler, "TUNING", (flags,))
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(F16)
     m, v = (torch.rand(2**16, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
     start = [[x] for x in (every, every.flip(0), m, v, torch.zeros_like(every))]
@@ -496,37 +434,6 @@ def test_every_float16_is_read_and_written_alike_on_all_processors(fresh, monkey
     small = every.isfinite() & (every.abs() < 2**-3)
     assert (results[0][0][0][small] != every[small]).double().mean() > 0.5
     assert _native.squares(every[small]) == float(every[small].double().square().sum())
-
-
-@needs_compiler
-def test_damaged_libraries_are_built_again(fresh):
-    update(state(3))
-    libraries = list((fresh / "cache" / "zerofn").iterdir())
-    assert libraries
-    _native._load.cache_clear()
-    for library in libraries:
-        library.unlink()  # the old file is mapped into this process: replace it, do not write into it
-        library.write_bytes(b"not a library")
-    assert _native.load((BF16,) * 4, 10) is not None
-
-
-@needs_compiler
-def test_processes_may_build_at_the_same_time(fresh):
-    program = """
-import torch
-from zerofn._kernels import adam_
-from zerofn._rounding import leaf_key
-p, g, m, v = (torch.linspace(0.5, 2, 999).bfloat16() for _ in range(4))
-adam_([p], [g], [m], [v], step=1, lr=0.1, keys=[leaf_key("w")], offsets=[0], implementation="native")
-print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())
-"""
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", program], **options) for _ in range(2)]
-    results = [run.communicate(timeout=limit()) for run in runs]
-    assert all(run.returncode == 0 for run in runs), results
-    assert results[0][0] == results[1][0] != ""
-    names = sorted(path.name for path in (fresh / "cache" / "zerofn").iterdir())
-    assert len(names) == 2 and all(name.startswith("adam-") for name in names), names
 
 
 # ---- errors ----

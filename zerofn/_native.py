@@ -1,9 +1,9 @@
-"""Build the C kernels on first use with the system's compiler, keep them on disk, and call them.
+"""The C kernels: built on first use with the system's compiler, kept on disk, and called.
 
-The libraries lie in ``$XDG_CACHE_HOME/zerofn`` (``~/.cache/zerofn``), or in a directory of the user's own
-under the temporary directory if that cannot be written. A library's name is a hash of all that could
-change its code: source, compiler, flags, processor and dtypes. It is built under a name of its own and
-renamed, so that processes building the same one at the same time each end with a whole file.
+The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``; see `zerofn._native_cache`). A
+library's name has a hash of all that could change its code: source, compiler, flags, processor and dtypes. It is
+built under a name of its own and renamed: processes building the same one at once each end with a whole file.
+Importing this builds, reads and hashes nothing.
 
 C through ctypes, and not a torch extension: that needs torch's headers and takes half a minute to compile,
 this a sixth of a second.
@@ -15,31 +15,27 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
-import shutil
-import stat
-import subprocess
+import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zerofn import _native_cache as cache
+from zerofn._errors import explain
+from zerofn._native_compiler import Command, asked_for, compile_to, identity, of_system, required, wanted
 from zerofn._rounding import FORMAT, stride_of
 
 _SOURCE, *_HEADERS = (Path(__file__).with_name(f"_native{name}") for name in (".c", "_numbers.h", "_threads.h"))
 
-# -ffp-contract=off: eager torch fuses no product with a sum. The two -fno only give up errno and traps,
-# no bit; roots and selections are not vectorised without them.
-_FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-pthread"]
-_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-# The first that the compiler takes. gcc prefers vectors of 32 bytes where 64 are 5 to 15 % faster here.
-_TUNING = (["-march=native", "-mprefer-vector-width=512"], ["-march=native"], ["-mcpu=native"], [])
-
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_PLAIN = (torch.float32,) * 4
+
+Dtypes = tuple[torch.dtype, ...]
 
 
 class _Job(ctypes.Structure):
@@ -57,114 +53,135 @@ class _Job(ctypes.Structure):
     ]
 
 
-def compiler() -> str | None:
-    """Path of the compiler (``$CC``, ``cc``, ``gcc``, ``clang``); without one, one warning and ``None``.
+class _Choice(NamedTuple):
+    """A compiler, or why there is none, and what is to be done about it."""
+
+    command: Command | None
+    why: str = ""
+    remedy: str = "Install gcc or clang, or name one in $CC"
+
+
+def compiler() -> Command | None:
+    """The compiler (``$CC``, ``cc``, ``gcc``, ``clang``) as words of a command; without one, a warning and ``None``.
 
     ``ZEROFN_NATIVE=0`` in the environment also gives ``None``, without a word: no compiler is to be run.
+
+    Raises:
+        ValueError: ``$ZEROFN_NATIVE`` says nothing that is known.
+        RuntimeError: there is no compiler, and ``ZEROFN_NATIVE=require``.
     """
-    if os.environ.get("ZEROFN_NATIVE", "1") in ("", "0"):
+    if not wanted():
         return None
-    cc = _find_compiler(os.environ.get("CC"), os.environ.get("PATH"))
-    # One kernel is built to see whether any can be: a compiler without headers is found, too.
-    return cc if cc and _load(cc, (torch.float32,) * 4, 0, FORMAT) else None
+    choice = _choose(os.environ.get("CC", "").strip(), os.environ.get("PATH"))
+    if choice.command is None:
+        give_up(choice.why, choice.remedy)
+    return choice.command
 
 
 @functools.cache
-def _find_compiler(cc: str | None, path: str | None) -> str | None:
-    # Cached on what it depends on: looked up once, warned about once, and a changed environment is seen.
-    names = [cc, "cc", "gcc", "clang"] if cc else ["cc", "gcc", "clang"]
-    found = next((where for name in names if (where := shutil.which(name, path=path))), None)
-    if found is None or sys.platform == "win32":
-        warn("no C compiler was found (tried " + ", ".join(names) + ")")
-        return None
-    return found
+def _choose(cc: str, path: str | None) -> _Choice:
+    """The compiler that ``$CC`` names, if it builds a kernel, or the system's: one without headers is found, too.
+
+    Cached on what it depends on: looked for once, and a changed environment is seen.
+    """
+    if sys.platform == "win32":
+        return _Choice(None, "C kernels are not built on Windows", "Use Linux or macOS")
+    try:
+        cache.directory()
+    except OSError as error:  # of no compiler's making
+        return _Choice(None, str(error), "Let XDG_CACHE_HOME or TMPDIR name a directory of your own")
+    system, problem = of_system(path), ""
+    if cc:
+        own = asked_for(cc, path)
+        problem = "names no program that can be run" if own is None else _problem(own)
+        if not problem:
+            return _Choice(own)
+        problem = f"$CC is {cc!r}, which {problem}; "
+    if system is None:
+        return _Choice(None, f"{problem}no C compiler was found (tried cc, gcc, clang)")
+    if useless := _problem(system):
+        return _Choice(None, f"{problem}{system[0]} {useless}")
+    if problem:
+        _tell(f"{problem}{system[0]} is used instead. Unset CC, or name a C compiler in it")
+    return _Choice(system)
+
+
+def _problem(command: Command) -> str:
+    """Why a compiler builds no kernel; empty if it does."""
+    try:
+        _build(command, _PLAIN, 0, FORMAT)
+    except (OSError, AttributeError) as error:
+        return f"builds no kernel that can be loaded ({error})"
+    return ""
+
+
+def _tell(what: str) -> None:
+    warnings.warn(f"zerofn: {what}.", RuntimeWarning, stacklevel=3)
+
+
+def give_up(why: str, remedy: str = _Choice(None).remedy) -> None:
+    """Say that and why there is no kernel, once for each reason; raise it where kernels are required."""
+    if required():
+        right = f"{remedy}; or unset ZEROFN_NATIVE: eager torch gives the same bits, slower"
+        raise RuntimeError(explain("ZEROFN_NATIVE=require, and there is no C kernel", why, right))
+    warn(why, remedy)
 
 
 @functools.cache
-def warn(why: str) -> None:
-    """Say that and why there is no kernel, once for each reason."""
-    warnings.warn(
-        f"zerofn: {why}, so low_precision_adam on the CPU runs through eager torch: the same bits, 10 to 20 times "
-        "slower; norms of 16-bit tensors are 3 times slower. Install gcc or clang, or name one in $CC; "
-        "ZEROFN_NATIVE=0 silences this.",
-        RuntimeWarning,
-        stacklevel=2,
+def warn(why: str, remedy: str) -> None:
+    _tell(
+        f"{why}; so low_precision_adam on the CPU runs through eager torch: the same bits, 10 to 20 times "
+        f"slower; norms of 16-bit tensors are 3 times slower. {remedy}; ZEROFN_NATIVE=0 silences this"
     )
 
 
-def cache_directory() -> Path:
-    """Where built libraries are kept; made if need be."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    try:
-        directory = Path(base) / "zerofn"
-        directory.mkdir(parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK):
-            return directory
-    except OSError:
-        pass
-    # Others may write to the temporary directory: a library of theirs must not be loaded.
-    directory = Path(tempfile.gettempdir()) / f"zerofn-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{directory} is not a directory that only this user can write. Remove it.")
-    return directory
-
-
 @functools.cache
-def _processor() -> str:
-    """What -march=native depends on."""
-    name = f"{platform.machine()} {platform.processor()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return name
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return name + "".join(sorted({line for line in lines if line.startswith(wanted)}))
+def _build(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL:
+    """The library for these dtypes, this mode and this format of random draws, from disk or built.
 
-
-def build(cc: str, defines: Sequence[str]) -> Path:
-    """The shared library for these ``-D`` flags, from disk or built; raises `OSError` if it cannot be."""
-    status = os.stat(cc)
-    identity = (cc, status.st_size, status.st_mtime_ns, _FLAGS, _TUNING, tuple(defines), _processor())
-    texts = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
-    digest = hashlib.sha256(texts + repr(identity).encode()).hexdigest()[:32]
-    directory = cache_directory()
-    library = directory / f"adam-{digest}.so"
-    if library.exists():
-        return library
-    descriptor, temporary = tempfile.mkstemp(suffix=".so", prefix="building-", dir=directory)
-    os.close(descriptor)
-    try:
-        result = None
-        for tuning in _TUNING:
-            command = [cc, *_FLAGS, *tuning, *defines, str(_SOURCE), "-o", temporary]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode == 0:
-                os.replace(temporary, library)
-                return library
-        assert result is not None
-        raise OSError(f"{cc} failed on {_SOURCE.name}: {result.stderr.strip()[-400:]}")
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-@functools.cache
-def _load(cc: str, dtypes: tuple[torch.dtype, ...], mode: int, form: int):
-    """The library for these dtypes and this mode, or ``None`` with one warning."""
+    Raises:
+        OSError: it cannot be built or loaded.
+        AttributeError: what was built has no kernel.
+    """
     defines = [f"-DZF_{name}={_NAMES[dtype]}" for name, dtype in zip("PGMV", dtypes, strict=True)]
     defines += [f"-DZF_MODE={mode}", f"-DZF_STRIDE={stride_of(form)}u"]
-    try:
-        library = build(cc, defines)
+    about = (identity(command, os.environ.get("PATH")), defines)
+    texts = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
+    key = hashlib.sha256(texts + repr(about).encode()).hexdigest()[:32]
+    where = cache.directory()
+
+    def build(target: str) -> ctypes.CDLL:
+        compile_to(command, _SOURCE, defines, target)
+        return _declared(ctypes.CDLL(target))
+
+    library = cache.find(where, key)
+    if library is not None:
         try:
-            loaded = _declared(ctypes.CDLL(str(library)))
-        except OSError:  # a damaged file, or one of another system in a shared home directory
-            library.unlink(missing_ok=True)
-            loaded = _declared(ctypes.CDLL(str(build(cc, defines))))
+            return _declared(ctypes.CDLL(str(library)))
+        except (OSError, AttributeError):  # of another system that shares the home directory
+            cache.remove(library)
+    return cache.keep(where, key, build)
+
+
+@functools.cache
+def _attempt(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | str:
+    """The same, or why not: what has failed is not tried again at every step."""
+    try:
+        return _build(command, dtypes, mode, form)
     except (OSError, AttributeError) as error:
-        warn(f"the C kernel could not be built or loaded ({error})")
+        return f"the C kernel could not be built or loaded ({shlex.join(command)}: {error})"
+
+
+def _load(dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | None:
+    """The library, or ``None`` after one warning."""
+    command = compiler()
+    if command is None:
         return None
-    return loaded
+    library = _attempt(command, dtypes, mode, form)
+    if isinstance(library, str):
+        give_up(library)
+        return None
+    return library
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -189,8 +206,7 @@ def load(dtypes: tuple[torch.dtype, ...], mode: int, form: int = FORMAT):
 
     ``mode``: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8; ``form``: of the random draws.
     """
-    cc = compiler()
-    library = None if cc is None else _load(cc, dtypes, mode, form)
+    library = _load(dtypes, mode, form)
     return None if library is None else library.zerofn_adam
 
 
@@ -203,8 +219,7 @@ def squares(x: Tensor) -> float | None:
     address = x.data_ptr()
     if not address or not x.is_cpu:
         _check_memory([[x]], [[address]])
-    cc = compiler()
-    library = None if cc is None else _load(cc, (torch.float32, x.dtype, torch.float32, torch.float32), 0, FORMAT)
+    library = _load((_PLAIN[0], x.dtype, *_PLAIN[2:]), 0, FORMAT)
     if library is None:
         return None
     return library.zerofn_squares(address, x.numel(), torch.get_num_threads(), _parallel())
