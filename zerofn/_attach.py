@@ -259,6 +259,7 @@ class Optimizer(torch.optim.Optimizer):
                     new.leaves[path] = old.leaves[path]
         self._home.state = new
         if window.holds:
+            self._home.uncleared.clear(to_none=True)
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
             for path in grads:
@@ -280,7 +281,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this micro-step; sums that are held stay."""
-        self._home.clear()
+        if not set_to_none and self._home.in_backward is not None:
+            raise ValueError(
+                explain(
+                    "opt.zero_grad(set_to_none=False) with in_backward=True",
+                    "a gradient is gone once its leaf is updated, and no zeros can stand in its place",
+                    "opt.zero_grad()",
+                )
+            )
+        self._home.clear(set_to_none)
         for p in self._params.values():
             grad = read(p)
             if grad is not None:
@@ -313,6 +322,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
         self._window.average(scale_wrt_gas)
+        self._home.uncleared.clear(to_none=True)
         for p, spent, count in self._spent:
             if p.grad is not None and p.grad is spent() and version(p.grad) == count:
                 p.grad = None

@@ -11,6 +11,7 @@ from torch import nn
 from ._compat import IGNORED_BY_DDP
 from ._outside import Parted
 from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
+from ._partial_grad import Asks as Asks
 from ._parts_of_state import mark
 from ._pipeline import Pipeline
 from ._tree import Leaves
@@ -23,8 +24,7 @@ def label(
     params: Leaves,
     units: Units | None,
     in_backward: bool,
-    left: Callable[[], bool],
-    cleared: Callable[[], None],
+    asks: Asks,
 ) -> list[Callable[[], None]]:
     """Tell each parameter what it, or its gradient, is a part of; what is returned undoes it.
 
@@ -34,8 +34,7 @@ def label(
         params: its parameters by path.
         units: what gathers sharded ones.
         in_backward: whether gradients are used as they arrive.
-        left: whether gradients have left to be reduced, and are not used yet.
-        cleared: is told that the user clears gradients otherwise than by `opt.zero_grad()`.
+        asks: what they ask of the gradients of this model.
     """
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
@@ -47,12 +46,21 @@ def label(
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
-    told = {"why": why, "refused": refused, "left": left, "cleared": cleared}
+    told = {"why": why, "refused": refused, "asks": asks}
     if units is None or pipe.sharding is None:
         return [tell(p, Partial, **told) for p in params.values()]
     is_whole = lambda: units.suspended  # noqa: E731
+    shapes = {leaf.path: tuple(leaf.shape) for leaf in pipe.layout.leaves}
     undo = [
-        tell(p, Parted, whole=functools.partial(units.look_alone, path), is_whole=is_whole, **told)
+        tell(
+            p,
+            Parted,
+            whole=functools.partial(units.look_alone, path),
+            is_whole=is_whole,
+            path=path,
+            full=shapes[path],
+            **told,
+        )
         for path, p in params.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from ._compat import SHALLOW
 from ._errors import explain
 from ._lazy import Lazy
+from ._mixing import check_beside_part, check_beside_whole, check_index, pointwise
 from ._partial_grad import Partial
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
@@ -68,6 +69,8 @@ class Parted(Partial):
     whole: Callable[[], Tensor]
     # Whether it is the full one for a while.
     is_whole: Callable[[], bool]
+    path: str
+    full: tuple[int, ...]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -83,6 +86,10 @@ class Parted(Partial):
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
+            if not is_dynamo_compiling() and (pointwise(name) or name == "__setitem__"):
+                if written and _is_part(args[0]):
+                    return func(*_parts(name, args), **kwargs)
+                _check_beside_wholes(name, [*args, *kwargs.values()])
             args = (*args[:written], *(_whole(x) for x in args[written:]))
             # `nn.init.constant_` hands on what it writes into by the name of its argument.
             kwargs = {k: x if written and k == "tensor" else _whole(x) for k, x in kwargs.items()}
@@ -106,6 +113,34 @@ def _looks(func: Any, name: str) -> bool:
 def _in_place(name: str) -> bool:
     written = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
     return name in written or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_part(x: Any) -> bool:
+    """Whether it is a parameter, or a list of them for one of the `foreach` functions, that is a part now."""
+    return any(map(_is_part, x)) if type(x) in (list, tuple) else isinstance(x, Parted) and not x.is_whole()
+
+
+def _parts(name: str, args: tuple) -> tuple:
+    """What an operation on elements that writes into a part is given: parts of other parameters stand beside it."""
+    if not isinstance(args[0], Parted):
+        return args
+    target, beside = args[0], args[1:]
+    if name == "__setitem__":
+        check_index(beside[0], target.path)
+        beside = beside[1:]
+    check_beside_part(name, [x for x in beside if not _like(x, target)], target, target.path)
+    return args
+
+
+def _like(x: Any, target: Parted) -> bool:
+    return isinstance(x, Parted) and x.full == target.full
+
+
+def _check_beside_wholes(name: str, args: list[Any]) -> None:
+    beside = [x for x in args if not isinstance(x, Parted)]
+    for p in args:
+        if isinstance(p, Parted) and not p.is_whole():
+            check_beside_whole(name, beside, p, p.full, p.path)
 
 
 def _whole(x: Any) -> Any:

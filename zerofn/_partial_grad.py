@@ -26,6 +26,8 @@ from ._compat import eagerly, version
 from ._errors import explain
 
 OURS = f"{__package__}."
+# Who reads `.grad` and knows what to do where there is none.
+LIBRARIES = ("torch", __package__)
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
@@ -60,6 +62,22 @@ def _asking() -> frozenset[int]:
 ASKING = _asking()
 
 
+class Asks(NamedTuple):
+    """What a parameter asks of the gradients of its model.
+
+    Attributes:
+        left: whether some have left to be reduced, and are not used yet.
+        gone: whether some have left, or have been used within backward, since the last step.
+        cleared: is told that the user clears them otherwise than by `opt.zero_grad()`, and whether to `None`.
+        missed: is told that the user reads one that is gone.
+    """
+
+    left: Callable[[], bool]
+    gone: Callable[[], bool]
+    cleared: Callable[[bool], None]
+    missed: Callable[[], None]
+
+
 class Partial(nn.Parameter):
     """A parameter whose `.grad` is a part of its gradient, or nothing."""
 
@@ -68,10 +86,7 @@ class Partial(nn.Parameter):
     why: str
     # The functions that would be wrong.
     refused: tuple[str, ...]
-    # Whether gradients have left and are not used yet.
-    left: Callable[[], bool]
-    # Told that the user clears gradients otherwise than by `opt.zero_grad()`.
-    cleared: Callable[[], None]
+    asks: Asks
     # How often somebody has had `.data`, through which a tensor is written without its version counting it.
     lent: int = 0
 
@@ -79,7 +94,12 @@ class Partial(nn.Parameter):
         # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
         if not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING:
             self._check_asked(sys._getframe(1))
-        return read(self)
+        grad = read(self)
+        if grad is None and self.requires_grad and self.asks.gone() and not is_dynamo_compiling():
+            package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
+            if package not in LIBRARIES:
+                self.asks.missed()
+        return grad
 
     def _set(self, value: Tensor | None) -> None:
         # A graph that the compiler made has no name.
@@ -87,7 +107,7 @@ class Partial(nn.Parameter):
         if asks and not asks.startswith(OURS):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
             if value is None:
-                self.cleared()
+                self.asks.cleared(True)
         write(self, value)
 
     def _delete(self) -> None:
@@ -105,7 +125,7 @@ class Partial(nn.Parameter):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _check_clearing(self, how: str) -> None:
-        if self.left():
+        if self.asks.left():
             raise RuntimeError(
                 explain(
                     f"{how} after a backward of an attached model",
@@ -117,7 +137,7 @@ class Partial(nn.Parameter):
     def _check_asked(self, frame: Any) -> None:
         if frame.f_code is CLEARING:
             self._check_clearing("model.zero_grad()")
-            self.cleared()
+            self.asks.cleared(frame.f_locals.get("set_to_none", True))
         while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
             name = frame.f_code.co_name.removeprefix("_")
             if name in self.refused:

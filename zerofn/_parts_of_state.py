@@ -8,6 +8,7 @@ takes its part.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 
 from ._calls import Hook
 from ._errors import explain
+from ._mixing import check_beside_part, pointwise
 from ._shard import Sharding
 from ._tree import Leaf
 
+# Where `get_model_state_dict` lives, of which whoever does not use it need not load.
+BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
 # By which torch.save, safetensors and NumPy come at what a tensor holds.
 SAVING = frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"})
 
@@ -38,12 +42,33 @@ class Part(Tensor):
                 )
             )
         with torch.DisableTorchFunctionSubclass():
+            if pointwise(func.__name__):
+                part = next((x for x in args if isinstance(x, Part)), None)
+                if part is not None:
+                    check_beside_part(func.__name__, list(args), part, "in a state_dict()")
             if func.__name__ == "__deepcopy__":
                 return args[0].clone().as_subclass(cls)
             out = func(*args, **(kwargs or {}))
         # A copy on the CPU, or in another dtype, is no more of use.
         copied = type(out) is Tensor and isinstance(args[0], Part) and out.shape == args[0].shape
         return out.as_subclass(cls) if copied else out
+
+
+def _check_not_in_full() -> None:
+    """What torch.distributed.checkpoint asks for by an option, it would be given in parts."""
+    asker: Any = sys.modules.get(BY_OPTIONS)
+    frame = sys._getframe(2) if asker is not None else None
+    while frame is not None:
+        options = frame.f_locals.get("options") if frame.f_globals.get("__name__") == BY_OPTIONS else None
+        if asker is not None and isinstance(options, asker.StateDictOptions) and options.full_state_dict:
+            raise RuntimeError(
+                explain(
+                    f"{frame.f_code.co_name}(..., options=StateDictOptions(full_state_dict=True)) of a sharded model",
+                    "under shard its tensors are this rank's flat parts, which torch takes for the whole",
+                    f"with opt.gathered(): {frame.f_code.co_name}(...), on every rank",
+                )
+            )
+        frame = frame.f_back
 
 
 def mark(
@@ -59,6 +84,8 @@ def mark(
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if not is_whole() and names[module]:
+            _check_not_in_full()
         for name in () if is_whole() else names[module]:
             x = state.get(prefix + name)
             if type(x) is Tensor:

@@ -25,7 +25,7 @@ from ._gradients import check_readable
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
-from ._labels import label
+from ._labels import Asks, label
 from ._partial_grad import read, write
 from ._pipeline import Pipeline
 from ._precision import Cast
@@ -36,6 +36,7 @@ from ._state import State
 from ._stream import Stream, agree_on
 from ._tree import Leaf, Leaves
 from ._types import Context
+from ._uncleared import Uncleared
 from ._units import KEPT, Units, split
 from ._written import WRITTEN
 
@@ -74,6 +75,7 @@ class Residence:
         stored = {leaf.path: self._settle_in(leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.reduced: Leaves = {}
+        self.uncleared = Uncleared(self._zero)
         self.held: Leaves = {}
         self.undo: list[Callable[[], Any]] = []
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
@@ -89,17 +91,28 @@ class Residence:
             paths = {id(p): path for path, p in params.items()}
             sight = Sight(pipe, self.scale, self.units, model, unchanged)
             self.undo.append(install(model, sight, paths))
-        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, self._left, self._cleared)
+        asks = Asks(self._left, self._gone, self._cleared, self.uncleared.missed)
+        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
 
     def _left(self) -> bool:
         """Whether gradients of this micro-step have left to be reduced."""
         return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
 
-    def _cleared(self) -> None:
+    def _gone(self) -> bool:
+        """Whether gradients of this micro-step are no longer where they were put."""
+        return self._left() or (self.in_backward is not None and self.in_backward.under_way is not None)
+
+    def _cleared(self, to_none: bool = True) -> None:
         """The user has cleared gradients by hand, or by `model.zero_grad()`."""
         if self.units is not None:
             self.units.kept = 0
+        self.uncleared.clear(to_none)
+
+    def _zero(self, path: str) -> Tensor:
+        leaf = next(leaf for leaf in self.pipe.layout.leaves if leaf.path == path)
+        stored = self.state.leaves[path]
+        return stored.new_zeros(self.pipe.stored_shape(leaf), dtype=self.pipe.cast.gradient(leaf))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -249,17 +262,18 @@ class Residence:
             grads, self.reduced = self.reduced, {}
             later = self.pipe.stages[self.pipe.cut :]
             rest = tuple(s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding))
-            return self.pipe.pull(rest, grads, self.state.leaves) if rest else grads
+            return self.uncleared.take(self.pipe.pull(rest, grads, self.state.leaves) if rest else grads)
         grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
         if self.control is not None and not agree_on(len(grads), marks, self.control):
             return {}
         return grads
 
-    def clear(self) -> None:
+    def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
 
         Where they are used as they arrive that is too late: the step is given up half done (`_in_backward`).
         """
+        self.uncleared.clear(to_none, self.reduced)
         self.give_up_backward()
         self._forget(always=False)
 
