@@ -75,6 +75,10 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     to whatever computes with it, inside of the model and outside: `loss + model.head.weight.norm()` is right.
     torch's functions that clip gradients raise where `p.grad` is not all there.
 
+    A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
+    gradient of this rank. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs
+    before `attach`; later it finds `None`, and whoever reads that is warned.
+
     Raises:
         TypeError: `model` is no module.
         ValueError: it is attached already, has no parameters, or NaN in one, or modules of `torch.jit`;

@@ -10,8 +10,7 @@ from torch import nn
 
 from ._compat import IGNORED_BY_DDP
 from ._outside import Parted
-from ._partial_grad import BY_ANYTHING, BY_NORM, Partial, tell
-from ._partial_grad import Asks as Asks
+from ._partial_grad import BY_ANYTHING, BY_NORM, Asks, Partial, tell
 from ._parts_of_state import mark
 from ._pipeline import Pipeline
 from ._tree import Leaves

@@ -25,6 +25,11 @@ POINTWISE = frozenset({
     "clip", "eq", "ne", "lt", "le", "gt", "ge", "atan2", "hypot", "copysign", "masked_fill", "isclose", "copy",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
 })
+# What writes by index or along a dimension: in a flat part these are others. Of more dimensions torch says so, mostly.
+PLACED = frozenset({
+    "cumsum_", "cumprod_", "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_",
+    "masked_scatter_", "put_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_", "tril_", "triu_",
+})
 # fmt: on
 # `__radd__`, `__iadd__` and `__add__` are one operation.
 DUNDERS = frozenset({"add", "sub", "mul", "truediv", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge"})
@@ -69,19 +74,29 @@ def check_beside_part(name: str, beside: list[Any], part: Tensor, path: str) -> 
                 explain(
                     f"{name} of a part of the sharded parameter {path} and a tensor of shape {tuple(x.shape)}",
                     f"under shard what is written into, or in a state_dict(), is a flat part, {tuple(part.shape)}",
-                    f"with opt.gathered(), torch.no_grad(): {name}; average.add_(p), for p of model.parameters()",
+                    "with opt.gathered(), torch.no_grad(): p.copy_(full), on every rank\n"
+                    "average.add_(p) for p of model.parameters(), and no p.data: a full average gets full parameters",
                 )
             )
 
 
 def check_index(index: Any, path: str) -> None:
     """Refuse set-item of some elements: an index counts those of the part."""
-    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
-        return
+    if index is not Ellipsis and not (isinstance(index, slice) and index == slice(None)):
+        _refuse_placed("p[index] = x", path)
+
+
+def check_placed(name: str, path: str) -> None:
+    """Refuse what writes by index or along a dimension."""
+    if name in PLACED:
+        _refuse_placed(f"p.{name}(...)", path)
+
+
+def _refuse_placed(write: str, path: str) -> None:
     raise RuntimeError(
         explain(
-            f"p[{'...' if isinstance(index, Tensor) else index}] = x of the sharded parameter {path}",
-            "under shard what writes finds this rank's flat part, and an index would count the part's elements",
-            "with opt.gathered(), torch.no_grad(): p[index] = x",
+            f"{write} of the sharded parameter {path}",
+            "under shard what writes finds this rank's flat part: indices and dimensions would be those of the part",
+            f"with opt.gathered(), torch.no_grad(): {write}, on every rank",
         )
     )

@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from ._compat import SHALLOW
 from ._errors import explain
 from ._lazy import Lazy
-from ._mixing import check_beside_part, check_beside_whole, check_index, pointwise
+from ._mixing import check_beside_part, check_beside_whole, check_index, check_placed, pointwise
 from ._partial_grad import Partial
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
@@ -86,6 +86,8 @@ class Parted(Partial):
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
+            if written and isinstance(args[0], Parted) and not args[0].is_whole():
+                check_placed(name, args[0].path)
             if not is_dynamo_compiling() and (pointwise(name) or name == "__setitem__"):
                 if written and _is_part(args[0]):
                     return func(*_parts(name, args), **kwargs)

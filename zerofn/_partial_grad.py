@@ -95,7 +95,7 @@ class Partial(nn.Parameter):
         if not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING:
             self._check_asked(sys._getframe(1))
         grad = read(self)
-        if grad is None and self.requires_grad and self.asks.gone() and not is_dynamo_compiling():
+        if grad is None and not is_dynamo_compiling() and self.asks.gone() and self.requires_grad:
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
             if package not in LIBRARIES:
                 self.asks.missed()

@@ -25,8 +25,8 @@ from ._gradients import check_readable
 from ._group import Group
 from ._groups import channel, joint_channel
 from ._in_backward import InBackward
-from ._labels import Asks, label
-from ._partial_grad import read, write
+from ._labels import label
+from ._partial_grad import Asks, read, write
 from ._pipeline import Pipeline
 from ._precision import Cast
 from ._run import counter

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._collectives import as_local
 from ._entries import over_ranks
 from ._errors import bad_leaves
 from ._param_groups import OWN, packed
@@ -47,8 +48,17 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         a, b = mine[k], theirs[k]
         if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
             bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+        elif _cut_otherwise(a, b):
+            # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
+            bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
     if bad:
         right = "the state_dict of this pipeline on this model"
+        if any(_cut_otherwise(a, theirs.get(k)) for k, a in mine.items()):
+            right += (
+                ", on as many ranks. Between whole leaves and parts of them:\n"
+                "         zf.save(directory, opt) and opt.load_state(zf.load(directory, like=opt.state));\n"
+                "         of parameters alone, model.load_state_dict(full) and with opt.gathered(): model.state_dict()"
+            )
         if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
             right += (
                 "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
@@ -84,6 +94,17 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
         return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
     return {prefix.rstrip("/"): tree}
+
+
+def _cut_otherwise(a: Any, b: Any) -> bool:
+    """Whether they are as long, and one is whole where the other is a part."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel() == b.numel()
+    return both and as_local(a).shape != as_local(b).shape
+
+
+def _cut(x: Tensor) -> str:
+    part = as_local(x)
+    return f"{_what(x)} {'in full' if part is x else f'of which this rank has {tuple(part.shape)}'}"
 
 
 def _what(x: Any) -> str:

@@ -67,5 +67,5 @@ class Uncleared:
                     "zf.shard() instead of zf.reduce_scatter() or zf.all_reduce(), and no in_backward=True",
                 ),
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )

@@ -1,0 +1,286 @@
+"""Gradients that have left, are parts, or were not cleared: what hooks and readers find, right or told."""
+
+import linecache
+import re
+import warnings
+
+import rank_programs as P
+import torch
+import torch.distributed as dist
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+
+WIDTH = 4
+
+
+def said(fn):
+    """The message of what `fn` raises, or what it returns."""
+    try:
+        return fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def rows(step, rank):
+    g = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, WIDTH, generator=g, dtype=torch.float64)
+
+
+class Two(nn.Module):
+    """As many rows as ranks in one leaf; a leaf of two numbers; one of as many as a part of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(WIDTH, 2)
+        self.same = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.w(x) * torch.tanh(self.same(x))
+
+
+def two():
+    torch.manual_seed(0)
+    return Two().double()
+
+
+# -- hooks on parameters ---------------------------------------------------------------------------------------
+
+
+def cut_gradient(g):
+    return g.clamp(-0.05, 0.05)
+
+
+def on_tensor(model, seen):
+    model.w.weight.register_hook(lambda g: seen.append(g.clone()) or cut_gradient(g))
+
+
+def on_accumulated(model, seen):
+    def hook(p):
+        seen.append(p.grad.clone())
+        p.grad.copy_(cut_gradient(p.grad))
+
+    model.w.weight.register_post_accumulate_grad_hook(hook)
+
+
+def hooked(stage, register, before):
+    """What a hook sees, and the step that it makes of it."""
+    rank, _ = P.rank_and_size()
+    model, seen = two(), []
+    start = model.w.weight.detach().clone()
+    if before:
+        register(model, seen)
+    opt = zf.attach(model, P.pipe_of(stage, zf.sgd(1.0)))
+    if not before:
+        register(model, seen)
+    model(rows(0, rank)).square().sum().backward()
+    opt.step()
+    opt.detach()
+    return seen[0], model.w.weight.detach() - start
+
+
+def hooked_everywhere():
+    # Where gradients leave, who registers after `zf.attach` comes too late to see what is accumulated: see below.
+    cells = [(on_tensor, True), (on_tensor, False), (on_accumulated, True)]
+    found = {(s, f.__name__, before): hooked(s, f, before) for s in P.FIRST for f, before in cells}
+    return found | {(3, "on_accumulated", False): hooked(3, on_accumulated, False)}
+
+
+def test_hooks_see_a_ranks_own_gradient_but_under_shard_its_part_of_the_mean():
+    own = []
+    for rank in range(2):
+        model = two()
+        model(rows(0, rank)).square().sum().backward()
+        own.append(model.w.weight.grad)
+    mean = (own[0] + own[1]) / 2
+    mean_of_cut = (cut_gradient(own[0]) + cut_gradient(own[1])) / 2
+    assert (mean_of_cut - cut_gradient(mean)).abs().max() > 1e-2, "the hook is as good as linear"
+    for rank, found in enumerate(zf.launch(hooked_everywhere, 2, timeout=limit())):
+        for (stage, *where), (seen, moved) in found.items():
+            want = mean.reshape(-1).split(WIDTH)[rank] if stage == 3 else own[rank]
+            torch.testing.assert_close(seen, want, rtol=1e-12, atol=0, msg=f"{stage} {where}")
+            step = cut_gradient(mean) if stage == 3 else mean_of_cut
+            torch.testing.assert_close(moved, -step, rtol=1e-10, atol=0, msg=f"{stage} {where}")
+
+
+def twice_forward(model):
+    model.w.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    model.w.register_forward_hook(lambda m, args, y: y * m.weight.sum())
+
+
+def cut_backward(model):
+    model.w.register_full_backward_pre_hook(lambda m, g: (cut_gradient(g[0]),))
+
+
+def module_hooked(register, make_opt, batches):
+    model = two()
+    register(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    opt = make_opt(model)
+    sum(model(x.requires_grad_()).square().sum() for x in batches).backward()
+    opt.step()
+    getattr(opt, "detach", lambda: None)()
+    return [p.detach() - q for p, q in zip(model.parameters(), start, strict=True)]
+
+
+def modules_hooked():
+    rank, _ = P.rank_and_size()
+    make = lambda stage: lambda m: zf.attach(m, P.pipe_of(stage, zf.sgd(0.2)))  # noqa: E731
+    hooks = (twice_forward, cut_backward)
+    return {(stage, f.__name__): module_hooked(f, make(stage), [rows(0, rank)]) for stage in P.FIRST for f in hooks}
+
+
+def test_hooks_on_modules_are_as_in_plain_torch():
+    sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+    want = {f.__name__: module_hooked(f, sgd, [rows(0, 0), rows(0, 1)]) for f in (twice_forward, cut_backward)}
+    for found in zf.launch(modules_hooked, 2, timeout=limit()):
+        for (stage, name), moved in found.items():
+            for x, y in zip(moved, want[name], strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-14, msg=f"{stage} {name}")
+
+
+# -- gradients that are not cleared ------------------------------------------------------------------------------
+
+
+def to_none(model, opt):
+    opt.zero_grad()
+
+
+def to_zeros(model, opt):
+    opt.zero_grad(set_to_none=False)
+
+
+def by_the_model(model, opt):
+    model.zero_grad()
+
+
+def to_zeros_by_the_model(model, opt):
+    model.zero_grad(set_to_none=False)
+
+
+def never(model, opt):
+    pass
+
+
+CLEARING = (to_none, to_zeros, by_the_model, to_zeros_by_the_model, never)
+
+
+class Sometimes(nn.Module):
+    """One layer is used in the first step alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, both):
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def clears(make_opt, clear, data):
+    torch.manual_seed(0)
+    model = Sometimes().double()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt = make_opt(model)
+    for step in range(3):
+        model(data(step), step == 0).square().mean().backward()
+        opt.step()
+        clear(model, opt)
+    getattr(opt, "detach", lambda: None)()
+    return {n: p.detach() - before[n] for n, p in model.named_parameters()}
+
+
+def clears_everywhere():
+    rank, _ = P.rank_and_size()
+    return {
+        (stage, clear.__name__): said(
+            lambda s=stage, c=clear: clears(
+                lambda m: zf.attach(m, P.pipe_of(s, zf.sgd(0.1, momentum=0.9))), c, lambda step: rows(step, rank)
+            )
+        )
+        for stage in (0, 2, 3)
+        for clear in CLEARING
+    }
+
+
+def test_gradients_that_are_kept_are_as_in_torch_or_refused():
+    data = lambda step: torch.cat([rows(step, 0), rows(step, 1)])  # noqa: E731
+    sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)  # noqa: E731
+    want = {c.__name__: clears(sgd, c, data) for c in CLEARING}
+    assert (want["to_none"]["b.weight"] - want["to_zeros"]["b.weight"]).abs().max() > 1e-3
+    for found in zf.launch(clears_everywhere, 2, timeout=limit()):
+        for (stage, clear), got in found.items():
+            if clear == "never" and stage != 3:
+                assert re.search(r"never cleared since the last step(.|\n)*opt.zero_grad\(\) after opt.step", str(got))
+                continue
+            assert not isinstance(got, str), (stage, clear, got)
+            for n, x in want[clear].items():
+                torch.testing.assert_close(got[n], x, rtol=1e-10, atol=1e-14, msg=f"{stage} {clear} {n}")
+
+
+# -- gradients that are looked for where they have left -----------------------------------------------------------
+
+
+def sam(model, opt):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def sees_nothing(p):
+    assert p.grad is None
+
+
+def warned(stage, in_backward, edit, hook=None):
+    """The messages, and the lines of source that they point at."""
+    rank, _ = P.rank_and_size()
+    model = two()
+    opt = zf.attach(model, P.pipe_of(stage, zf.sgd(0.1)), in_backward=in_backward)
+    if hook is not None:
+        model.w.weight.register_post_accumulate_grad_hook(hook)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert model.w.weight.grad is None
+        for step in range(2):
+            model(rows(step, rank)).square().mean().backward()
+            edit(model, opt)
+            opt.step()
+            opt.zero_grad()
+            assert model.w.weight.grad is None
+    opt.detach()
+    return [(str(w.message), linecache.getline(w.filename, w.lineno).strip()) for w in caught]
+
+
+def nothing(model, opt):
+    pass
+
+
+def trained_as_ever(model, opt):
+    """What trainers and schedulers of torch do between backward and step."""
+    torch.optim.lr_scheduler.StepLR(opt, 1)
+    torch.nn.utils.get_total_norm([x for x in [p.detach() for p in model.parameters()] if x.numel()])
+    dist.barrier()
+
+
+LEAVING = ((0, False), (2, False), (0, True), (3, True))
+
+
+def warned_everywhere():
+    found = {
+        (stage, in_backward, edit.__name__): warned(stage, in_backward, edit)
+        for stage, in_backward in (*LEAVING, (3, False))
+        for edit in (sam, nothing, trained_as_ever)
+    }
+    return found | {(*cell, "hook"): warned(*cell, nothing, sees_nothing) for cell in LEAVING}
+
+
+def test_who_looks_for_a_gradient_that_has_left_is_told_once():
+    alone = {(0, True, "sam"): warned(0, True, sam), (0, False, "sam alone"): warned(0, False, sam)}
+    for found in (*zf.launch(warned_everywhere, 2, timeout=limit()), alone):
+        for (stage, in_backward, edit), told in found.items():
+            if edit == "hook" or (edit == "sam" and (stage, in_backward) in LEAVING):
+                ((message, line),) = told
+                assert "p.grad is read between backward and step" in message and "zf.leafwise" in message
+                assert line == ("assert p.grad is None" if edit == "hook" else "if p.grad is not None:")
+            else:
+                assert told == [], (stage, in_backward, edit, told)
