@@ -58,9 +58,9 @@ def _check_not_in_full() -> None:
     """What torch.distributed.checkpoint asks for by an option, it would be given in parts."""
     asker: Any = sys.modules.get(BY_OPTIONS)
     frame = sys._getframe(2) if asker is not None else None
-    while frame is not None:
+    while asker is not None and frame is not None:
         options = frame.f_locals.get("options") if frame.f_globals.get("__name__") == BY_OPTIONS else None
-        if asker is not None and isinstance(options, asker.StateDictOptions) and options.full_state_dict:
+        if isinstance(options, asker.StateDictOptions) and getattr(options, "full_state_dict", False):
             raise RuntimeError(
                 explain(
                     f"{frame.f_code.co_name}(..., options=StateDictOptions(full_state_dict=True)) of a sharded model",
