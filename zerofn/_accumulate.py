@@ -12,8 +12,9 @@ from ._compat import is_wrapped
 from ._errors import explain
 from ._factory import transform
 from ._run import counter
+from ._spec import Spec
 from ._tree import Layout, Leaves
-from ._types import Context, Prepared, Role, Transform, TransformState, concrete, number
+from ._types import Context, Facts, Prepared, Transform, TransformState, concrete, number
 
 
 @transform
@@ -48,7 +49,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     check_count("accumulate", "every", every, "micro-batches")
     check_flag("accumulate", "weighted", weighted)
     if every == 1 and not weighted:
-        return Transform("accumulate", Role.ACCUMULATE, needs="element", linear=True)
+        return Transform("accumulate", needs="element", through=_through)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
@@ -111,13 +112,17 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
 
     return Transform(
         "accumulate",
-        Role.ACCUMULATE,
         needs="element",
-        linear=True,
+        facts=Facts(window=every, weighted=weighted),
+        through=_through,
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,
     )
+
+
+def _through(spec: Spec) -> Spec:
+    return spec.after("summed_by")
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:

@@ -15,7 +15,8 @@ from ._collectives import gather_objects
 from ._compat import is_wrapped
 from ._errors import bad_leaves, explain
 from ._group import Group
-from ._pipeline import Pipeline, mean_over
+from ._pipeline import Pipeline
+from ._reduction import mean_over
 from ._tree import Leaves
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from ._compat import differentiating, functorch_active, is_wrapped, levels
 from ._errors import bad_leaves, explain
 from ._gradients import check_readable, misshapen
+from ._order import effect
 from ._pipeline import Pipeline
 from ._run import finish, run
 from ._state import State
 from ._tree import Leaf, Leaves, Tree, flatten, tree_map, tree_paths
-from ._types import Context, Role, select
+from ._types import Context, select
 
 Metrics = dict[str, Tensor]
 
@@ -28,7 +29,7 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
         g = grads.get(leaf.path)
         if g is None:
             continue
-        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.cast.gradient(leaf), stored[leaf.path].dtype}):
+        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.dtypes.gradient(leaf), stored[leaf.path].dtype}):
             bad.append((leaf.path, reason))
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
@@ -158,7 +159,7 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
     """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
     if pipe.sharding is None and not pipe.late:
         return pipe.scale
-    return next(p.name for p in pipe.parts if p.role in (Role.SHARD, Role.SCATTER, Role.REDUCE))
+    return next(p.name for p in pipe.parts if effect(p).over_ranks)
 
 
 def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:

@@ -26,9 +26,9 @@ from ._errors import explain
 from ._lazy import Lazy
 from ._pipeline import Pipeline
 from ._rounds import Rounds
-from ._shard import Averaging, Like, pull_all
 from ._tree import Leaf, Leaves, Tree, tree_map
 from ._units import SMALL, Units
+from ._views import Like, pull_all
 
 # A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
 TINY = 1 << 10
@@ -158,14 +158,15 @@ class Blocks(Units):
         """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""
         pipe = self.pipe
         leaves = [leaf for leaf in pipe.layout.leaves if leaf.trainable]
-        for stage in () if pipe.late else pipe.stages[pipe.cut :]:
-            if isinstance(stage, Averaging):
-                like = {
-                    leaf.path: Like(x.numel(), tuple(x.shape), pipe.resident_grad_dtype(leaf), x.device)
-                    for leaf, x in ((leaf, self.params[leaf.path]) for leaf in leaves)
-                }
-                grads = pull_all(stage, grads, leaves, like)
-        return {leaf.path: grads[leaf.path].to(pipe.cast.gradient(leaf)) for leaf in leaves if leaf.path in grads}
+        later = () if pipe.late else tuple(stage for stage in pipe.stages[pipe.cut :] if not stage.only_dtype)
+        like = {
+            leaf.path: Like(x.numel(), tuple(x.shape), pipe.resident_grad_dtype(leaf), x.device)
+            for leaf, x in ((leaf, self.params[leaf.path]) for leaf in leaves if later)
+        }
+        for stage in later:
+            grads = pull_all(stage, grads, leaves, like)
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        return {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in leaves if leaf.path in grads}
 
 
 def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:

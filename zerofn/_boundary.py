@@ -20,7 +20,7 @@ from torch.autograd import Function
 from ._compat import functorch_active, is_wrapped
 from ._errors import explain
 from ._tree import Leaf
-from ._types import Stage
+from ._views import View
 
 # (tensor with any leading batch dimensions, loss scale or None) -> tensor
 Map = Callable[[Tensor, Tensor | None], Tensor]
@@ -139,7 +139,7 @@ class LeafView:
     """How one leaf is seen: stages from storage towards the model, and the dtype its gradient arrives in."""
 
     leaf: Leaf
-    stages: tuple[Stage, ...]
+    stages: tuple[View, ...]
     grad_dtype: torch.dtype
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:

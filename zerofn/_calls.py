@@ -104,7 +104,7 @@ def needs_sight(pipe: Pipeline) -> bool:
 
     Inputs are cast to the dtype of the parameters even where these are resident in it.
     """
-    cast = pipe.cast
+    cast = pipe.dtypes
     return (
         pipe.scale is not None
         or any(d is not None for d in (cast.output_dtype, cast.param_dtype, cast.store_dtype))
@@ -306,7 +306,7 @@ def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]
     for (path, _, inference), (stored, view, begin) in seen.items():
         if address(view) != begin:
             bad[path] = "its .data was exchanged"
-        elif view.dtype != stored.dtype:
+        elif view.dtype != stored.dtype or not (sight.pipe.exact or sight.suspended):
             compared = thoroughly and begin > 0 and all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
             if (not inference and version(view)) or (compared and not _same(view, stored)):
                 bad[path] = f"seen in {view.dtype}, stored in {stored.dtype}"

@@ -8,7 +8,7 @@ from ._arguments import TINY, check_number
 from ._factory import transform
 from ._norms import squared_norm
 from ._tree import Leaves
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState
+from ._types import Context, Facts, Prepared, Scope, Transform, TransformState
 
 
 @transform
@@ -42,12 +42,11 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     return Transform(
         "clip_by_global_norm",
-        Role.GRADIENT,
         Scope.TREE,
         needs="number",
+        facts=Facts(reports=frozenset(["grad_norm"])),
         prepare_fn=prepare,
         update_fn=update,
-        reports=frozenset(["grad_norm"]),
     )
 
 
@@ -64,4 +63,4 @@ def clip_by_value(max_value: float) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
         return {path: g.clamp(-max_value, max_value) for path, g in grads.items()}, state
 
-    return Transform("clip_by_value", Role.GRADIENT, needs="element", update_fn=update)
+    return Transform("clip_by_value", needs="element", update_fn=update)

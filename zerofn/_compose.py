@@ -12,10 +12,11 @@ import torch
 from ._arguments import check_needs
 from ._errors import bad_leaves, explain
 from ._factory import transform
-from ._order import check_order
+from ._order import check_order, effect
 from ._run import finish, run
 from ._tree import Layout, Leaves, Tree, apart, prefix_values
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState, most, no_stage
+from ._types import Context, Facts, Prepared, Scope, Transform, TransformState, most
+from ._views import no_view
 
 
 @runtime_checkable
@@ -48,7 +49,7 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
     flat: list[Transform] = []
     for t in transforms:
         t = as_transform(t)
-        flat.extend(t.parts if t.role is Role.CHAIN else [t])
+        flat.extend(t.members)
     taken = {t.base or t.name for t in flat}
     seen: dict[str, int] = {}
     parts = []
@@ -63,13 +64,13 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
     check_order(parts)
     return Transform(
         "chain",
-        Role.CHAIN,
         # Its state is one level deeper than that of its members, which only its own run can read.
         Scope.WHOLE,
         most(p.needs for p in parts),
         init_fn=_ChainInit(tuple(parts)),
         update_fn=_ChainUpdate(tuple(parts)),
         parts=tuple(parts),
+        in_turn=True,
         factory=chain,
     )
 
@@ -185,13 +186,14 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         # It may keep what it was given, and that is written in place.
         return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
-    return Transform(type(transformation).__name__, Role.GRADIENT, Scope.WHOLE, needs, init_fn=init, update_fn=update)
+    name, facts = type(transformation).__name__, Facts(adds=True)
+    return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
     """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
-    gradient = [i for i, p in enumerate(parts) if p.role is not Role.AFTER]
-    if any(p.role is Role.OPTIMIZER for p in parts) or not gradient or not _of_guest(parts[gradient[-1]]):
+    gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
+    if any(p.facts.optimizes for p in parts) or not gradient or not parts[gradient[-1]].facts.adds:
         return parts
     last = parts[gradient[-1]]
 
@@ -199,13 +201,8 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
         out, state = last.update_fn(grads, state, params, carry, ctx)
         return {p: (params[p] + u).to(params[p].dtype) for p, u in out.items()}, state
 
-    adding = replace(last, role=Role.OPTIMIZER, update_fn=update)
+    adding = replace(last, facts=replace(last.facts, optimizes=True), update_fn=update)
     return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])
-
-
-def _of_guest(t: Transform) -> bool:
-    """A guest, or one under `offload`. Not one in a group, from which leaves that are not its own come unchanged."""
-    return t.factory is guest or (t.members_fn is None and [p.factory for p in t.parts] == [guest])
 
 
 Mask = Callable[[str], bool] | Tree
@@ -261,9 +258,9 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     if not isinstance(transforms, Mapping) or not transforms:
         raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
     inner = {k: None if t is None else _inside(as_transform(t), "partition") for k, t in transforms.items()}
-    roles = {k: _outcome(t) for k, t in inner.items() if t is not None}
-    if len(set(roles.values())) > 1:
-        kinds = ", ".join(f"{k!r}: {r.value}" for k, r in roles.items())
+    outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
+    if len(set(outcomes.values())) > 1:
+        kinds = ", ".join(f"{k!r}: {told}" for k, (told, _) in outcomes.items())
         raise ValueError(
             explain(
                 f"partition({{{kinds}}}, labels)",
@@ -302,27 +299,30 @@ def _inside(t: Transform, where: str) -> Transform:
     """What may be nested: no view, and nothing that holds a part of the tree back."""
     for part in t.parts or (t,):
         why = None
-        if part.role not in (Role.GRADIENT, Role.OPTIMIZER, Role.AFTER):
-            why = f"concerns the whole tree ({part.role.value}); on a part of it the step has no meaning"
-        elif part.stage_fn is not no_stage:
+        if part.facts.scales or part.facts.holds or effect(part).over_ranks or effect(part).cast_by:
+            why = "concerns the whole tree; on a part of it the step has no meaning"
+        elif part.view_fn is not no_view:
             why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"
         if why:
             wrong, right = f"{where}({part.name}(...), ...)", f"chain({part.name}(...), {where}(...))"
             raise ValueError(explain(wrong, f"{part.name} {why}", right))
-    return chain(*complete(t.parts)) if t.role is Role.CHAIN else t
+    return chain(*complete(t.parts)) if t.in_turn else t
 
 
-def _outcome(t: Transform) -> Role:
-    roles = {p.role for p in t.parts or (t,)}
-    if Role.OPTIMIZER in roles:
-        return Role.OPTIMIZER
-    return Role.AFTER if roles == {Role.AFTER} else Role.GRADIENT
+def _outcome(t: Transform) -> tuple[str, Facts]:
+    """What a member turns gradients into: in words, and as facts."""
+    facts = [p.facts for p in t.parts or (t,)]
+    if any(f.optimizes for f in facts):
+        return "gradient to new parameter", Facts(optimizes=True)
+    if all(f.watches for f in facts):
+        return "watches new parameters", Facts(watches=True)
+    return "gradient to gradient", Facts()
 
 
 def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
     """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
     members = {k: t for k, t in inner.items() if t is not None}
-    outcome = _outcome(next(iter(members.values()))) if members else Role.OPTIMIZER
+    facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
 
     def groups(layout: Layout) -> dict[str, set[str]]:
         given = labels(layout)
@@ -341,7 +341,7 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         return Prepared(carry=groups(ctx.layout))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, set[str]], ctx: Context):
-        out = {} if outcome is Role.OPTIMIZER else dict(grads)
+        out = {} if facts.optimizes else dict(grads)
         new: TransformState = {}
         for k, paths in carry.items():
             mine = {p: g for p, g in grads.items() if p in paths}
@@ -353,11 +353,11 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
 
     return Transform(
         name,
-        outcome,
         # A member that looks at its whole group cannot be run bucket by bucket; nor can the state of
         # a nested transform be cut by path, which only the member knows how to read.
         Scope.WHOLE,
         most(t.needs for t in members.values()),
+        facts,
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

@@ -18,14 +18,16 @@ from ._compose import chain
 from ._entries import Entry, entries
 from ._errors import bad_leaves
 from ._group import Group
-from ._order import LAYOUT
+from ._order import effect
 from ._pipeline import Pipeline, pipeline
 from ._run import counter
 from ._sgd import sgd
-from ._shard import Sharding
+from ._spec import as_it_is
 from ._state import State
 from ._tree import Layout, Leaf, Leaves, Tree, make_layout
-from ._types import OF_PIECES, Role, Transform
+from ._types import OF_PIECES, Transform
+from ._views import over_ranks
+from ._wires import Sharding
 
 # By path: the flat range of a leaf that a rank holds.
 Spans = dict[str, tuple[int, int]]
@@ -119,12 +121,13 @@ def run_pieces(
         piece: the rank and the cut.
         whole: the run over whole leaves, for its numbers.
     """
-    parts = [p for p in _parts(tx) if p.role not in LAYOUT]
+    parts = [p for p in tx.members if not effect(p).over_ranks]
     if piece is not None:
         rank, cut = piece
         stage = Pieces(Group(rank, len(cut), tuple(range(len(cut)))), spans=cut[rank])
         # A name with a dot is one that no transform of a user's can have.
-        parts.insert(0, Transform(".pieces", Role.SHARD, needs="element", stage_fn=lambda layout: stage))
+        view = over_ranks(stage, resident=False)
+        parts.insert(0, Transform(".pieces", needs="element", view_fn=lambda *_: view, through=as_it_is))
     layout, tensors = make_layout(params)
     pipe = pipeline(chain(*parts), layout, "check_transform")
     state = _start(pipe, tensors)
@@ -144,7 +147,7 @@ def _start(pipe: Pipeline, tensors: Leaves) -> State:
 
 
 def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
-    grad = grad.to(pipe.cast.gradient(leaf))
+    grad = grad.to(pipe.dtypes.gradient(leaf))
     return (grad if pipe.sharding is None else pipe.sharding.store(grad, leaf)).clone()
 
 
@@ -234,23 +237,18 @@ def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
 
 def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
     """Those parts that may be handed pieces, and the pipeline they make; of others what stands inside, one by one."""
-    parts = [p for p in _parts(tx) if p.role not in LAYOUT]
+    parts = [p for p in tx.members if not effect(p).over_ranks]
     fit = [p for p in parts if p.needs in OF_PIECES]
-    casts = [p for p in fit if p.role is Role.CAST]
+    casts = [p for p in fit if effect(p).cast_by]
     inside = [x for p in parts if p.needs not in OF_PIECES for x in _fit_inside(p)]
-    together = [(tx if len(fit) == len(_parts(tx)) else chain(*fit), _optimized(fit))] if fit else []
+    together = [(tx if len(fit) == len(tx.members) else chain(*fit), _optimized(fit))] if fit else []
     return together + [(x, _optimized([*casts, x])) for x in inside]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:
     """Each part of a chain, and a pipeline of its own; of what holds others, each of those."""
-    parts = _parts(tx)
-    casts = [p for p in parts if p.role is Role.CAST]
-    return [(x, _optimized([*casts, x])) for p in parts if p.role is not Role.CAST for x in _innermost(p)]
-
-
-def _parts(tx: Transform) -> tuple[Transform, ...]:
-    return tx.parts if tx.role is Role.CHAIN else (tx,)
+    casts = [p for p in tx.members if effect(p).cast_by]
+    return [(x, _optimized([*casts, x])) for p in tx.members if p not in casts for x in _innermost(p)]
 
 
 def _innermost(t: Transform) -> list[Transform]:
@@ -262,7 +260,7 @@ def _fit_inside(t: Transform) -> list[Transform]:
 
 
 def _optimized(parts: list[Transform]) -> Transform:
-    if any(p.role is Role.OPTIMIZER for p in parts):
+    if any(p.facts.optimizes for p in parts):
         return chain(*parts)
-    at = next((i for i, p in enumerate(parts) if p.role is Role.AFTER), len(parts))
+    at = next((i for i, p in enumerate(parts) if p.facts.watches), len(parts))
     return chain(*parts[:at], sgd(0.1), *parts[at:])

@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ._compat import shape_only
-from ._compose import as_transform
 from ._entries import Entry, entries
 from ._errors import explain
 from ._group import Group
 from ._pipeline import pipeline
 from ._run import counter
-from ._shard import OverRanks
 from ._state import State
 from ._tree import Placement, Tree, make_layout, tree_map
-from ._types import Role, Transform
+from ._types import Transform
+from ._views import Ranks
 from ._watch import check_initialised
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
@@ -135,7 +134,6 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
             why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
             raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
-    tx = _on_ranks(as_transform(tx), world_size, rank)
     trainable = {}
     if isinstance(params, nn.Module):
         # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
@@ -147,25 +145,23 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         known: dict[int, Tensor] = {}
         stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
-        pipe = pipeline(tx, layout, "zf.plan")
+        pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
         stored = {leaf.path: pipe.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
         return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout))
 
 
-def _on_ranks(tx: Transform, world_size: int, rank: int) -> Transform:
-    """The pipeline as a rank of such a world would have it, without the groups."""
-    parts = []
-    for part in tx.parts if tx.role is Role.CHAIN else (tx,):
-        if isinstance(part.stage_fn, OverRanks):
-            size = world_size if part.stage_fn.mesh is None else part.stage_fn.mesh.size()
-            if world_size % size:
-                right = f"zf.plan(tx, params, world_size={size})"
-                why = f"{part.name} has a mesh of {size} ranks, which must divide the world"
-                raise ValueError(explain(f"plan(world_size={world_size})", why, right))
-            stage = part.stage_fn.kind(Group(rank % size, size))
-            part = replace(part, stage_fn=lambda layout, stage=stage: stage)
-        parts.append(part)
-    return replace(tx, parts=tuple(parts)) if tx.role is Role.CHAIN else parts[0]
+def _ranks_of(world_size: int, rank: int) -> Ranks:
+    """The groups that a rank of such a world would open; none is."""
+
+    def group(function: str, mesh: Any) -> Group:
+        size = world_size if mesh is None else mesh.size()
+        if world_size % size:
+            right = f"zf.plan(tx, params, world_size={size})"
+            why = f"{function} has a mesh of {size} ranks, which must divide the world"
+            raise ValueError(explain(f"plan(world_size={world_size})", why, right))
+        return Group(rank % size, size)
+
+    return group
 
 
 def _table(state: State) -> Table:

@@ -11,7 +11,7 @@ from ._arguments import check_number
 from ._compat import is_wrapped
 from ._factory import transform
 from ._tree import Layout, Leaves
-from ._types import Context, Role, Transform, TransformState
+from ._types import Context, Facts, Transform, TransformState
 
 
 @transform
@@ -48,4 +48,4 @@ def ema(decay: float) -> Transform:
             averages[path] = lerp(average, x.to(average.dtype), 1 - decay)
         return params, {"average": averages}
 
-    return Transform("ema", Role.AFTER, needs="element", init_fn=init, update_fn=update)
+    return Transform("ema", needs="element", facts=Facts(watches=True), init_fn=init, update_fn=update)

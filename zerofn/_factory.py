@@ -14,7 +14,7 @@ from torch import Tensor
 from ._arguments import check_flag, check_needs, learning_rate, plain
 from ._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ._tree import Layout, Leaves, apart, flatten
-from ._types import Context, Prepared, Role, Transform, TransformState
+from ._types import Context, Facts, Prepared, Transform, TransformState
 
 P = ParamSpec("P")
 
@@ -151,11 +151,10 @@ def leafwise(
                 raise ValueError(_misreturned_message(fn.__name__, wrong, stateful, optimizer))
             return out, {"value": kept} if stateful else state
 
-        role = Role.OPTIMIZER if optimizer else Role.GRADIENT
         return Transform(
             fn.__name__,
-            role,
             needs=needs,
+            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None),
             init_fn=init_leaves,
             prepare_fn=prepare,
             update_fn=update,

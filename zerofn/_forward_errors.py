@@ -37,7 +37,7 @@ def note(error: BaseException, model: nn.Module, pipe: Pipeline, unchanged: Call
 
 
 def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
-    seen = pipe.cast.param_dtype or pipe.cast.store_dtype
+    seen = pipe.dtypes.param_dtype or pipe.dtypes.store_dtype
     if seen is None:
         return
     named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]

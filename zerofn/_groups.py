@@ -128,6 +128,21 @@ def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Gr
     return Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
 
 
+def group_for(function: str, mesh: Any) -> Group:
+    """The group of a mesh, or of all ranks for `None`; a `TypeError` that names the function where it is no mesh."""
+    if mesh is None:
+        return world_group()
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            explain(
+                f"{function}({mesh!r})",
+                "mesh is a one-dimensional DeviceMesh, or None for all ranks",
+                f"{function}(init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))['shard'])",
+            )
+        )
+    return mesh_group(mesh)
+
+
 def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Group:
     """The ranks along a one-dimensional mesh: a `DeviceMesh`, `mesh["shard"]`, or `mesh` with an `axis`.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ._errors import explain
 from ._one_leaf import OneByOne, members
-from ._pipeline import GRAD_NORM, Pipeline, idle
+from ._pipeline import GRAD_NORM, Pipeline
 from ._state import State
-from ._types import Context, Role, Scope, Transform
+from ._types import Context, Scope, Transform
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
@@ -31,8 +31,8 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     Raises:
         ValueError: one cannot; it is named, with the reason.
     """
-    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM and not idle(p))
-    if len([p for p in pipe.parts if p.role in (Role.SCATTER, Role.REDUCE)]) > 1 and pipe.cut < len(pipe.stages):
+    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM)
+    if sum(view.resident for view in pipe.stages) > 1:
         raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
     for part in parts:
         for where, inner in members(part, part.name):
@@ -49,9 +49,9 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
 
 
 def _reason(part: Transform) -> str | None:
-    if part.role is Role.ACCUMULATE:
+    if part.facts.holds:
         return "keeps gradients for a later step"
-    if part.role is Role.SCALE:
+    if part.facts.scales:
         return "must look at every gradient for overflow before anything is updated"
     if part.scope is Scope.TREE:
         return "needs a number of the whole gradient"

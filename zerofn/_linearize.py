@@ -52,7 +52,7 @@ def linearize(
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
-        return [leave(leaves[i], scale, pipe.cast.output_dtype) for i in outer["tensors"]]
+        return [leave(leaves[i], scale, pipe.dtypes.output_dtype) for i in outer["tensors"]]
 
     given = [flat[i] for i in chosen]
     late = pipe.late or (pipe.sharded_use and not functorch_active())
@@ -138,7 +138,7 @@ def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, s
 
     def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         stored = {**resident, **dict(zip(paths, values, strict=True))}
-        return inner({p: view(stored[p], scale) for p, view in pipe.views.items()}, inputs)
+        return inner({p: view(stored[p], scale) for p, view in pipe.leaf_views.items()}, inputs)
 
     primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
 

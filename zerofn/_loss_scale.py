@@ -17,8 +17,9 @@ from ._errors import explain
 from ._factory import transform
 from ._norms import not_finite
 from ._run import counter
+from ._spec import Spec
 from ._tree import Layout, Leaves
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState, number
+from ._types import Context, Facts, Prepared, Scope, Transform, TransformState, number
 
 # After so many overflows in a row at the smallest scale it is not the scale that overflows.
 STUCK = 50
@@ -167,7 +168,29 @@ def scale_loss(
             "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
         }
 
-    return Transform("scale_loss", Role.SCALE, Scope.TREE, needs="number", init_fn=init, prepare_fn=prepare)
+    return Transform(
+        "scale_loss",
+        Scope.TREE,
+        needs="number",
+        facts=Facts(scales=True),
+        init_fn=init,
+        prepare_fn=prepare,
+        through=_through,
+    )
+
+
+def _through(spec: Spec) -> Spec:
+    twice = "the loss would be scaled twice; several models have a pipeline, and a scale, each"
+    spec.refuse("unscaled_by", twice, spec.once)
+    spec.refuse(
+        "changed_by",
+        "the gradient is still multiplied by the loss scale there, and overflow has not been looked for",
+    )
+    spec.refuse(
+        "summed_by",
+        "gradients under different loss scales would be added up, and one overflow would spoil the whole window",
+    )
+    return spec.after("unscaled_by")
 
 
 def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:

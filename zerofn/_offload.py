@@ -14,7 +14,8 @@ from ._conveyor import Conveyor
 from ._errors import explain
 from ._factory import transform
 from ._tree import Layout, Leaves, flatten, tree_map
-from ._types import Context, Prepared, Role, Transform, TransformState
+from ._types import Context, Prepared, Transform, TransformState
+from ._views import no_view
 
 
 @transform
@@ -42,12 +43,12 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     )
     """
     inner = as_transform(transform)
-    if inner.role is Role.CHAIN:
+    if inner.in_turn:
         return chain(*(offload(part, device) for part in inner.parts))
     if inner.members_fn is not None:
         # A member runs over its own leaves bucket by bucket; the state of all of them at once need not fit.
         return of_members(inner, lambda member: offload(member, device))
-    if inner.role not in (Role.OPTIMIZER, Role.ACCUMULATE, Role.AFTER, Role.GRADIENT):
+    if inner.facts.scales or inner.view_fn is not no_view:
         raise ValueError(
             explain(
                 f"offload({inner.name}(...))",

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ._run import slice_entry
 from ._tree import Leaves
-from ._types import Context, Prepared, Role, Transform, TransformState
+from ._types import Context, Prepared, Transform, TransformState
 
 
 def members(part: Transform, where: str) -> Iterator[tuple[str, Transform]]:
     """The transforms that a leaf may meet in `part`, each with where it stands."""
-    if part.role is Role.CHAIN or part.members_fn is not None:
+    if part.in_turn or part.members_fn is not None:
         for inner in part.parts:
-            yield from members(inner, where if inner.role is Role.CHAIN else f"{where}({inner.name})")
+            yield from members(inner, where if inner.in_turn else f"{where}({inner.name})")
     else:
         yield where, part
 
@@ -57,7 +57,7 @@ class OneByOne:
         signal = grad
         for part in self.parts:
             if signal is None:
-                if part.role is not Role.AFTER:
+                if not part.facts.watches:
                     continue
                 # It has kept its value, and that is watched too.
                 signal = stored
@@ -65,7 +65,7 @@ class OneByOne:
                 group = next((g for g in self.groups[part.name].values() if path in g.paths), None)
                 if group is not None:
                     signal = group.steps.update(path, signal, stored)
-                elif part.role is Role.OPTIMIZER:
+                elif part.facts.optimizes:
                     signal = None
                 continue
             state = {k: slice_entry(v, [path]) for k, v in self.old[part.name].items()}
@@ -109,7 +109,7 @@ class _Group:
         self.paths = paths
         state = states[prefix.split(".", 1)[1][:-1]]
         # A chain keeps the states of its parts by name; of another transform the state is its own.
-        self.only = None if member.role is Role.CHAIN else member.name
+        self.only = None if member.in_turn else member.name
         self.steps = OneByOne(
             (member,) if self.only else member.parts,
             {self.only: state} if self.only else state,

@@ -14,7 +14,7 @@ from ._arguments import learning_rate
 from ._compat import foreach_add, is_wrapped
 from ._run import counter
 from ._tree import Layout, Leaves
-from ._types import Context, Prepared, Role, ScalarOrSchedule, Transform, TransformState, number
+from ._types import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
 
 Slots = dict[str, Callable[[Tensor], Tensor]]
 
@@ -109,7 +109,8 @@ def optimizer(
             )
         return new, own
 
-    return Transform(name, Role.OPTIMIZER, needs="element", init_fn=init, prepare_fn=prepare, update_fn=update)
+    facts = Facts(optimizes=True, rate=lr)
+    return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
 def _next(counts: list[Tensor]) -> list[Tensor]:

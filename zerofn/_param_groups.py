@@ -11,7 +11,7 @@ from ._arguments import learning_rate
 from ._errors import explain
 from ._pipeline import Pipeline
 from ._tree import Leaves
-from ._types import Role, Transform
+from ._types import Transform
 
 # What a group shows whose optimizer has no rate: the factor that schedulers multiply, so that none goes unnoticed.
 NO_RATE = 1.0
@@ -45,9 +45,9 @@ class ParamGroups:
                         f"zf.{t.name}({useless[0]}=...) before zf.attach",
                     )
                 )
-            if "lr" in t.config and not callable(t.config["lr"]):
+            if t.facts.rate is not None and not callable(t.facts.rate):
                 rates[prefix] = group["lr"]
-            elif group["lr"] != shown and "lr" not in t.config:
+            elif group["lr"] != shown and t.facts.rate is None:
                 raise ValueError(
                     explain(
                         f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
@@ -69,7 +69,7 @@ class ParamGroups:
     def show(self, metrics: dict[str, Tensor]) -> None:
         """The rates that the pipeline has used, where groups do not own them."""
         for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
-            if callable(t.config.get("lr")) and prefix + "lr" in metrics:
+            if callable(t.facts.rate) and prefix + "lr" in metrics:
                 group["lr"] = self.shown[i] = float(metrics[prefix + "lr"])
 
     def load(self, saved: list[dict[str, Any]]) -> None:
@@ -78,7 +78,7 @@ class ParamGroups:
         What is not in there stays: a scheduler that was made before has put it here.
         """
         for group, there, (t, _) in zip(self.groups, saved, self.optimizers.values(), strict=True):
-            group["lr"] = there["lr"] if "lr" in t.config else NO_RATE
+            group["lr"] = NO_RATE if t.facts.rate is None else there["lr"]
             group.update(_others(there))
         self.shown = [g["lr"] for g in self.groups]
 
@@ -112,7 +112,7 @@ def _plain(x: Any) -> Any:
 
 
 def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
-    lr = t.config.get("lr", NO_RATE)
+    lr = NO_RATE if t.facts.rate is None else t.facts.rate
     return {
         "params": params,
         "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
@@ -126,12 +126,12 @@ def _optimizers(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
     trainable = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
 
     def visit(t: Transform, prefix: str, paths: list[str]) -> None:
-        if t.role is not Role.OPTIMIZER and t.role is not Role.CHAIN:
+        if not t.facts.optimizes and not t.in_turn:
             return
         if t.members_fn is None:
-            for part in t.parts if t.role is Role.CHAIN else ():
+            for part in t.parts if t.in_turn else ():
                 visit(part, prefix, paths)
-            if t.role is Role.OPTIMIZER:
+            if t.facts.optimizes:
                 found[prefix] = (t.parts[0] if t.parts else t, paths)
             return
         for label, (member, own) in t.members_fn(pipe.layout).items():

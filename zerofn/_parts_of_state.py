@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ._calls import Hook
 from ._errors import explain
 from ._mixing import check_beside_part, pointwise
-from ._shard import Sharding
 from ._tree import Leaf
+from ._views import Wire
 
 # Where `get_model_state_dict` lives, of which whoever does not use it need not load.
 BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
@@ -72,7 +72,7 @@ def _check_not_in_full() -> None:
 
 
 def mark(
-    model: nn.Module, leaves: dict[int, Leaf], sharding: Sharding, is_whole: Callable[[], bool]
+    model: nn.Module, leaves: dict[int, Leaf], sharding: Wire, is_whole: Callable[[], bool]
 ) -> list[Callable[[], None]]:
     """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
 

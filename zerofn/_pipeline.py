@@ -8,7 +8,7 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,15 +18,23 @@ from torch import Tensor
 
 from ._boundary import LeafView, over
 from ._compose import as_transform, complete
-from ._errors import explain
 from ._group import Group
+from ._groups import group_for
 from ._norms import squared_norm
 from ._order import check_complete, check_pieces
-from ._precision import Cast, cast_of
-from ._shard import Averaging, Like, Sharding, like_after, pull_all, view_all
-from ._transfers import all_reduce_
+from ._reduction import OverRanks
 from ._tree import Layout, Leaf, Leaves, Placement
-from ._types import Context, OneProcess, Prepared, Reduction, Role, Scope, Stage, Transform, TransformState
+from ._types import (
+    Context,
+    OneProcess,
+    Prepared,
+    Reduction,
+    Scope,
+    Transform,
+    TransformState,
+    nothing_to_prepare,
+)
+from ._views import Dtypes, Like, Ranks, View, Wire, pull_all, reducing_in, view_all
 
 
 def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
@@ -36,44 +44,7 @@ def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Cont
 
 # Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
 # A name with a dot is one that no transform of a user's can have.
-GRAD_NORM = Transform(".grad_norm", Role.GRADIENT, Scope.TREE, needs="number", prepare_fn=_report_norm)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Scalars over ranks: sums over those that hold different shards, maxima over all."""
-
-    shards: Group | None
-    groups: tuple[Group, ...]
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x if self.shards is None else self._all(x, self.shards, "sum")
-
-    def mean(self, x: Tensor) -> Tensor:
-        return mean_over(self.groups, x)
-
-    def max(self, x: Tensor) -> Tensor:
-        # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
-        x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
-        for group in self.groups:
-            x = self._all(x, group, "max")
-        return x
-
-    def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
-        return _over(x, group, op)
-
-
-def _over(x: Tensor, group: Group, op: str) -> Tensor:
-    out = x.to(group.device, copy=True)
-    all_reduce_(out, group, op)
-    return out.to(x.device)
-
-
-def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
-    """The mean of a scalar over the ranks of all axes."""
-    for group in groups:
-        x = _over(x, group, "sum") / group.size
-    return x
+GRAD_NORM = Transform(".grad_norm", Scope.TREE, needs="number", prepare_fn=_report_norm)
 
 
 @dataclass(frozen=True)
@@ -84,67 +55,77 @@ class Pipeline:
         tx: the chain as it was given.
         layout: of the parameters.
         parts: its members; a guest that ends it made the optimizer.
-        stages: the view halves that do something, from the model to storage.
-        cut: the first of `stages` that reduces gradients of resident parameters.
-        late: whether that happens after an accumulation, as an update half of its own.
+        views: the view half of each part; `None` where it does nothing.
+        dtypes: on the road of a parameter and its gradient.
+        late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
     """
 
     tx: Transform
     layout: Layout
     parts: tuple[Transform, ...]
-    stages: tuple[Stage, ...]
-    cut: int
+    views: tuple[View | None, ...]
+    dtypes: Dtypes
     late: bool
 
     @cached_property
-    def cast(self) -> Cast:
-        """The dtypes."""
-        return cast_of(self.parts, self.layout)
+    def stages(self) -> tuple[View, ...]:
+        """The views that do something, from the model to storage."""
+        return tuple(view for view in self.views if view is not None)
+
+    @cached_property
+    def cut(self) -> int:
+        """The first of `stages` that reduces gradients of resident parameters."""
+        return next((i for i, view in enumerate(self.stages) if view.resident), len(self.stages))
 
     @cached_property
     def scale(self) -> str | None:
         """The name of the transform that scales the loss."""
-        return next((p.name for p in self.parts if p.role is Role.SCALE), None)
+        return next((p.name for p in self.parts if p.facts.scales), None)
 
     @cached_property
-    def sharding(self) -> Sharding | None:
+    def sharding(self) -> Wire | None:
         """How leaves are cut over ranks, if they are."""
-        return next((s for s in self.stages if isinstance(s, Sharding)), None)
+        return next((view.wire for view in self.stages if view.wire is not None and view.wire.cuts), None)
 
     @cached_property
     def sharded_use(self) -> bool:
         """Whether even resident parameters are shards, gathered when they are used."""
-        return any(isinstance(s, Sharding) for s in self.stages[: self.cut])
+        return any(view.wire is not None and view.wire.cuts for view in self.stages[: self.cut])
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Every group of ranks the pipeline talks in."""
-        return tuple(s.group for s in self.stages if isinstance(s, Sharding | Averaging))
+        return _groups(self.stages)
 
     @cached_property
     def weighted(self) -> bool:
         """Whether micro-batches have weights."""
-        return any(_is_weighted(part) for part in self.parts)
+        return any(part.facts.weighted for part in self.parts)
 
     @cached_property
     def weighted_after(self) -> tuple[Group, ...]:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
             return ()
-        stages = self.stages[: self.cut] if self.late else self.stages
-        return tuple(s.group for s in stages if isinstance(s, Sharding | Averaging))
+        return _groups(self.stages[: self.cut] if self.late else self.stages)
 
     @cached_property
-    def views(self) -> dict[str, LeafView]:
+    def leaf_views(self) -> dict[str, LeafView]:
         """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
-        return self._views(self.stages[: self.cut] if self.late else self.stages, self.cast.gradient)
+        return self.composed(self.stages[: self.cut] if self.late else self.stages, self.dtypes.gradient)
 
     @cached_property
     def views_at_use(self) -> dict[str, LeafView]:
         """By path: how an attached model sees its resident parameters."""
-        return self._views(self.stages[: self.cut], self.resident_grad_dtype)
+        return self.composed(self.stages[: self.cut], self.resident_grad_dtype)
 
-    def _views(self, stages: tuple[Stage, ...], dtype: Any) -> dict[str, LeafView]:
+    @cached_property
+    def exact(self) -> bool:
+        """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
+        return all(view.wire is not None or view.only_dtype for view in self.stages)
+
+    def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
+        """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
         towards_model = stages[::-1]
         return {
             leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
@@ -153,37 +134,33 @@ class Pipeline:
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
-        if not any(isinstance(s, Cast) for s in self.stages[self.cut :]):
-            return self.cast.gradient(leaf)
-        seen = self.cast.reduce_dtype or self.cast.param_dtype or self.cast.stored(leaf)
+        if not any(view.only_dtype for view in self.stages[self.cut :]):
+            return self.dtypes.gradient(leaf)
+        seen = self.dtypes.reduce_dtype or self.dtypes.seen(leaf)
         return torch.float32 if seen == torch.float16 else seen
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
         """The update halves that have something to do, in order."""
-        parts = [self._late_update(p) for p in self.parts]
-        kept = [p for p in parts if p is not None]
-        if not any("grad_norm" in p.reports for p in kept):
-            at = next(i for i, p in enumerate(kept) if p.role is Role.OPTIMIZER)
+        given = zip(self.parts, self.views, strict=True)
+        kept = [part for part, view in given for part in self._update_halves(part, view)]
+        if not any("grad_norm" in p.facts.reports for p in kept):
+            at = next(i for i, p in enumerate(kept) if p.facts.optimizes)
             kept.insert(at, GRAD_NORM)
         return tuple(kept)
 
-    def _late_update(self, part: Transform) -> Transform | None:
-        if part.role in (Role.SHARD, Role.CAST):
-            return None
-        if part.role not in (Role.SCATTER, Role.REDUCE):
-            return part
-        kind = Sharding if part.role is Role.SCATTER else Averaging
-        stage = next((s for s in self.stages if isinstance(s, kind)), None)
-        if not self.late or stage is None:
-            return None
+    def _update_halves(self, part: Transform, view: View | None) -> Iterator[Transform]:
+        """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
+        if self.late and view is not None and not view.only_dtype and view in self.stages[self.cut :]:
 
-        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-            return self.pull((stage,), grads, params), state
+            def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+                return self.pull((view,), grads, params), state
 
-        return replace(part, scope=Scope.WHOLE, update_fn=update)
+            yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
+        if not part.idle:
+            yield part
 
-    def pull(self, stages: tuple[Stage, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
+    def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
         """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
 
         Args:
@@ -193,34 +170,34 @@ class Pipeline:
             scale: what to divide by at the end.
         """
         leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        whole = not any(isinstance(s, Sharding) for s in self.stages[: self._index(stages)])
+        whole = not any(s.wire is not None and s.wire.cuts for s in self.stages[: self._index(stages)])
         like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
         for stage in stages:
             if scale is None or not stage.only_dtype:
                 grads = pull_all(stage, grads, leaves, like)
-            like = {leaf.path: like_after(stage, leaf, like[leaf.path]) for leaf in leaves}
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
         named = {leaf.path: leaf for leaf in leaves}
-        dtypes = {p: self.cast.gradient(named[p]) for p in grads}
+        dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
         return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
 
-    def _index(self, stages: tuple[Stage, ...]) -> int:
+    def _index(self, stages: tuple[View, ...]) -> int:
         return self.stages.index(stages[0]) if stages else len(self.stages)
 
-    def _like(self, leaf: Leaf, stages: tuple[Stage, ...], stored: Tensor, whole: bool) -> Like:
+    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, whole: bool) -> Like:
         """A gradient as it arrives at the first of `stages`."""
-        ahead = any(isinstance(s, Cast) for s in stages)
+        ahead = any(s.only_dtype for s in stages)
         if ahead:
-            dtype = self.cast.param_dtype or self.cast.stored(leaf)
+            dtype = self.dtypes.seen(leaf)
         elif self._index(stages) == 0 and not self.late:
-            dtype = self.cast.stored(leaf)
+            dtype = self.dtypes.stored(leaf)
         else:
-            dtype = self.cast.gradient(leaf)
-        shape = tuple(leaf.shape) if whole or self.sharding is None else self.sharding.shape(leaf)
+            dtype = self.dtypes.gradient(leaf)
+        shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
         return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
 
     def see(
         self,
-        stages: tuple[Stage, ...],
+        stages: tuple[View, ...],
         leaves: Leaves,
         which: Sequence[Leaf] | None = None,
         into: Leaves | None = None,
@@ -239,16 +216,26 @@ class Pipeline:
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         """What is kept of a full parameter."""
-        x = self.cast.store(x, leaf)
-        return x if self.sharding is None else self.sharding.store(x, leaf)
+        for stage in self.stages:
+            x = stage.store(x, leaf)
+        return x.to(self.dtypes.stored(leaf))
+
+    def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
+        for stage in self.stages[: self.cut]:
+            x = x if stage.only_dtype else stage.store(x, leaf)
+        return x
 
     def whole(self, leaves: Leaves) -> Leaves:
-        """Stored parameters gathered, in their storage dtype."""
-        return leaves if self.sharding is None else view_all(self.sharding, leaves, self.layout.leaves)
+        """Stored parameters in full, in their storage dtype."""
+        return self.see(tuple(stage for stage in self.stages if not stage.only_dtype), leaves)
 
     def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf in the state of this rank."""
-        return tuple(leaf.shape) if self.sharding is None else self.sharding.shape(leaf)
+        if self.sharding is None:
+            return tuple(leaf.shape)
+        low, high = self.sharding.span(leaf)
+        return (high - low,)
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of the gradient that `zf.update` is given."""
@@ -268,7 +255,7 @@ class Pipeline:
         """Scalars over ranks."""
         if not self.groups:
             return OneProcess()
-        return Ranks(None if self.sharding is None else self.sharding.group, self.groups)
+        return OverRanks(None if self.sharding is None else self.sharding.group, self.groups)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force."""
@@ -278,74 +265,49 @@ class Pipeline:
         """The first state of every transform, for stored parameters (meta tensors too)."""
         leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.leaves if leaf.trainable}
         sums = {
-            leaf.path: leaves[leaf.path].new_empty(self.grad_shape(leaf), dtype=self.cast.gradient(leaf))
-            if (self.late or self.cast.gradient(leaf) != leaves[leaf.path].dtype)
+            leaf.path: leaves[leaf.path].new_empty(self.grad_shape(leaf), dtype=self.dtypes.gradient(leaf))
+            if (self.late or self.dtypes.gradient(leaf) != leaves[leaf.path].dtype)
             else leaves[leaf.path]
             for leaf in self.layout.leaves
             if leaf.trainable
         }
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
-        return {p.name: p.init_fn(sums if p.role is Role.ACCUMULATE else leaves, self.layout) for p in self.parts}
+        return {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
 
 
-def pipeline(tx: Transform, layout: Layout, where: str) -> Pipeline:
-    """Resolve a transform for a layout; an error where it cannot train."""
+def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for) -> Pipeline:
+    """Resolve a transform for a layout; an error where it cannot train.
+
+    Args:
+        tx: the transform.
+        layout: of the parameters.
+        where: the function that asks, for messages.
+        ranks: opens groups of ranks.
+    """
     tx = as_transform(tx)
-    parts = complete(tx.parts if tx.role is Role.CHAIN else (tx,))
+    parts = complete(tx.members)
     check_complete(parts, where)
-    cast = cast_of(parts, layout)
-    stages: list[Stage] = []
-    placed: list[Transform] = []
-    for part in parts:
-        stage = part.stage_fn(layout)
-        if isinstance(stage, Sharding | Averaging):
-            stage = None if stage.group.size == 1 else replace(stage, reduce_dtype=cast.reduce_dtype)
-        if stage is not None:
-            stages.append(stage)
-            placed.append(part)
-    reduces = (Role.SCATTER, Role.REDUCE)
-    cut = next((i for i, part in enumerate(placed) if part.role in reduces), len(stages))
-    ahead = parts[: next((i for i, p in enumerate(parts) if p.role in reduces), 0)]
-    late = cut < len(stages) and any(p.role is Role.ACCUMULATE and not idle(p) for p in ahead)
-    layout = replace(layout, placement=_placement(parts, stages, late))
+    views = [part.view_fn(layout, ranks) for part in parts]
+    dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
+    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
+    for i, view in enumerate(views):
+        if view is not None and view.wire is not None:
+            views[i] = None if view.wire.group.size == 1 else reducing_in(view, dtypes.reduce_dtype)
+    held = tuple(part.name for part in parts[:first] if part.facts.holds)
+    late = bool(held) and any(view is not None and view.resident for view in views)
+    stages = [view for view in views if view is not None]
+    layout = replace(layout, placement=_placement(stages, held if late else ()))
     check_pieces(parts, layout.placement.size, where)
-    # Of views that are no part of this library only the pure route knows, where it gathers and reduces at once.
-    if where == "zf.attach" or late or any(p.role is Role.SHARD for p in placed):
-        _check_views(placed, stages, where)
-    return Pipeline(tx, layout, parts, tuple(stages), cut, late)
+    return Pipeline(tx, layout, parts, tuple(views), dtypes, late)
 
 
-def _check_views(parts: Sequence[Transform], stages: Sequence[Stage], where: str) -> None:
-    """Refuse views of others where something moves over ranks: it would pass them by."""
-    foreign = [p.name for p, s in zip(parts, stages, strict=True) if not isinstance(s, Sharding | Averaging | Cast)]
-    moved = [p.name for p, s in zip(parts, stages, strict=True) if isinstance(s, Sharding | Averaging)]
-    if foreign and moved:
-        raise ValueError(
-            explain(
-                f"{where} with chain({', '.join(p.name for p in parts)}) on several ranks",
-                f"{', '.join(foreign)} has a view half of its own, between what is stored and what the model sees, and "
-                f"what {', '.join(moved)} sends over ranks would go past it: the update would be wrong without a word",
-                "that map in the model itself (torch.nn.utils.parametrize), or in loss_fn; or one process",
-            )
-        )
+def _groups(stages: Sequence[View]) -> tuple[Group, ...]:
+    return tuple(view.wire.group for view in stages if view.wire is not None)
 
 
-def idle(part: Transform) -> bool:
-    """Whether it is `accumulate(1)`, which is the identity: a reduction to its right need not wait for it."""
-    return part.role is Role.ACCUMULATE and part.config.get("every") == 1 and not part.config.get("weighted")
-
-
-def _placement(parts: Sequence[Transform], stages: Sequence[Stage], late: bool) -> Placement:
-    """How the state lies over ranks. Sums that wait for a late reduction are each rank's own."""
-    groups = [s.group for s in stages if isinstance(s, Sharding | Averaging)]
-    shards = next((s.group for s in stages if isinstance(s, Sharding)), Group())
-    first = next((i for i, p in enumerate(parts) if p.role in (Role.SCATTER, Role.REDUCE)), 0)
-    apart = tuple(p.name for p in parts[:first] if p.role is Role.ACCUMULATE) if late else ()
+def _placement(stages: Sequence[View], apart: tuple[str, ...]) -> Placement:
+    """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
+    groups = _groups(stages)
+    shards = next((view.wire.group for view in stages if view.wire is not None and view.wire.cuts), Group())
     axes = tuple(g.ranks for g in groups)
     return Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
-
-
-def _is_weighted(part: Transform) -> bool:
-    """An accumulation with weights, or what holds one, such as `offload`. Others' keywords may have any name."""
-    own = part.role is Role.ACCUMULATE
-    return own and (bool(part.config.get("weighted")) or any(map(_is_weighted, part.parts)))

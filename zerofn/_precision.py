@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from ._arguments import check_dtype
 from ._factory import transform
-from ._tree import Layout, Leaf
-from ._types import Role, Transform
+from ._spec import Spec
+from ._tree import Leaf
+from ._types import Transform
+from ._views import Dtypes, View
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
-class Cast:
-    """The view of `precision`: a cast to the compute dtype; its transpose casts the cotangent back.
+def _cast(dtypes: Dtypes) -> View:
+    """The view: a cast to the compute dtype; its transpose casts the cotangent back."""
 
-    Attributes:
-        param_dtype: what the model sees.
-        store_dtype: what the state keeps.
-        grad_dtype: what the update half is given.
-        reduce_dtype: what gradients are summed over ranks in.
-        output_dtype: what floating-point outputs of the model are cast to.
-    """
+    def view(x: Tensor, leaf: Leaf) -> Tensor:
+        return x.to(dtypes.param_dtype) if dtypes.param_dtype else x
 
-    param_dtype: torch.dtype | None
-    store_dtype: torch.dtype | None
-    grad_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    only_dtype: ClassVar[bool] = True
+    def pull(g: Tensor, leaf: Leaf) -> Tensor:
+        return g.to(dtypes.gradient(leaf))
 
-    def stored(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of the leaf in the state."""
-        return self.store_dtype or leaf.dtype
+    def store(x: Tensor, leaf: Leaf) -> Tensor:
+        return x.to(dtypes.stored(leaf))
 
-    def gradient(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of the leaf's gradient once it is pulled back."""
-        stored = self.stored(leaf)
-        return self.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+    def changes(leaf: Leaf) -> bool:
+        stored = dtypes.stored(leaf)
+        return dtypes.seen(leaf) != stored or dtypes.gradient(leaf) != stored
 
-    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
-        return x.to(self.param_dtype) if self.param_dtype else x
+    return View(view, pull, store, changes, dtypes=dtypes)
 
-    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
-        return g.to(self.gradient(leaf))
 
-    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        return x.to(self.stored(leaf))
-
-    def changes(self, leaf: Leaf) -> bool:
-        return (self.param_dtype or self.stored(leaf)) != self.stored(leaf) or self.gradient(leaf) != self.stored(leaf)
+def _through(spec: Spec) -> Spec:
+    spec.refuse("cast_by", "the dtypes would be set twice", spec.once)
+    spec.refuse("changed_by", "it would act on gradients in the compute dtype, before they are cast to their own")
+    spec.refuse("summed_by", "gradients would be added up in the compute dtype; cast them first")
+    spec.refuse("unscaled_by", "gradients would be unscaled in the compute dtype, where small ones vanish")
+    return spec.after("cast_by")
 
 
 @transform
@@ -96,17 +83,8 @@ def precision(
     >>> out.dtype, pullback(torch.ones(1, dtype=torch.bfloat16))[0]
     (torch.bfloat16, {'w': tensor([3.])})
     """
-    cast = Cast(param_dtype, store_dtype, grad_dtype, reduce_dtype, output_dtype)
-    for f in fields(cast):
-        check_dtype("precision", f.name, getattr(cast, f.name), FLOATS)
-    return Transform("precision", Role.CAST, needs="element", linear=True, stage_fn=lambda layout: cast)
-
-
-def cast_of(parts: tuple[Transform, ...], layout: Layout) -> Cast:
-    """The dtypes of a pipeline; all `None` where it has no `precision`."""
-    for part in parts:
-        if part.role is Role.CAST:
-            stage = part.stage_fn(layout)
-            assert isinstance(stage, Cast)
-            return stage
-    return Cast(None, None, None, None, None)
+    dtypes = Dtypes(param_dtype, store_dtype, grad_dtype, reduce_dtype, output_dtype)
+    for f in fields(dtypes):
+        check_dtype("precision", f.name, getattr(dtypes, f.name), FLOATS)
+    view = _cast(dtypes)
+    return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)

@@ -156,8 +156,8 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
-    # All the way from storage: `pipe.views` begins at the resident form where the reduction is late.
-    views = pipe._views(pipe.stages, pipe.cast.gradient)
+    # All the way from storage: `pipe.leaf_views` begins at the resident form where the reduction is late.
+    views = pipe.composed(pipe.stages, pipe.dtypes.gradient)
     if pipe.late and pipe.weighted:
         views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
@@ -171,7 +171,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         check_stored(pipe, stored)
         params = state.layout.map_places(lambda leaf, x: see(leaf, x), stored)
         inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
-        return _edges(leave, fn(params, *inputs), scale, pipe.cast.output_dtype)
+        return _edges(leave, fn(params, *inputs), scale, pipe.dtypes.output_dtype)
 
     return fn_stored
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ from ._in_backward import InBackward
 from ._labels import label
 from ._partial_grad import Asks, read, write
 from ._pipeline import Pipeline
-from ._precision import Cast
 from ._run import counter
-from ._shard import Averaging, Like, Sharding, cut
 from ._sight import Sight
 from ._state import State
 from ._stream import Stream, agree_on
@@ -38,6 +35,7 @@ from ._tree import Leaf, Leaves
 from ._types import Context
 from ._uncleared import Uncleared
 from ._units import KEPT, Units, split
+from ._views import Like, cut
 from ._written import WRITTEN
 
 # What must be equal on all ranks at every step.
@@ -87,13 +85,17 @@ class Residence:
                     hook = functools.partial(self._hand_over, leaf.path)
                     self.undo.append(p.register_post_accumulate_grad_hook(hook).remove)
         self.units = self._units()
+        self.sight: Sight | None = None
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
-            sight = Sight(pipe, self.scale, self.units, model, unchanged)
-            self.undo.append(install(model, sight, paths))
+            self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
+            self.undo.append(install(model, self.sight, paths))
         asks = Asks(self._left, self._gone, self._cleared, self.uncleared.missed)
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
+        if not pipe.exact:
+            # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
+            self.refresh()
 
     def _left(self) -> bool:
         """Whether gradients of this micro-step have left to be reduced."""
@@ -122,10 +124,12 @@ class Residence:
         """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
         pipe = self.pipe
         full = p.detach()
-        wide = pipe.cast.store(full, leaf)
-        resident = pipe.sharding.store(wide, leaf).clone() if pipe.sharded_use and pipe.sharding else wide
-        if any(isinstance(s, Cast) for s in pipe.stages[pipe.cut :]):
-            resident = resident.to(pipe.cast.param_dtype or resident.dtype)
+        wide = full.to(pipe.dtypes.stored(leaf))
+        resident, later = pipe.kept(wide, leaf), pipe.stages[pipe.cut :]
+        if pipe.sharded_use:
+            resident = resident.clone()
+        if any(stage.only_dtype for stage in later):
+            resident = resident.to(pipe.dtypes.param_dtype or resident.dtype)
         if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
             resident = resident.contiguous()
         was = p.grad_dtype
@@ -135,7 +139,7 @@ class Residence:
         if leaf.trainable:
             wanted = pipe.resident_grad_dtype(leaf)
             keep_grads_in(p, wanted)
-        if resident.dtype != wide.dtype:
+        if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
             return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
         if pipe.sharded_use:
             # A graph gathers shards anew and knows their age otherwise; writes of `p` are to be the user's alone.
@@ -146,10 +150,10 @@ class Residence:
     def _stream(self) -> Stream | None:
         """Hooks that hand gradients over as they arrive, where the first update half is a reduction."""
         pipe = self.pipe
-        stage = next((s for s in pipe.stages[pipe.cut :] if isinstance(s, Sharding | Averaging)), None)
-        if pipe.late or stage is None or self.control is None:
+        wire = next((s.wire for s in pipe.stages[pipe.cut :] if s.wire is not None), None)
+        if pipe.late or wire is None or self.control is None:
             return None
-        group = self.groups[pipe.groups.index(stage.group)]
+        group = self.groups[pipe.groups.index(wire.group)]
         # Backward reaches the parameters that forward used last, first.
         leaves = [leaf for leaf in reversed(pipe.layout.leaves) if leaf.trainable]
         like = {
@@ -158,7 +162,7 @@ class Residence:
             for p in [self.params[leaf.path]]
         }
         control = joint_channel(pipe.groups)
-        stream = Stream(replace(stage, group=group), control, leaves, like, self._take, MARKS)
+        stream = Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, MARKS)
         for leaf in leaves:
             p = self.params[leaf.path]
             self.undo.append(p.register_post_accumulate_grad_hook(functools.partial(self._hand_over, leaf.path)).remove)
@@ -201,7 +205,7 @@ class Residence:
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
-        g = g.to(self.pipe.cast.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
+        g = g.to(self.pipe.dtypes.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
         if self.in_backward is not None:
             self.copies.carry_leaf(leaf)
             self.in_backward.arrived(leaf.path, g)
@@ -260,8 +264,8 @@ class Residence:
                     self._hand_over(path, p)
             self.stream.settle(marks)
             grads, self.reduced = self.reduced, {}
-            later = self.pipe.stages[self.pipe.cut :]
-            rest = tuple(s for s in later if isinstance(s, Averaging) and isinstance(self.stream.stage, Sharding))
+            # The first of them is what streams.
+            rest = tuple(s for s in self.pipe.stages[self.pipe.cut + 1 :] if not s.only_dtype)
             return self.uncleared.take(self.pipe.pull(rest, grads, self.state.leaves) if rest else grads)
         grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
         if self.control is not None and not agree_on(len(grads), marks, self.control):
@@ -336,29 +340,44 @@ class Residence:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters in the model. What is written to them inside is stored afterwards."""
-        if self.units is None:
+        if self.units is None and self.pipe.exact:
             yield self.model
             self.copies.carry_over()
             return
         parts = {path: p.data for path, p in self.params.items()}
-        self.units.suspended = True
-        for path, full in self.pipe.whole(self.state.leaves).items():
+        self._suspend(True)
+        fulls = self.pipe.whole(self.state.leaves)
+        # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
+        before = None if self.pipe.exact else {path: full.clone() for path, full in fulls.items()}
+        for path, full in fulls.items():
             self.params[path].data = full
+        changed = False
         try:
             yield self.model
-            if self._write_back():
-                self.units.renew()
+            changed = self._write_back(before)
         finally:
             for path, p in self.params.items():
                 p.data = parts[path]
-            self.units.suspended = False
-            self.units.drop()
+            self._suspend(False)
+            if self.units is not None:
+                self.units.drop()
+        if changed:
+            self.refresh()
+
+    def _suspend(self, on: bool) -> None:
+        """Whether the model's parameters are what it sees, for a while."""
+        if self.units is not None:
+            self.units.suspended = on
+        if self.sight is not None:
+            self.sight.suspended = on
 
     @torch.no_grad()
-    def _write_back(self) -> bool:
-        """Store what the model's full parameters hold; whether that is something new."""
+    def _write_back(self, before: Leaves | None) -> bool:
+        """Store what the model's full parameters hold, where it is not what it was; whether that is something new."""
         changed = False
         for leaf in self.pipe.layout.leaves:
+            if before is not None and torch.equal(before[leaf.path], self.params[leaf.path]):
+                continue
             mine = self.pipe.store(self.params[leaf.path].detach(), leaf)
             home = self.state.leaves[leaf.path]
             changed |= not torch.equal(mine, home)
@@ -373,7 +392,7 @@ class Residence:
         if self.units is not None:
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
-            if self.units is not None or full.dtype != self.params[path].dtype:
+            if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.exact:
                 self.params[path].data = full.detach().clone()
         for action in reversed(self.undo):
             action()

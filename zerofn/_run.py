@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._tree import Leaves
-from ._types import Context, Prepared, Role, Scope, Transform, TransformState, select
+from ._types import Context, Prepared, Scope, Transform, TransformState, select
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
@@ -36,16 +36,16 @@ def run(
     if ctx.donate:
         # A schedule that fails must do so before the first write: a state is whole after an error.
         for part in parts:
-            if part.role is Role.OPTIMIZER and part.scope is Scope.LEAF:
+            if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     i = 0
     while i < len(parts):
         head = parts[i]
         j = i + 1
         if head.scope is not Scope.WHOLE:
-            while j < len(parts) and parts[j].scope is Scope.LEAF and parts[j].role is not Role.AFTER:
+            while j < len(parts) and parts[j].scope is Scope.LEAF and not parts[j].facts.watches:
                 j += 1
-        if head.role is Role.AFTER:
+        if head.facts.watches:
             # A leaf without a gradient in this step has kept its value, and that is watched too.
             signal = {**params, **signal}
         prepared, stop = _prepare(parts[i:j], signal, new, params, ctx)

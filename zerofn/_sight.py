@@ -75,6 +75,8 @@ class Sight:
         self.scaled = pipe.scale is not None
         self.scale = scale
         self.units = units
+        # The parameters are what the model sees for a while, whatever its views.
+        self.suspended = False
         self.model = weakref.ref(model)
         # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
         self.unchanged = unchanged
@@ -118,7 +120,7 @@ class Sight:
         """Before a call from outside, or one that a backward repeats."""
         if self.scaled:
             self.attributes.hide(self.admit)
-        if self.scaled or self.pipe.cast.output_dtype is not None:
+        if self.scaled or self.pipe.dtypes.output_dtype is not None:
             self.local.leaving = Leaving(lambda edge: self._crossing(edge, False))
             self.local.leaving.carry(self.attributes.known_pairs())
 
@@ -140,6 +142,8 @@ class Sight:
             if stored is self.units.params[path]:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
+        elif self.suspended:
+            view = _only_cast(view, stored)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
         if not self.local.calls:
@@ -161,7 +165,7 @@ class Sight:
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
-        dtype = cast_to(x, self.pipe.cast.param_dtype or self.pipe.cast.store_dtype)
+        dtype = cast_to(x, self.pipe.dtypes.param_dtype or self.pipe.dtypes.store_dtype)
         if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
         if not self.scaled:
@@ -177,7 +181,7 @@ class Sight:
             # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
             units = self.units
             y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
-        dtype = cast_to(y, self.pipe.cast.output_dtype)
+        dtype = cast_to(y, self.pipe.dtypes.output_dtype)
         if not crosses(y):
             return y
         return self._out(y, dtype, dtype not in (None, y.dtype) or (self.scaled and differentiable(y)), RETURNED)
@@ -242,4 +246,8 @@ def _of_another(view: LeafView, given: Tensor) -> LeafView:
                 "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
             )
         )
+    return _only_cast(view, given)
+
+
+def _only_cast(view: LeafView, given: Tensor) -> LeafView:
     return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ._group import Group
-from ._shard import Averaging, Flat, Like, Sharding, cut, wire_of
 from ._transfers import all_gather_into
 from ._tree import Leaf
+from ._views import Like, Wire, cut
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
@@ -40,7 +40,7 @@ class Stream:
     """Reduces the gradients of resident parameters as they arrive.
 
     Args:
-        stage: a `Sharding` or an `Averaging` on a group of this stream's own.
+        wire: what carries them, on a group of this stream's own.
         control: a group for the agreement at `settle`, apart from the buckets under way.
         leaves: trainable leaves, in the order in which backward is expected to reach them.
         like: what the gradient of each is.
@@ -50,7 +50,7 @@ class Stream:
 
     def __init__(
         self,
-        stage: Sharding | Averaging,
+        wire: Wire,
         control: Group,
         leaves: list[Leaf],
         like: dict[str, Like],
@@ -58,8 +58,7 @@ class Stream:
         marks: tuple[str, ...],
     ):
         self.marks = marks
-        self.stage, self.control, self.like, self.done = stage, control, like, done
-        self.wire: Sharding | Flat = wire_of(stage, like)
+        self.wire, self.control, self.like, self.done = wire, control, like, done
         self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
         self.pending: dict[str, deque[Tensor]] = {}
@@ -129,10 +128,10 @@ class Stream:
         """Send the next bucket with what has arrived for it."""
         bucket = self.buckets[self.next]
         grads = [self._oldest(leaf.path) for leaf in bucket]
-        first = self.like[bucket[0].path]
+        first, numels = self.like[bucket[0].path], self._numels(bucket)
         with torch.no_grad():
             flat = [None if g is None else g.reshape(-1) for g in grads]
-            buffer = self.wire.pack(flat, bucket, self.stage.reduce_dtype or first.dtype, first.device)
+            buffer = self.wire.pack(flat, bucket, numels, self.wire.reduce_dtype or first.dtype, first.device)
         del grads, flat
         work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
@@ -163,10 +162,13 @@ class Stream:
         if self.dropping:
             return
         with torch.no_grad():
-            for leaf, g in zip(bucket, self.wire.unpack(out, bucket), strict=True):
+            for leaf, g in zip(bucket, self.wire.unpack(out, bucket, self._numels(bucket)), strict=True):
                 if g is not None:
                     # Parts of one buffer, which all leaves of the bucket keep alive together.
                     self.done(leaf, g)
+
+    def _numels(self, bucket: list[Leaf]) -> list[int]:
+        return [self.like[leaf.path].numel for leaf in bucket]
 
     def settle(self, marks: dict[str, int]) -> None:
         """Send what is left, on every rank as many rounds, and wait for all of it.

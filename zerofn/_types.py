@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch import Tensor
 from ._compat import is_wrapped
 from ._errors import bad_leaves
 from ._gradients import READABLE, misshapen, split_grads, unreadable
-from ._tree import Layout, Leaf, Leaves, Tree, flatten, make_layout, unflatten
+from ._spec import Through
+from ._tree import Layout, Leaves, Tree, flatten, make_layout, unflatten
+from ._views import ViewOf, no_view
 
 # A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.
 TransformState = dict[str, Any]
@@ -26,19 +28,34 @@ Schedule = Callable[[Any], Any]
 ScalarOrSchedule = float | Tensor | Schedule
 
 
-class Role(Enum):
-    """What a transform is to its neighbours; the rules of order are written on roles."""
+@dataclass(frozen=True)
+class Facts:
+    """What others may know of a transform without knowing which it is. What holds others declares it for all of them.
 
-    SHARD = "parameters live as shards and are gathered on use"
-    SCATTER = "gradients are reduced to shards"
-    REDUCE = "gradients are averaged over replicas"
-    CAST = "dtypes of storage, compute and gradients"
-    SCALE = "loss scale"
-    ACCUMULATE = "sum over micro-batches"
-    GRADIENT = "gradient to gradient"
-    OPTIMIZER = "gradient to new parameter"
-    AFTER = "watches new parameters"
-    CHAIN = "several transforms"
+    Attributes:
+        optimizes: what leaves it is new parameters.
+        watches: it looks at new parameters.
+        window: micro-steps that it adds up before one goes on; 1 where it holds none back.
+        weighted: whether those are weighted.
+        scales: cotangents carry a factor up to it, the entry `scale` of its state.
+        adds: what leaves it is added to the parameters where nothing else makes new ones.
+        rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
+        reports: metrics of the whole gradient that it shows, which the pipeline then need not.
+    """
+
+    optimizes: bool = False
+    watches: bool = False
+    window: int = 1
+    weighted: bool = False
+    scales: bool = False
+    adds: bool = False
+    rate: Any = None
+    reports: frozenset[str] = frozenset()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps gradients for a later micro-step."""
+        return self.window > 1 or self.weighted
 
 
 class Scope(Enum):
@@ -65,34 +82,6 @@ def most(needs: Iterable[str]) -> str:
     ('leaf', 'element')
     """
     return max(needs, key=NEEDS.index, default="element")
-
-
-class Stage(Protocol):
-    """The view half: a linear map between the stored and the seen form of one leaf.
-
-    All take tensors with any number of leading batch dimensions, which is what makes `vmap` work.
-
-    Attributes:
-        only_dtype: whether it changes nothing but the dtype.
-    """
-
-    only_dtype: ClassVar[bool]
-
-    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """Storage to model."""
-        ...
-
-    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
-        """The transpose: a cotangent of the model's side to one of the stored side."""
-        ...
-
-    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """A seen parameter to what is stored of it; `view` after `store` is the identity."""
-        ...
-
-    def changes(self, leaf: Leaf) -> bool:
-        """Whether the leaf is touched at all."""
-        ...
 
 
 class Reduction(Protocol):
@@ -213,11 +202,6 @@ def pass_through(
     return grads, state
 
 
-def no_stage(layout: Layout) -> Stage | None:
-    """The view half of a transform that has none."""
-    return None
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Transform:
     """A pair of pure functions: how parameters are seen, and what becomes of their gradients.
@@ -227,32 +211,33 @@ class Transform:
 
     Attributes:
         name: unique in a chain; the key of its state.
-        role: what the rules of order need to know.
+        facts: what others may know of it.
         scope: how much of the tree the update must see at once.
         needs: how much an update must see to be right, one of `NEEDS`. What is not in `OF_PIECES` is refused where
             leaves are cut, so one that says nothing is never handed a piece.
-        linear: whether the update is linear in the gradient, so that it may run on every backward.
+        view_fn: its view half for a layout, `None` where it has none there.
+        through: what it does to a gradient's `Spec`, and where it cannot stand; by its facts, if it says nothing.
         parts: the members of a chain, or the one that is wrapped.
+        in_turn: whether its update is that of its parts, one after the other: a chain.
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
         named_fn: of a transform whose metrics have its name in them: the same under another one.
-        reports: metrics of the whole gradient that it shows, which the pipeline then need not.
         base: its name before a chain gave it a number; `None` where none did.
     """
 
     name: str
-    role: Role
     scope: Scope = Scope.LEAF
     needs: str = "tree"
-    linear: bool = False
+    facts: Facts = Facts()
     init_fn: Callable[[Leaves, Layout], TransformState] = no_state
     prepare_fn: Callable[..., Prepared] = nothing_to_prepare
     update_fn: Callable[..., tuple[Leaves, TransformState]] = pass_through
-    stage_fn: Callable[[Layout], Stage | None] = no_stage
+    view_fn: ViewOf = no_view
+    through: Through | None = None
     parts: tuple[Transform, ...] = ()
+    in_turn: bool = False
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
     named_fn: Callable[[str], Transform] | None = None
-    reports: frozenset[str] = frozenset()
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
@@ -269,6 +254,16 @@ class Transform:
             return replace(self, name=name, base=base)
         other = self.named_fn(name)
         return replace(self, name=name, base=base, update_fn=other.update_fn, members_fn=other.members_fn)
+
+    @property
+    def members(self) -> tuple[Transform, ...]:
+        """The transforms of a chain; of any other transform itself."""
+        return self.parts if self.in_turn else (self,)
+
+    @property
+    def idle(self) -> bool:
+        """Whether its update half has nothing to do."""
+        return self.update_fn is pass_through and self.prepare_fn is nothing_to_prepare
 
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
@@ -308,7 +303,7 @@ class Transform:
         return self.name, self.base, self.factory, dict(self.config), self.parts
 
     def __repr__(self) -> str:
-        if self.role is Role.CHAIN:
+        if self.in_turn:
             inner = ",\n".join(repr(p) for p in self.parts)
             return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
         arguments = ", ".join(f"{k}={_show(v)}" for k, v in self.config.items())
@@ -336,7 +331,7 @@ def _show(value: Any) -> str:
 
 def gives_parameters(t: Transform) -> bool:
     """Whether what leaves the transform is new parameters rather than gradients."""
-    return t.role is Role.OPTIMIZER or any(gives_parameters(p) for p in t.parts if t.role is Role.CHAIN)
+    return t.facts.optimizes or (t.in_turn and any(map(gives_parameters, t.parts)))
 
 
 def concrete(x: Any) -> bool:

@@ -32,8 +32,8 @@ from ._lazy import Lazy
 from ._partial_grad import writes
 from ._pipeline import Pipeline
 from ._rounds import STEP, Rounds
-from ._shard import Averaging, Sharding, cut
 from ._tree import Leaf, Leaves
+from ._views import cut
 from ._written import Written
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
@@ -70,10 +70,12 @@ class Units:
         alone: tuple[Leaf, ...] = (),
     ):
         data, control = groups
+        assert pipe.sharding is not None
+        self.wire = pipe.sharding.on(data, pipe.sharding.reduce_dtype)
         stages = pipe.stages[: pipe.cut]
-        found = next(s for s in stages if isinstance(s, Sharding))
-        self.stage = Sharding(data, found.reduce_dtype)
-        assert not any(isinstance(s, Averaging) for s in stages)
+        at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
+        # What parts are seen through before they are gathered, and what whole leaves are seen through after it.
+        self.of_parts, self.of_wholes = stages[at + 1 :], stages[:at]
         self.pipe, self.params, self.scale, self.accept, self.ended = pipe, params, scale, accept, ended
         self.rounds = Rounds(control, self._join)
         self.units = [*units, *([leaf] for leaf in alone)]
@@ -91,7 +93,7 @@ class Units:
         self.updates = 0
         self.writes = [[0] * len(unit) for unit in self.units]
         self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in self.units]
-        self.watch = Written(units, params, self.stage.span)
+        self.watch = Written(units, params, self.wire.span, pipe.exact)
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
         self.partial: set[str] = set()
         # Sums of gradients since gradients were last cleared, of which every rank has its part, or has dropped it.
@@ -104,7 +106,7 @@ class Units:
     def look(self, path: str, keep: bool) -> Tensor:
         """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
         if self.suspended:
-            return self.params[path].detach().to(self.pipe.cast.param_dtype or self.params[path].dtype)
+            return self.params[path].detach().to(self.pipe.dtypes.param_dtype or self.params[path].dtype)
         i, j = self.place[path]
         if functorch_active():
             return self._look_within(i)[j]
@@ -142,6 +144,8 @@ class Units:
             self.drop(ALIVE - 1)
             self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, self._mine(i)))
             self._note(i)
+            if i < self.blocks:
+                self.watch.begin(i, self.live[i])
         self.live.move_to_end(i)
         return self.live[i]
 
@@ -329,8 +333,7 @@ class Units:
         return [torch.zeros_like(self.params[leaf.path]) if x is None else x for leaf, x in pairs]
 
     def _seen_dtype(self, i: int, leaf: Leaf) -> torch.dtype:
-        stored = self.pipe.cast.stored(leaf)
-        return stored if i >= self.blocks else self.pipe.cast.param_dtype or stored
+        return self.pipe.dtypes.stored(leaf) if i >= self.blocks else self.pipe.dtypes.seen(leaf)
 
     def _buckets(self, i: int) -> list[list[Leaf]]:
         return cut(self.units[i], {leaf.path: self._seen_dtype(i, leaf) for leaf in self.units[i]}, 1 << 62)
@@ -339,21 +342,35 @@ class Units:
         named = dict(zip((leaf.path for leaf in self.units[i]), shards, strict=True))
         out: Leaves = {}
         for bucket in self._buckets(i):
-            cast = [named[leaf.path].to(self._seen_dtype(i, leaf)) for leaf in bucket]
-            for leaf, full in zip(bucket, self.stage.gather(cast, bucket), strict=True):
-                out[leaf.path] = full.reshape(leaf.shape)
+            parts = [self._seen_part(i, leaf, named[leaf.path]) for leaf in bucket]
+            for leaf, full in zip(bucket, self.wire.gather(parts, bucket), strict=True):
+                full = full.reshape(leaf.shape)
+                for stage in reversed(self.of_wholes):
+                    full = stage.view(full, leaf)
+                out[leaf.path] = full
         return [out[leaf.path] for leaf in self.units[i]]
+
+    def _seen_part(self, i: int, leaf: Leaf, part: Tensor) -> Tensor:
+        """This rank's part through the views that come before it is gathered; alone, in the dtype it is stored in."""
+        for stage in reversed(self.of_parts):
+            part = part if stage.only_dtype and i >= self.blocks else stage.view(part, leaf)
+        return part.to(self._seen_dtype(i, leaf))
 
     def _scatter(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
         out: dict[str, Tensor] = {}
         scale = self.scale() if i < self.blocks else None
         for bucket in self._buckets(i):
-            dtype = self.stage.reduce_dtype or self._seen_dtype(i, bucket[0])
+            dtype, numels = self.wire.reduce_dtype or self._seen_dtype(i, bucket[0]), [leaf.numel for leaf in bucket]
+            for leaf in bucket:
+                for stage in self.of_wholes if leaf.path in named else ():
+                    named[leaf.path] = stage.pull(named[leaf.path], leaf)
             flat = [named[leaf.path].reshape(-1) if leaf.path in named else None for leaf in bucket]
-            rows = self.stage.pack(flat, bucket, dtype, self.params[bucket[0].path].device)
-            for leaf, g in zip(bucket, self.stage.unpack(self.stage.send(rows)[1], bucket), strict=True):
+            rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
+            for leaf, g in zip(bucket, self.wire.unpack(self.wire.send(rows)[1], bucket, numels), strict=True):
                 if g is not None:
+                    for stage in self.of_parts:
+                        g = g if stage.only_dtype else stage.pull(g, leaf)
                     own = self.pipe.resident_grad_dtype(leaf)
                     out[leaf.path] = g.to(own, copy=True) if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ._errors import explain
 from ._pipeline import Pipeline
 from ._state import State
-from ._types import Role, Transform
 
 
 class Window:
@@ -24,13 +23,13 @@ class Window:
     """
 
     def __init__(self, pipe: Pipeline, state: Callable[[], State]):
-        self.parts = [p for p in pipe.parts if p.role is Role.ACCUMULATE]
+        self.parts = [p for p in pipe.parts if p.facts.holds]
         self.state = state
         self.forced: bool | None = None
         self.averaged: bool | None = None
         self.every = 1
         for part in self.parts:
-            self.every *= _every(part)
+            self.every *= part.facts.window
 
     @property
     def holds(self) -> bool:
@@ -42,7 +41,7 @@ class Window:
         if self.forced is not None:
             return self.forced
         own = [(p, self.state().transforms[p.name]) for p in self.parts]
-        return all(int(state["count"]) + 1 >= _every(p) for p, state in own if state)
+        return all(int(state["count"]) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:
         """What `set_boundary` does.
@@ -77,8 +76,3 @@ class Window:
                 )
             )
         self.averaged = scale_wrt_gas
-
-
-def _every(part: Transform) -> int:
-    """Micro-batches in a window; an offloaded accumulation has them one level down."""
-    return part.config.get("every", 1) if not part.parts else max(_every(p) for p in part.parts)

@@ -78,20 +78,32 @@ class Written:
         units: leaves that are gathered together.
         params: this rank's shards by path.
         span: this rank's flat range of a leaf.
+        exact: whether a copy has the numbers that are stored. Where a view has made others, what is written into it
+            is noticed and cannot be stored.
 
     Attributes:
         lost: what could not be stored, by path, and why.
         sums: `checksum` of every leaf that was written into since the last step, by path.
     """
 
-    def __init__(self, units: list[list[Leaf]], params: Leaves, span: Callable[[Leaf], tuple[int, int]]):
-        self.units, self.params, self.span = units, params, span
+    def __init__(
+        self, units: list[list[Leaf]], params: Leaves, span: Callable[[Leaf], tuple[int, int]], exact: bool = True
+    ):
+        self.units, self.params, self.span, self.exact = units, params, span, exact
+        # Where a copy has other numbers than those stored: this rank's rows of it, by unit.
+        self.began: dict[int, list[Tensor]] = {}
         # Of the copies that are kept now, by unit.
         self.given: dict[int, Given] = {}
         self.held: list[Held] = []
         self.counts = [[0] * len(unit) for unit in units]
         self.lost: dict[str, str] = {}
         self.sums: dict[str, int] = {}
+
+    def begin(self, i: int, fulls: list[Tensor]) -> None:
+        """A unit has been gathered."""
+        if not self.exact:
+            spans = [self.span(leaf) for leaf in self.units[i]]
+            self.began[i] = [x.reshape(-1)[low:high].clone() for x, (low, high) in zip(fulls, spans, strict=True)]
 
     def give(self, i: int, views: tuple[Tensor, ...] = ()) -> None:
         """Forward has these tensors of a unit's copy from now on; or some that a transform of torch.func wraps."""
@@ -113,7 +125,7 @@ class Written:
             for j, (leaf, full) in enumerate(zip(self.units[i], fulls, strict=True)):
                 for views in given.views:
                     self._check(leaf, views[j], full, given.nodes)
-                changed |= self._store(leaf, full.view(-1), None)
+                changed |= self._store(leaf, full.view(-1), self.began[i][j] if i in self.began else None)
                 if given.version(j):
                     self._note(leaf, full)
         return changed
@@ -121,7 +133,9 @@ class Written:
     def _note(self, leaf: Leaf, full: Tensor) -> None:
         """A leaf has been written into, whether or not rows of this rank are among what is."""
         stored = self.params[leaf.path].dtype
-        if full.dtype != stored:
+        if not self.exact:
+            self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
+        elif full.dtype != stored:
             self.lost[leaf.path] = f"seen in {full.dtype}, stored in {stored}"
         else:
             self.sums[leaf.path] = checksum(full)
@@ -140,7 +154,7 @@ class Written:
             rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
         if same(mine, rows):
             return False
-        if mine.dtype != stored.dtype:
+        if mine.dtype != stored.dtype or not self.exact:
             self._note(leaf, flat)
             return False
         stored.copy_(mine)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compose import as_transform, chain, guest
+from ._compose import as_transform, chain
 from ._cutting import check_cut, draw_cut, fit_for_pieces, singly
 from ._errors import bad_leaves
 from ._pure import init, make_step, update
 from ._sgd import sgd
 from ._state import State
 from ._tree import Tree, flatten, make_layout, tree_map, tree_paths
-from ._types import Role, Scope, Transform
+from ._types import Scope, Transform
 
 
 def assert_trees_equal(actual: Tree, expected: Tree, what: str = "trees differ") -> None:
@@ -155,21 +155,21 @@ class _Case:
     def steps(self) -> int:
         """Micro-steps that close a window twice."""
         every = 1
-        for t in _inner(self.pipe):
-            every *= t.config.get("every", 1) if t.role is Role.ACCUMULATE else 1
+        for t in self.pipe.members:
+            every *= t.facts.window
         return 2 * every + 1
 
     @property
     def weight(self) -> dict[str, float]:
-        held = (t for t in _inner(self.pipe) if t.role is Role.ACCUMULATE)
-        return {"weight": 2.0} if any(t.config.get("weighted") for t in held) else {}
+        return {"weight": 2.0} if any(t.facts.weighted for t in self.pipe.members) else {}
 
     @property
     def guests(self) -> bool:
-        return any(t.factory is guest for t in _inner(self.pipe))
+        return any(t.facts.adds for t in _inner(self.pipe))
 
-    def has(self, role: Role) -> bool:
-        return any(t.role is role for t in _inner(self.pipe))
+    @property
+    def scales(self) -> bool:
+        return any(t.facts.scales for t in self.pipe.members)
 
     def grads(self, state: State, seed: int) -> Tree:
         return random_like(state.params, seed=100 + seed)
@@ -233,10 +233,10 @@ def check_transform(tx: Any, params: Tree = None) -> None:
 
 
 def _completed(tx: Transform) -> Transform:
-    parts = tx.parts if tx.role is Role.CHAIN else (tx,)
-    if any(t.role is Role.OPTIMIZER for t in parts):
+    parts = tx.members
+    if any(t.facts.optimizes for t in parts):
         return tx
-    return chain(sgd(0.1), tx) if parts and parts[0].role is Role.AFTER else chain(tx, sgd(0.1))
+    return chain(sgd(0.1), tx) if parts and parts[0].facts.watches else chain(tx, sgd(0.1))
 
 
 def _fail(case: _Case, law: str) -> str:
@@ -298,7 +298,7 @@ def _skeleton(tree: Tree) -> Tree:
 
 def _perturbed(t: Transform) -> list[Transform]:
     """The transform with its positive float hyperparameters changed, one after the other."""
-    if t.parts and t.role is Role.CHAIN:
+    if t.parts and t.in_turn:
         return [chain(*t.parts[:i], new, *t.parts[i + 1 :]) for i, p in enumerate(t.parts) for new in _perturbed(p)]
     found = []
     for name, value in t.config.items():
@@ -360,7 +360,7 @@ def _one_leaf(case: _Case) -> None:
 
 
 def _leafwise(t: Transform) -> bool:
-    return t.scope is Scope.LEAF and t.factory is not guest
+    return t.scope is Scope.LEAF and not t.facts.adds
 
 
 def _donate(case: _Case) -> None:
@@ -399,16 +399,16 @@ def _stack(trees: list[Tree]) -> Tree:
 
 def _held(case: _Case) -> None:
     law = "a held or skipped step changes nothing but its own counters. "
-    keepers = {t.name for t in case.pipe.parts if t.role is Role.ACCUMULATE}
+    keepers = {t.name for t in case.pipe.members if t.facts.holds}
     state = init(case.pipe, case.params)
     for i in range(case.steps):
         new, metrics = update(case.pipe, case.grads(state, i), state, **case.weight)
         if not metrics["updated"]:
-            own = keepers | {t.name for t in case.pipe.parts if t.role is Role.SCALE}
+            own = keepers | {t.name for t in case.pipe.members if t.facts.scales}
             _assert_untouched(case, state, new, own, law + "A held one changed:")
         state = new
-    if case.has(Role.SCALE):
-        own = {t.name for t in case.pipe.parts if t.role is Role.SCALE}
+    if case.scales:
+        own = {t.name for t in case.pipe.members if t.facts.scales}
         for value in (torch.nan, torch.inf, -torch.inf):
             grads = tree_map(lambda g, v=value: None if g is None else torch.full_like(g, v), case.grads(state, 0))
             new, _ = update(case.pipe, grads, state, **case.weight)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import zerofn as zf
 from zerofn import _cutting
-from zerofn._types import Prepared, Role, Scope, Transform
+from zerofn.extend import Prepared, Scope, Transform
 from zerofn.testing import _Case, _completed, _cut_anywhere, _difference, check_transform, random_like, sample_params
 
 from .strategies import BF16, F16, F32, F64, pipelines, seeds, trees
@@ -229,7 +229,7 @@ def test_a_number_that_is_not_of_all_ranks():
         return Prepared(carry=float(ctx.reduction.max(torch.as_tensor(total))) ** 0.5)
 
     def of(prepare):
-        return Transform("mine", Role.GRADIENT, Scope.TREE, "number", prepare_fn=prepare, update_fn=update)
+        return Transform("mine", Scope.TREE, "number", prepare_fn=prepare, update_fn=update)
 
     law(of(summed))()
     with pytest.raises(AssertionError, match="flat pieces"):

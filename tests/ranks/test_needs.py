@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn._types import Role, Transform
+from zerofn.extend import Transform
 
 SIZE = 2
 STEPS = 4
@@ -128,7 +128,7 @@ NESTED = {
         "muon_formula needs whole leaves (needs='leaf'), lars_formula needs",
     ),
     "built by hand": (
-        lambda: (Transform("by_hand", Role.GRADIENT), zf.sgd(1.0)),
+        lambda: (Transform("by_hand"), zf.sgd(1.0)),
         "by_hand needs the whole tree (needs='tree')",
     ),
 }

@@ -25,7 +25,7 @@ from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn._types import Role, Transform
+from zerofn.extend import Transform
 
 # At the end, since a directory of tests may hold a module of the same name as one of here.
 sys.path.append(str(Path(__file__).parents[1] / "eager"))
@@ -335,7 +335,7 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
     held = [zf.accumulate(every)] if every > 1 else [P.hold()] if stage == 1 else []
     late = [zf.reduce_scatter()] if stage == 1 else []
     last = zf.low_precision_adam(1e-3, rounding="stochastic") if precision == "bf16" else zf.sgd(LR)
-    shown = Transform("show", Role.GRADIENT, needs="element", update_fn=show)
+    shown = Transform("show", needs="element", update_fn=show)
     return zf.chain(*first, *cast, *held, *late, shown, last)
 
 
