@@ -28,7 +28,11 @@ class Copies:
 
     def __init__(self, pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves]):
         self.pipe, self.params, self.stored = pipe, params, stored
-        self.leaves = [leaf for leaf in pipe.layout.leaves if params[leaf.path].dtype != stored()[leaf.path].dtype]
+        # Between the two forms, from the model to storage.
+        self.later = pipe.stages[pipe.cut :]
+        viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
+        dtypes = {path: x.dtype for path, x in stored().items()}
+        self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]
         self.note()
 
     def note(self) -> None:
@@ -47,8 +51,13 @@ class Copies:
         if self.counts.get(leaf.path) in (None, self._count(leaf)):
             return
         home = self.stored()[leaf.path]
-        mine = p.detach() if self.pipe.sharding is None else self.pipe.sharding.store(p.detach(), leaf)
-        home.copy_(torch.where(mine == home.to(mine.dtype), home, mine.to(home.dtype)))
+        mine, new, told = p.detach(), p.detach(), home
+        for stage in self.later:
+            new = stage.store(new, leaf)
+            mine = mine if stage.wire is None else stage.store(mine, leaf)
+        for stage in reversed(self.later):
+            told = stage.view(told, leaf) if stage.wire is None else told
+        home.copy_(torch.where(mine == told.to(mine.dtype), home, new.to(home.dtype)))
         self.counts[leaf.path] = self._count(leaf)
 
     def _count(self, leaf: Leaf) -> list[Writes]:

@@ -63,7 +63,7 @@ def label(
         for path, p in params.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    return undo + mark(model, leaves, pipe.sharding, is_whole) + [_hide_from_ddp(model)]
+    return undo + mark(model, leaves, pipe.kept, is_whole) + [_hide_from_ddp(model)]
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:

@@ -19,7 +19,6 @@ from ._calls import Hook
 from ._errors import explain
 from ._mixing import check_beside_part, pointwise
 from ._tree import Leaf
-from ._views import Wire
 
 # Where `get_model_state_dict` lives, of which whoever does not use it need not load.
 BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
@@ -72,14 +71,17 @@ def _check_not_in_full() -> None:
 
 
 def mark(
-    model: nn.Module, leaves: dict[int, Leaf], sharding: Wire, is_whole: Callable[[], bool]
+    model: nn.Module,
+    leaves: dict[int, Leaf],
+    kept: Callable[[Tensor, Leaf], Tensor],
+    is_whole: Callable[[], bool],
 ) -> list[Callable[[], None]]:
     """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
 
     Args:
         model: its parameters are this rank's parts.
         leaves: `id(parameter)` to leaf.
-        sharding: how they are cut.
+        kept: a full tensor to what this rank keeps of it.
         is_whole: whether the parameters are full ones for a while.
     """
 
@@ -95,7 +97,7 @@ def mark(
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size(leaf.shape):
-                state[prefix + name] = sharding.store(x.detach(), leaf)
+                state[prefix + name] = kept(x.detach(), leaf)
 
     names: dict[nn.Module, dict[str, Leaf]] = {
         module: {n: leaves[id(p)] for n, p in module.named_parameters(recurse=False, remove_duplicate=False)}

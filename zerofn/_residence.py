@@ -114,7 +114,7 @@ class Residence:
     def _zero(self, path: str) -> Tensor:
         leaf = next(leaf for leaf in self.pipe.layout.leaves if leaf.path == path)
         stored = self.state.leaves[path]
-        return stored.new_zeros(self.pipe.stored_shape(leaf), dtype=self.pipe.cast.gradient(leaf))
+        return stored.new_zeros(self.pipe.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
