@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import zerofn._groups
-import zerofn._residence
+import zerofn.eager.resident_params
+import zerofn.ranks.process_groups
 
 
 class Channels:
@@ -18,17 +18,17 @@ class Channels:
     def __init__(self):
         self.opened: list[Any] = []
         self.next = 0
-        zerofn._residence.agree_on_start = lambda pipe, params: None
-        self.open = {name: getattr(zerofn._residence, name) for name in ("channel", "joint_channel")}
+        zerofn.eager.resident_params.agree_on_start = lambda pipe, params: None
+        self.open = {name: getattr(zerofn.eager.resident_params, name) for name in ("channel", "joint_channel")}
         for name in self.open:
-            setattr(zerofn._residence, name, lambda groups, name=name: self.take(name, groups))
+            setattr(zerofn.eager.resident_params, name, lambda groups, name=name: self.take(name, groups))
 
     def take(self, name: str, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""
         if self.next == len(self.opened):
             # Not the model's that comes first, which would close them.
-            with zerofn._groups.held_by(None):
-                zerofn._groups.world_group("mesh"), zerofn._groups.world_group()
+            with zerofn.ranks.process_groups.held_by(None):
+                zerofn.ranks.process_groups.world_group("mesh"), zerofn.ranks.process_groups.world_group()
                 self.opened.append(self.open[name](groups))
         self.next += 1
         return self.opened[self.next - 1]

@@ -75,7 +75,7 @@ def exported(path: Path) -> int | str:
 
 def impatient() -> None:
     """Do not wait for minutes for a lock that was left behind."""
-    for name in ("zerofn._lock", "zerofn._manifest"):
+    for name in ("zerofn.storage.lock", "zerofn.storage.manifest"):
         if hasattr(sys.modules.get(name), "PATIENCE"):
             sys.modules[name].PATIENCE = PATIENCE  # type: ignore[attr-defined]
 
@@ -240,7 +240,7 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
     def rank(number: int) -> Callable[[Callable[..., None]], None]:
         def work(tell: Callable[..., None]) -> None:
             os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-            from zerofn._groups import initialize
+            from zerofn.ranks.process_groups import initialize
 
             initialize("gloo", str(store))
             new = state(n)
@@ -263,7 +263,7 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
 
 def save_for_ever(directory: str, n: int, diary: str) -> None:
     """A rank of `zf.launch` that saves one number after the other, and writes down which it has saved."""
-    from zerofn._groups import world_group
+    from zerofn.ranks.process_groups import world_group
 
     rank = world_group("test").rank
     (Path(diary) / f"pid{rank}").write_text(str(os.getpid()))

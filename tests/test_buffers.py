@@ -11,9 +11,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn import _manifest
-from zerofn._groups import world_group
-from zerofn._launch import launch
+from zerofn.ranks.local.launch import launch
+from zerofn.ranks.process_groups import world_group
+from zerofn.storage import manifest as _manifest
 
 TX = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2))
 

@@ -20,8 +20,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn import _lock, _manifest
-from zerofn._launch import launch
+from zerofn.ranks.local.launch import launch
+from zerofn.storage import lock as _lock
+from zerofn.storage import manifest as _manifest
 
 BF16 = torch.bfloat16
 LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))
@@ -619,7 +620,7 @@ def test_the_lock_of_a_dead_process_is_gone(saved):
     hold = f"""
 import time
 from pathlib import Path
-from zerofn._lock import Lock
+from zerofn.storage.lock import Lock
 lock = Lock()
 lock.acquire(Path({str(directory)!r}), exclusive=True)
 print("held", flush=True)

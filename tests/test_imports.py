@@ -12,7 +12,16 @@ import pytest
 import zerofn as zf
 
 PACKAGE = Path(zf.__file__).parent
-MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def _name(path):
+    """A module as it is imported within the package: `core.tree`, `testing`, and `__init__` for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[:-1] else parts)
+
+
+MODULES = {_name(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+FOLDERS = {_name(path) for path in PACKAGE.rglob("__init__.py")} - {"testing"}
 
 # The contract of the design, section 2.
 PUBLIC = [
@@ -50,29 +59,42 @@ def _top(tree):
             yield from _top(ast.Module([*node.body, *node.orelse, *node.finalbody], []))
 
 
-def siblings(tree):
-    """Modules of the package that are imported, anywhere, with lazy imports."""
+def siblings(module):
+    """Modules of the package that `module` imports, anywhere, with lazy imports."""
+    here = module.split(".") if module in FOLDERS | {"testing"} else module.split(".")[:-1]
     found = set()
-    for name, _ in imports(tree):
-        parts = name.removeprefix("zerofn").lstrip(".").split(".")
-        if name.startswith((".", "zerofn")) and parts[0] in MODULES:
-            found.add(parts[0])
-    return found
+    for name, _ in imports(MODULES[module]):
+        dots = len(name) - len(name.lstrip("."))
+        if dots:
+            name = ".".join([*(here[: len(here) - dots + 1] if module != "__init__" else []), name.lstrip(".")])
+        elif name == "zerofn" or name.startswith("zerofn."):
+            name = name.removeprefix("zerofn").lstrip(".")
+        else:
+            continue
+        parts = name.split(".")
+        known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        found.add(next((m for m in known if m in MODULES), "__init__"))
+    return found - FOLDERS - {module}
+
+
+def folder(module):
+    """The row of the table that a module belongs to: its folder, or itself."""
+    return module.split(".")[0] + "/" if "." in module and module != "testing.cutting" else module.split(".")[0]
 
 
 def test_modules_import_one_way():
-    graph = {name: siblings(tree) - {name} for name, tree in MODULES.items()}
+    graph = {name: siblings(name) for name in MODULES.keys() - FOLDERS}
     done, order = set(), []
     while len(done) < len(graph):
         ready = [n for n, needs in graph.items() if n not in done and needs <= done]
         assert ready, "a cycle among " + ", ".join(f"{n} -> {sorted(graph[n] - done)}" for n in graph if n not in done)
         done.update(ready)
         order += ready
-    assert order.index("__init__") > order.index("_tree")
+    assert order.index("eager.optimizer") > order.index("core.tree")
 
 
 @pytest.mark.parametrize(
-    ("library", "owners"), [("optree", {"_tree"}), ("torch.distributed", {"_collectives"}), ("matplotlib", set())]
+    ("library", "owners"), [("optree", {"core.tree"}), ("torch.distributed", {"ranks.backend"}), ("matplotlib", set())]
 )
 def test_only_one_module_imports(library, owners):
     found = {
@@ -89,17 +111,22 @@ def test_torch_distributed_is_not_reached_around_the_import():
     for module, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-                assert module == "_collectives", f"{module}.py:{node.lineno} uses torch.distributed"
+                assert module == "ranks.backend", f"{module}.py:{node.lineno} uses torch.distributed"
 
 
-def test_the_map_in_the_readme_names_every_module_once_below_what_it_imports():
+def test_a_folder_imports_from_itself_and_the_rows_above_it():
     inside = (PACKAGE.parent / "README.md").read_text().partition("## Inside")[2]
-    lines = inside.split("```")[1].strip().splitlines()
-    rows = [re.split(" {3,}", line)[0].split() for line in lines]
-    assert sorted(name for row in rows for name in row) == sorted(MODULES.keys() - {"__init__"})
+    rows = [re.findall(r"`([\w/]+)`", line.split("|")[1]) for line in inside.splitlines() if line.startswith("| `")]
     row_of = {name: i for i, row in enumerate(rows) for name in row}
-    later = {(n, m) for n in row_of for m in siblings(MODULES[n]) - {"__init__"} if row_of[m] > row_of[n]}
-    assert not later, f"imported from a later row: {sorted(later)}"
+    modules = MODULES.keys() - FOLDERS - {"__init__"}
+    assert row_of.keys() == {folder(m) for m in modules}
+    back = [(m, n) for m in modules for n in siblings(m) if n != "__init__" and row_of[folder(n)] > row_of[folder(m)]]
+    assert not back, f"imported from a later row: {sorted(back)}"
+
+
+def test_no_engine_folder_imports_the_built_in_transforms():
+    found = {m for m in MODULES for n in siblings(m) if n.startswith("transforms.") and not m.startswith("transforms.")}
+    assert {folder(m) for m in found} <= {"porting/", "testing/", "testing", "__init__"}, sorted(found)
 
 
 def test_no_module_holds_mutable_state():
@@ -144,7 +171,7 @@ def test_import_is_light():
 
 
 def test_nothing_but_tests_imports_testing():
-    assert not [m for m, tree in MODULES.items() if "testing" in siblings(tree)]
+    assert not [m for m in MODULES if "testing" in siblings(m)]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -207,7 +234,7 @@ def test_public_signatures():
 
 def test_private_names_of_torch_are_in_one_module():
     """A name with an underscore that nobody in the package makes is somebody else's."""
-    ours, used = set(MODULES), []
+    ours, used = {part for m in MODULES for part in m.split(".")}, []
     for module, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -221,9 +248,14 @@ def test_private_names_of_torch_are_in_one_module():
             elif isinstance(node, ast.ImportFrom) and module != "_compat" and (node.module or "").startswith("torch"):
                 used += [(module, node.lineno, "torch", name) for name in (*node.module.split("."), *_names(node))]
     private = [u for u in used if u[3].startswith("_") and not u[3].startswith("__") and u[2] not in ("os", "sys")]
-    theirs = [f"zerofn/{m}.py:{n}: {base}.{name}" for m, n, base, name in private if name not in ours]
+    theirs = [f"zerofn/{m.replace('.', '/')}.py:{n}: {base}.{name}" for m, n, base, name in private if name not in ours]
     assert private and not theirs, "give these a name in zerofn/_compat.py:\n" + "\n".join(theirs)
 
 
 def _names(node):
     return [alias.name for alias in node.names]
+
+
+def test_built_in_transforms_are_written_with_what_extend_exports():
+    found = {n for m in MODULES if m.startswith("transforms.") for n in siblings(m) if not n.startswith("transforms.")}
+    assert found == {"_compat", "_errors", "extend"}

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofn import _adam_formula, _native, _native_compiler
-from zerofn._kernels import adam_
-from zerofn._rounding import known_formats
+from zerofn.kernels import adam_formula as _adam_formula
+from zerofn.kernels import native as _native
+from zerofn.kernels import native_compiler as _native_compiler
+from zerofn.kernels.adam import adam_
+from zerofn.kernels.rounding import known_formats
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDINGS = ("nearest", "stochastic", "kahan")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn import _lanes
+from zerofn.core import lanes as _lanes
 
 HERE = torch.device("cuda", 0)
 

@@ -12,8 +12,9 @@ from compilers import REAL, build, calls, copier, gone, kept, script
 from test_kernels import assert_same_bits, needs_compiler, state, update
 from time_limits import limit
 
-from zerofn import _native, _native_compiler
-from zerofn._kernels import implementation_for
+from zerofn.kernels import native as _native
+from zerofn.kernels import native_compiler as _native_compiler
+from zerofn.kernels.adam import implementation_for
 
 BF16 = torch.bfloat16
 
@@ -54,7 +55,7 @@ def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh_kernels, m
         ("no-such-compiler -O1", "names no program that can be run"),
         ('"', "names no program that can be run"),
         ("/", "names no program that can be run"),
-        ("false", "builds no kernel.*false failed on _native.c: exit status 1"),
+        ("false", "builds no kernel.*false failed on native.c: exit status 1"),
         ("true", "builds no kernel.*too short"),
     ],
 )
@@ -165,7 +166,7 @@ def test_a_compiler_that_fails_later(fresh_kernels, monkeypatch, required):
 def test_importing_builds_and_reads_nothing(fresh_kernels, monkeypatch):
     monkeypatch.setenv("CC", script(fresh_kernels, f"echo . >> {fresh_kernels}/calls"))
     program = (
-        "import zerofn, zerofn._native_compiler as c, zerofn._native as n;"
+        "import zerofn, zerofn.kernels.native_compiler as c, zerofn.kernels.native as n;"
         "assert not c.processor.cache_info().misses and not n._choose.cache_info().misses"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -207,7 +208,7 @@ def test_a_compiler_that_prints_without_end_is_ended_before_the_disk_is_full(fre
 
 def test_of_what_a_compiler_says_the_end_is_told(fresh_kernels, monkeypatch):
     talk = "i=0; while [ $i -lt 999 ]; do echo line $i; i=$((i+1)); done; printf '\\377 the end'; exit 1"
-    with pytest.raises(OSError, match=r"(?s)failed on _native.c: .*line 998\n.* the end$") as caught:
+    with pytest.raises(OSError, match=r"(?s)failed on native.c: .*line 998\n.* the end$") as caught:
         build(script(fresh_kernels, talk))
     assert len(str(caught.value)) < 700
 
@@ -220,7 +221,9 @@ def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
     slow = script(
         fresh_kernels, f'if [ -e {fresh_kernels}/again ]; then exec {whole} "$@"; fi; {half}; exec sleep 10000', "slow"
     )
-    program = "import zerofn._native as n; print(n.compiler()); import torch; assert n.squares(torch.ones(3)) == 3"
+    program = (
+        "import zerofn.kernels.native as n; print(n.compiler()); import torch; assert n.squares(torch.ones(3)) == 3"
+    )
     first = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "CC": slow})
     end = time.monotonic() + limit()
     while not (fresh_kernels / "pid").exists() or not (fresh_kernels / "pid").read_text():
@@ -262,8 +265,8 @@ def test_what_outlives_the_compiler_on_purpose_is_not_waited_for(fresh_kernels):
 def test_processes_may_build_at_the_same_time(fresh_kernels):
     program = """
 import torch
-from zerofn._kernels import adam_
-from zerofn._rounding import leaf_key
+from zerofn.kernels.adam import adam_
+from zerofn.kernels.rounding import leaf_key
 p, g, m, v = (torch.linspace(0.5, 2, 999).bfloat16() for _ in range(4))
 adam_([p], [g], [m], [v], step=1, lr=0.1, keys=[leaf_key("w")], offsets=[0], implementation="native")
 print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import zerofn as zf
-from zerofn import _native
 from zerofn._compat import shape_only
-from zerofn._kernels import adam_
-from zerofn._norms import squared_norm
+from zerofn.kernels import native as _native
+from zerofn.kernels.adam import adam_
+from zerofn.kernels.norms import squared_norm
 from zerofn.testing import assert_trees_equal, clone
 
 BF16 = torch.bfloat16

@@ -14,14 +14,14 @@ a pipeline, `zf.shard` and the like, need none of this.
 tensor([2., 4.])
 """
 
-from ._adjoint import all_gather as all_gather
-from ._adjoint import all_reduce as all_reduce
-from ._adjoint import reduce_scatter as reduce_scatter
-from ._adjoint import replicate as replicate
-from ._adjoint_trees import all_gather_tree as all_gather_tree
-from ._adjoint_trees import all_reduce_tree as all_reduce_tree
-from ._adjoint_trees import reduce_scatter_tree as reduce_scatter_tree
-from ._adjoint_trees import replicate_tree as replicate_tree
-from ._group import Group as Group
-from ._groups import mesh_group as mesh_group
-from ._groups import world_group as world_group
+from .ranks.differentiable import all_gather as all_gather
+from .ranks.differentiable import all_reduce as all_reduce
+from .ranks.differentiable import reduce_scatter as reduce_scatter
+from .ranks.differentiable import replicate as replicate
+from .ranks.differentiable_trees import all_gather_tree as all_gather_tree
+from .ranks.differentiable_trees import all_reduce_tree as all_reduce_tree
+from .ranks.differentiable_trees import reduce_scatter_tree as reduce_scatter_tree
+from .ranks.differentiable_trees import replicate_tree as replicate_tree
+from .ranks.group import Group as Group
+from .ranks.process_groups import mesh_group as mesh_group
+from .ranks.process_groups import world_group as world_group

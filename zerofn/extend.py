@@ -17,64 +17,110 @@ it prints, compares and pickles. A `View` says how the model sees what is stored
 """
 
 from ._errors import bad_leaves, explain
-from ._factory import transform
-from ._group import Group
-from ._kernels import adam_
-from ._norms import not_finite, squared_norm
-from ._optimizer import Group as LeavesOfOneCount
-from ._optimizer import optimizer
-from ._rounding import leaf_key, random_bits, stochastic_round
-from ._run import counter
-from ._spec import (
-    Misplaced,
-    Spec,
-    as_it_is,
-    changes_gradients,
-    makes_parameters,
-    watches_parameters,
+from .core.arguments import (
+    TINY,
+    check_count,
+    check_dtype,
+    check_flag,
+    check_lr,
+    check_number,
+    misfit,
+    no_weight,
+    weight_of,
 )
-from ._transfers import all_gather_into, all_reduce_, reduce_scatter_into
-from ._tree import Layout, Leaf, Leaves
-from ._types import Context, Facts, Prepared, Scope, Transform, number, select
-from ._views import Dtypes, Like, Ranks, View, Wire, over_ranks
+from .core.compose import as_transform, chain, of_members
+from .core.conveyor import Conveyor
+from .core.executor import counter
+from .core.leafwise import transform
+from .core.optimizer import LeafList, like, optimizer, plain, typed
+from .core.spec import ONE_OF_TWO, Misplaced, Spec, as_it_is, changes_gradients, makes_parameters, watches_parameters
+from .core.transform import (
+    Context,
+    Facts,
+    Prepared,
+    ScalarOrSchedule,
+    Scope,
+    Transform,
+    TransformState,
+    concrete,
+    number,
+    select,
+)
+from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
+from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
+from .kernels.adam import adam_
+from .kernels.norms import not_finite, squared_norm
+from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
+from .ranks.batched import check_batch
+from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from .ranks.group import Group
 
 __all__ = [
+    "FIRST_FORMAT",
+    "FORMAT",
+    "FORMAT_ENTRY",
+    "ONE_OF_TWO",
+    "TINY",
     "Context",
+    "Conveyor",
     "Dtypes",
     "Facts",
     "Group",
     "Layout",
     "Leaf",
+    "LeafList",
     "Leaves",
-    "LeavesOfOneCount",
     "Like",
     "Misplaced",
     "Prepared",
     "Ranks",
+    "ScalarOrSchedule",
     "Scope",
     "Spec",
     "Transform",
+    "TransformState",
     "View",
+    "ViewOf",
     "Wire",
     "adam_",
     "all_gather_into",
     "all_reduce_",
     "as_it_is",
+    "as_transform",
     "bad_leaves",
+    "chain",
     "changes_gradients",
+    "check_batch",
+    "check_count",
+    "check_dtype",
+    "check_flag",
+    "check_lr",
+    "check_number",
+    "concrete",
     "counter",
     "explain",
+    "flatten",
+    "known_formats",
     "leaf_key",
+    "like",
     "makes_parameters",
+    "misfit",
+    "no_view",
+    "no_weight",
     "not_finite",
     "number",
+    "of_members",
     "optimizer",
     "over_ranks",
+    "plain",
     "random_bits",
     "reduce_scatter_into",
     "select",
     "squared_norm",
     "stochastic_round",
     "transform",
+    "tree_map",
+    "typed",
     "watches_parameters",
+    "weight_of",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_count, check_number, plain
+from .core.arguments import check_count, check_number, plain
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import zerofn as zf
-from zerofn._run import BUCKET_BYTES
+from zerofn.core.executor import BUCKET_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lm_data import Text, read_text

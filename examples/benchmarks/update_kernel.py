@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from zerofn._kernels import adam_, implementation_for
+from zerofn.kernels.adam import adam_, implementation_for
 
 # Ratio to fused float32 that is aimed at, by number of threads.
 TARGETS = {

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn import _cutting
 from zerofn.extend import Prepared, Scope, Transform
 from zerofn.testing import _Case, _completed, _cut_anywhere, _difference, check_transform, random_like, sample_params
+from zerofn.testing import cutting as _cutting
 
 from .strategies import BF16, F16, F32, F64, pipelines, seeds, trees
 

@@ -18,12 +18,6 @@ from time_limits import limit
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from zerofn._agree import agree
-from zerofn._collectives import barrier, gather_objects
-from zerofn._group import Traffic
-from zerofn._groups import release, shutdown
-from zerofn._launch import RankError, launch
-from zerofn._transfers import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
 from zerofn.collectives import (
     all_gather,
     all_gather_tree,
@@ -36,6 +30,12 @@ from zerofn.collectives import (
     replicate_tree,
     world_group,
 )
+from zerofn.core.agreement import agree
+from zerofn.ranks.backend import barrier, gather_objects
+from zerofn.ranks.collectives import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
+from zerofn.ranks.group import Traffic
+from zerofn.ranks.local.launch import RankError, launch
+from zerofn.ranks.process_groups import release, shutdown
 
 WORLDS = [1, 2, 3, 4]
 
@@ -551,8 +551,8 @@ def test_traffic():
 TORCHRUN = """
 import torch, torch.distributed as dist
 import zerofn
-from zerofn._groups import world_group
-from zerofn._transfers import all_reduce_
+from zerofn.ranks.process_groups import world_group
+from zerofn.ranks.collectives import all_reduce_
 assert not dist.is_initialized(), "nothing at import"
 group = world_group("script")
 t = torch.tensor([group.rank + 1.0])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn._stream
+import zerofn.sharded.reducer
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
@@ -190,9 +190,9 @@ def runs(seeds):
     out = {}
     for seed in seeds:
         model, program, tx, _, limit = case(seed)
-        zerofn._stream.cut = functools.partial(zf._shard.cut, limit=limit)
+        zerofn.sharded.reducer.cut = functools.partial(zf.transforms.sharding.cut, limit=limit)
         # What hangs says where; the seed is what is asked for first.
-        zerofn._stream.PATIENCE = 0.05
+        zerofn.sharded.reducer.PATIENCE = 0.05
         print(f"seed {seed}", flush=True)
         try:
             out[seed] = P.eager(tx, program, STEPS, model)

@@ -22,7 +22,7 @@ import torch
 import unusual_programs as U
 
 import zerofn as zf
-from zerofn._launch import RankError, RankTimeout
+from zerofn.ranks.local.launch import RankError, RankTimeout
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))

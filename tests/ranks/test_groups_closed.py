@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-import zerofn._residence
+import zerofn.eager.resident_params
 from zerofn.collectives import all_gather, world_group
 
 
@@ -126,21 +126,21 @@ def failing():
     with pytest.raises(ValueError, match="disagree"):
         zf.attach(net(), zf.chain(zf.shard(), zf.sgd(0.1 + rank)))
     found.append(count() - before)
-    real = zerofn._residence.label
+    real = zerofn.eager.resident_params.label
 
     def fails(*args):
         raise RuntimeError("a bug")
 
-    zerofn._residence.label = fails
+    zerofn.eager.resident_params.label = fails
     with pytest.raises(RuntimeError, match="a bug"):
         zf.attach(net(), STAGES["reduce_scatter"]())
-    zerofn._residence.label = real
+    zerofn.eager.resident_params.label = real
     found.append(count() - before)
     if rank == 0:
-        zerofn._residence.label = fails
+        zerofn.eager.resident_params.label = fails
         with pytest.raises(RuntimeError, match="a bug"):
             zf.attach(net(), STAGES["shard"]())
-        zerofn._residence.label = real
+        zerofn.eager.resident_params.label = real
     else:
         model = net()
         opt = zf.attach(model, STAGES["shard"]())

@@ -14,9 +14,9 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn._linearize
-from zerofn._blocks import Blocks, by_prefix
-from zerofn._lazy import Lazy
+import zerofn.pure.linearize
+from zerofn.pure.sharded_params import Blocks, by_prefix
+from zerofn.sharded.lazy_tensor import Lazy
 
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS
@@ -71,12 +71,12 @@ def repeated(weights, x, note):
 def count_alive(how, whole):
     rank, _ = P.rank_and_size()
     if whole:
-        zerofn._linearize._with_blocks = zerofn._linearize._with_autograd
+        zerofn.pure.linearize._with_blocks = zerofn.pure.linearize._with_autograd
     params, fn = counted_program(how)
     state = zf.init(TX, params)
     del params
     seen = {"forward": 0, "backward": 0, "gradients": 0}
-    group = zf._pure.pipe_of(TX, state, "test").sharding.group
+    group = zf.pure.api.pipe_of(TX, state, "test").sharding.group
     passed = 0
 
     def note(o):
@@ -133,7 +133,7 @@ def traffic():
     rank, _ = P.rank_and_size()
     params, fn = counted_program("module")
     state = zf.init(TX, params)
-    group = zf._pure.pipe_of(TX, state, "test").sharding.group
+    group = zf.pure.api.pipe_of(TX, state, "test").sharding.group
     group.traffic.reset()
     gc.collect()
     gc.disable()
@@ -170,7 +170,7 @@ def test_blocks_are_elements_of_the_outermost_list():
         "out": torch.ones(4),
         "list": [torch.ones(()), torch.ones(2), w + 7],
     }
-    layout = zf._tree.make_layout(tree)[0]
+    layout = zf.core.tree.make_layout(tree)[0]
     found = sorted([leaf.path for leaf in unit] for unit in by_prefix(layout.leaves))
     assert found == [
         ["a.10.w"],

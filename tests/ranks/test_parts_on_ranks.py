@@ -366,12 +366,12 @@ def through_one(stage, tx, loss, params, local, v, wants):
     state = zf.init(tx, params)
     fn = zf.bind(loss, tx, state)
     stored = state.params
-    resolved = zf._pipeline.pipeline(tx, state.layout, "test")
+    resolved = zf.core.pipeline.pipeline(tx, state.layout, "test")
     cut = {leaf.path: resolved.store(v[leaf.path], leaf) for leaf in state.layout.leaves}
     cut = {path: cut[path] for path in stored}
 
     def check(got, want):
-        full = zf.full_params(tx, zf._state.State(dict(got), *_rest(state)))
+        full = zf.full_params(tx, zf.core.state.State(dict(got), *_rest(state)))
         for path, t in want.items():
             torch.testing.assert_close(full[path], t, rtol=1e-11, atol=1e-11, msg=lambda m: f"{stage} {m}")
 

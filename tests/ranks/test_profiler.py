@@ -8,8 +8,8 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn._groups import world_group
-from zerofn._transfers import all_gather_into, all_reduce_, reduce_scatter_into
+from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from zerofn.ranks.process_groups import world_group
 
 STAGES = {"all_reduce": zf.all_reduce, "reduce_scatter": zf.reduce_scatter, "shard": zf.shard}
 

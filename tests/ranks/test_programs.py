@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn._stream
+import zerofn.sharded.reducer
 
 SGD = {"lr": 0.3, "momentum": 0.8}
 STAGES = {
@@ -236,7 +236,7 @@ UNEVEN = (
 
 def small_buckets():
     """Many buckets even of a small model."""
-    zerofn._stream.cut = functools.partial(zf._shard.cut, limit=400)
+    zerofn.sharded.reducer.cut = functools.partial(zf.transforms.sharding.cut, limit=400)
 
 
 def everything(names):

@@ -17,9 +17,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn._entries import entries
-from zerofn._groups import world_group
-from zerofn._launch import RankError, launch
+from zerofn.core.entries import entries
+from zerofn.ranks.local.launch import RankError, launch
+from zerofn.ranks.process_groups import world_group
 
 BF16 = torch.bfloat16
 BATCH = 12  # divides by 1, 2, 3 and 4
@@ -468,7 +468,7 @@ def failures(directory):
 
 
 def group_barrier(group):
-    from zerofn._collectives import barrier
+    from zerofn.ranks.backend import barrier
 
     barrier(group)
 

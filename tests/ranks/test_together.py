@@ -15,10 +15,10 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-import zerofn._together
-import zerofn._waiting
-from zerofn import _presence
-from zerofn._presence import Presence, Pulse
+import zerofn.ranks.together
+import zerofn.ranks.waiting
+from zerofn.ranks import presence as _presence
+from zerofn.ranks.presence import Presence, Pulse
 
 STAGES = {
     "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.adamw(lr=0.1)),
@@ -29,8 +29,8 @@ STAGES = {
 
 def quick(monkey):
     """Looks at the other ranks that come soon: a wait is long after a fifth of a second."""
-    monkey.setattr(zerofn._waiting, "_LOOK", timedelta(seconds=0.2))
-    monkey.setattr(zerofn._together, "LOOK", 0.1)
+    monkey.setattr(zerofn.ranks.waiting, "_LOOK", timedelta(seconds=0.2))
+    monkey.setattr(zerofn.ranks.together, "LOOK", 0.1)
 
 
 def attached(stage):
@@ -135,12 +135,12 @@ def other_calls(directory, monkey, plain):
     out["another call"] = said(mine[rank])
     tx = STAGES["all_reduce"]()
     state = zf.init(tx, {"w": torch.ones(3)})
-    monkey.setattr(zerofn._together, "LIMIT", 1.5)
+    monkey.setattr(zerofn.ranks.together, "LIMIT", 1.5)
     if rank == 1:
         out["while others wait in a barrier"] = said(lambda: zf.save(directory, state))
     dist.barrier()
     # Late: longer than the limit, but at work, if as little as other processes leave to it.
-    monkey.setattr(zerofn._together, "LIMIT", 2.5)
+    monkey.setattr(zerofn.ranks.together, "LIMIT", 2.5)
     monkey.setattr(_presence, "BUSY", 0.001)
     if rank == 0:
         until = time.monotonic() + 4.0
@@ -220,11 +220,11 @@ def test_a_process_that_computes_one_that_waits_and_one_that_has_ended(monkeypat
 def test_a_limit_that_is_none(given, monkeypatch):
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", given)
     with pytest.raises(ValueError, match="no number of seconds"):
-        zerofn._together.limit()
+        zerofn.ranks.together.limit()
 
 
 def test_the_limit(monkeypatch):
     monkeypatch.delenv("ZEROFN_TOGETHER_TIMEOUT", raising=False)
-    assert zerofn._together.limit() < 30
+    assert zerofn.ranks.together.limit() < 30
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", "120")
-    assert zerofn._together.limit() == 120
+    assert zerofn.ranks.together.limit() == 120

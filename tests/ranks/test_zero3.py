@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn._residence
-import zerofn._stream
+import zerofn.eager.resident_params
+import zerofn.sharded.reducer
 
 WIDTH, LAYERS = 64, 6
 
@@ -137,7 +137,7 @@ def kept_gradients():
     rank, _ = P.rank_and_size()
     torch.manual_seed(0)
     model = Wide()
-    zerofn._stream.cut = functools.partial(zf._shard.cut, limit=WIDTH * WIDTH * 8)
+    zerofn.sharded.reducer.cut = functools.partial(zf.transforms.sharding.cut, limit=WIDTH * WIDTH * 8)
     opt = zf.attach(model, zf.chain(zf.reduce_scatter(), zf.sgd(0.1)))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     most = 0
@@ -164,12 +164,12 @@ def kept_gradients():
 def test_zero2_never_holds_a_gradient_tree():
     for most in zf.launch(kept_gradients, 2, timeout=limit()):
         # Buffers under way, the one being packed and the gradient it is packed from; the tree has six.
-        assert 1 <= most <= zerofn._stream.IN_FLIGHT + 2 < LAYERS
+        assert 1 <= most <= zerofn.sharded.reducer.IN_FLIGHT + 2 < LAYERS
 
 
 def slow_rank_with_talk():
     """A rank without gradient for the first bucket, and a user's collective before the step that would send it."""
-    zerofn._stream.cut = functools.partial(zf._shard.cut, limit=400)
+    zerofn.sharded.reducer.cut = functools.partial(zf.transforms.sharding.cut, limit=400)
     out = {}
     for order, t in (("data parallel", zf.all_reduce), ("zero2", zf.reduce_scatter)):
 
@@ -193,8 +193,8 @@ def test_a_collective_of_the_user_between_backward_and_step_never_waits_for_a_bu
 
 def gathered_buffers():
     """A gathered leaf of one element must not keep the buffer of its neighbours alive."""
-    leaves = zf._tree.make_layout({"a": torch.ones(1), "b": torch.ones(50), "c": torch.ones(())})[0].leaves
-    stage = zf._shard.Sharding(zf._groups.world_group())
+    leaves = zf.core.tree.make_layout({"a": torch.ones(1), "b": torch.ones(50), "c": torch.ones(())})[0].leaves
+    stage = zf.transforms.sharding.Sharding(zf.ranks.process_groups.world_group())
     xs = {leaf.path: torch.arange(float(leaf.numel)) for leaf in leaves}
     got = stage.gather([stage.store(xs[leaf.path], leaf) for leaf in leaves], leaves)
     assert all(torch.equal(g, xs[leaf.path]) for g, leaf in zip(got, leaves, strict=True))

@@ -1,0 +1,1 @@
+"""What a transform is, and how a chain is surveyed and run."""

@@ -1,0 +1,149 @@
+"""Before a state is made: are there numbers in it, and do all ranks mean the same pipeline and parameters?"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import is_wrapped
+from .._errors import bad_leaves, explain
+from ..ranks.backend import gather_objects
+from ..ranks.group import Group
+from ..ranks.reduction import mean_over
+from .arguments import weight_of
+from .pipeline import Pipeline
+from .tree import Leaves
+
+
+def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
+    """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
+
+    Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
+    """
+    _check_finite(tensors)
+    for group in pipe.groups:
+        # The address of a function differs between processes that run the same code.
+        tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
+        agree("the pipeline", f"{', '.join(p.name for p in pipe.parts)} #{_digest(tx)}", group)
+        tree = "\n".join(
+            f"{leaf.path} {tuple(leaf.shape)} {leaf.dtype} {leaf.trainable}" for leaf in pipe.layout.leaves
+        )
+        agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
+        _agree_on_values(tensors, group)
+
+
+def _check_finite(tensors: Leaves) -> None:
+    """NaN never goes away by training, so it is refused before it is trained on."""
+    bad = [
+        (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
+    ]
+    if bad:
+        raise ValueError(
+            bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint")
+        )
+
+
+def _has_nan(x: Tensor) -> bool:
+    return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
+
+
+def _agree_on_values(tensors: Leaves, group: Group) -> None:
+    every = gather_objects([fingerprint(x) for x in tensors.values()], group)
+    bad = []
+    for i, path in enumerate(tensors):
+        other = [r for r, found in zip(group.ranks, every, strict=True) if found[i] != every[0][i]]
+        if other:
+            bad.append((path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}"))
+    if bad:
+        right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
+        raise ValueError(bad_leaves("ranks start from different parameters", bad, right))
+
+
+def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
+    """The weight of all ranks' micro-batches together, and what this rank's gradient counts in their mean.
+
+    `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights, is the gradient of all rows: it is to be
+    multiplied in before gradients meet, so it is no business of `accumulate`, which sees them afterwards.
+    """
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return weight, None
+    own = weight_of(weight)
+    mean = mean_over(groups, own)
+    return mean, own / mean if mean > 0 else torch.zeros_like(own)
+
+
+def check_weight(pipe: Pipeline, weight: Any) -> None:
+    """Raise on every rank where unequal weights come too late: gradients have been averaged without them."""
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return
+    own = weight_of(weight)
+    mean = mean_over(groups, own)
+    if float(mean_over(groups, (own != mean).to(torch.float64))) > 0:
+        raise ValueError(
+            explain(
+                f"a step with weight={float(own):g} here and {float(mean):g} on average over ranks",
+                "gradients are averaged over ranks during backward, when the weight was not known",
+                "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
+                "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
+            )
+        )
+
+
+def fingerprint(x: Tensor) -> int:
+    """A number of a tensor's bits that a changed or a moved element changes. Zero for a meta tensor."""
+    if x.is_meta or not x.numel():
+        return 0
+    flat = x.detach().contiguous().reshape(-1)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # In pieces, since the products are up to four times as large as the tensor. Sums wrap.
+    for i, piece in enumerate(flat.view(kind).split(1 << 18)):
+        bits = piece.to(torch.int64)
+        place = torch.arange(1, len(bits) + 1, device=bits.device)
+        total += (i + 1) * ((bits * place).sum() * 31 + bits.sum())
+    return int(total)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def agree(what: str, value: str | bytes, group: Group) -> None:
+    """Raises `ValueError` on *every* rank unless all ranks hold the same `value` (a digest, a short text).
+
+    >>> agree("the pipeline", "shard,adam", Group())
+    """
+    text = value.hex() if isinstance(value, bytes) else value
+    answers = gather_objects((what, text), group)
+    if len(set(answers)) == 1:
+        return
+    if len({asked for asked, _ in answers}) > 1:
+        told = _by_value([asked for asked, _ in answers], group)
+        raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
+    told = _by_value([text for _, text in answers], group)
+    raise ValueError(
+        f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "
+        "whatever is random alike)"
+    )
+
+
+def _by_value(values: Sequence[str], group: Group) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(group.ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    # Values are cut for the eye, but never so that two different ones look the same.
+    width = 16
+    while width < max(map(len, holders)) and len({v[:width] for v in holders}) < len(holders):
+        width *= 2
+    return ", ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        f"ha{'ve' if len(ranks) > 1 else 's'} {v[:width] + ('...' if len(v) > width else '')!r}"
+        for v, ranks in holders.items()
+    )

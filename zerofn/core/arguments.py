@@ -1,0 +1,177 @@
+"""Arguments of public functions: what a number, a count, a flag, a dtype and a learning rate may be.
+
+Everything is checked where it is written, since a wrong number shows late or never: a loss scale that is infinite
+in float32 skips every step, and a flag of "no" is true.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._compat import is_wrapped
+from .._errors import explain, kind_of
+from .transform import NEEDS, Schedule
+
+LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def plain(value: Any) -> Any:
+    """Python's number for one of numpy's, in lists and tuples too; anything else as it is.
+
+    So that what prints, compares, pickles and goes into kernels is one and the same: of `np.float32(0.1)`, its value.
+    """
+    if isinstance(value, np.generic):
+        return float(value) if isinstance(value, np.floating) else value.item()
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuse what `misfit` has a reason against."""
+    if why := misfit(name, value, low, high):
+        raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}={_example(low, high)})"))
+
+
+def misfit(name: str, value: Any, low: float, high: float) -> str | None:
+    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. Text and bools are none."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{name} is a number, and {value!r} is {kind_of(value)}"
+    if not low <= value < high:
+        return f"{name} must lie in [{low:g}, {high:g})"
+    if value > LARGEST:
+        return f"{name} is used in float32, whose largest number is {LARGEST:.3g}: there it is infinite"
+    return None
+
+
+def check_count(function: str, name: str, value: Any, of: str) -> None:
+    """Refuse what is no positive int that a counter of 64 bits can reach. `of` is what it counts."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 63:
+        why = f"{name} is a number of {of}: an int, at least 1"
+        right = f"{function}({name}={_count(value)})"
+        raise ValueError(explain(f"{function}({name}={value!r})", why, right))
+
+
+def _count(value: Any) -> int:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < 1 << 63
+    return round(value) if number else 4
+
+
+def check_flag(function: str, name: str, value: Any) -> None:
+    """Refuse what is no bool: any text is true, "no" as well."""
+    if not isinstance(value, bool):
+        why = f"{name} is True or False, and {value!r} is {kind_of(value)}"
+        raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}=True)"))
+
+
+def _example(low: float, high: float) -> str:
+    return f"{0.9 if high == 1.0 else max(low, 1e-3):g}"
+
+
+def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> None:
+    """Refuse a dtype that is not among `allowed`; `None` stands for "as it is" and passes."""
+    if value is not None and value not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise ValueError(
+            explain(
+                f"{function}({name}={value!r})",
+                f"{name} is one of {names}, or None",
+                f"{function}({name}={allowed[0]})",
+            )
+        )
+
+
+def check_function(where: str, fn: Any) -> None:
+    """Refuse what cannot be called before anything is computed, or kept for later."""
+    if not callable(fn):
+        why = f"the first argument is a function of parameters, and {fn!r} is {kind_of(fn)}"
+        raise TypeError(explain(f"{where}({fn!r}, tx, ...)", why, f"{where}(lambda params, *inputs: ..., tx, ...)"))
+
+
+def check_positional(where: str, keywords: dict[str, Any]) -> None:
+    """Refuse keywords where there are positions only: those of the user's function are not looked at."""
+    if keywords:
+        given = ", ".join(f"{name}=..." for name in keywords)
+        why = "what follows comes by position, and is handed on so"
+        raise TypeError(explain(f"{where}, {given})", why, f"{where}, {', '.join(keywords)})"))
+
+
+def weight_of(weight: Any) -> Tensor:
+    """The weight of a micro-batch in float64, on its device; an error for what is no number."""
+    x = plain(weight)
+    if isinstance(x, Tensor):
+        good = x.ndim == 0 and x.dtype != torch.bool and not x.is_complex()
+    else:
+        good = isinstance(x, int | float) and not isinstance(x, bool)
+    if not good:
+        raise no_weight(weight)
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
+def no_weight(weight: Any) -> ValueError:
+    """The error."""
+    return ValueError(
+        explain(
+            f"weight={weight!r}",
+            "a weight is one number, finite and not negative",
+            "step(state, *batch, weight=number_of_tokens)",
+        )
+    )
+
+
+def check_lr(function: str, lr: Any) -> None:
+    """A learning rate is a non-negative number or a function of the step."""
+    if not callable(lr):
+        check_number(function, "lr", lr)
+
+
+def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> Any:
+    """The learning rate at an optimizer step; what a schedule returns is checked."""
+    value = plain(lr(step) if callable(lr) else lr)
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
+                "a schedule returns a number",
+                f"{function}(lr=lambda step: 1e-3 * 0.99 ** step)",
+            )
+        )
+    if isinstance(value, Tensor) and value.ndim:
+        raise TypeError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned a tensor of shape {tuple(value.shape)} at step {step}",
+                "a learning rate is one number; per-leaf rates are groups",
+                "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, labels)",
+            )
+        )
+    # On a GPU looking at it would wait for the device; inside vmap nobody may look.
+    readable = isinstance(value, int | float) or (not is_wrapped(value) and value.device.type == "cpu")
+    if readable and not 0 <= value <= LARGEST:
+        raise ValueError(
+            explain(
+                f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",
+                "a learning rate is finite, in float32 too, and not negative",
+                f"{function}(lr=zf.schedules.cosine(1e-3, 1000))",
+            )
+        )
+    return value
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", repr(value))
+
+
+def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -> None:
+    """Refuse what is no word for how much an update must see, or one that `function` cannot keep, for the reason."""
+    if needs in NEEDS and needs in allowed:
+        return
+    known = ", ".join(map(repr, NEEDS))
+    reason = why if needs in NEEDS else f"how much an update must see to be right is one of {known}"
+    right = " or ".join(f'{function}(needs="{word}")' for word in (allowed[0], allowed[-1]))
+    raise ValueError(explain(f"{function}(needs={needs!r})", reason, right))

@@ -1,0 +1,150 @@
+"""A state as a flat list of named entries: what a table shows and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
+from ..ranks.backend import as_distributed
+from ..ranks.group import Group
+from .state import State
+from .tree import flatten, tree_keys, unflatten
+
+
+class Entry(NamedTuple):
+    """One tensor of a state, or a plain value in the state of a transform from another library.
+
+    Attributes:
+        owner: the transform, `"params"`, or `""` for the counters of the state itself.
+        slot: what it is to its owner, for instance `"exp_avg"`.
+        path: the leaf it belongs to, or `""`; a tree that is one tensor has a leaf of that path too.
+        value: the tensor as this process holds it.
+        shape: of the whole tensor over all ranks.
+        offset: flat index in the whole of this process's first element; `None` where it holds all of it.
+        of_leaf: whether it belongs to a leaf.
+    """
+
+    owner: str
+    slot: str
+    path: str
+    value: Any
+    shape: tuple[int, ...]
+    offset: int | None = None
+    of_leaf: bool = True
+
+    @property
+    def key(self) -> str:
+        """Its name in a checkpoint.
+
+        >>> Entry("adamw", "exp_avg", "blocks.0.weight", None, ()).key
+        'adamw/exp_avg/blocks.0.weight'
+        """
+        above = [part for part in (self.owner, self.slot) if part]
+        return "/".join([*above, self.path] if self.of_leaf else above)
+
+
+def before(e: Entry) -> int | None:
+    """What an entry was when checkpoints did not have it yet; `None` for one that they always had.
+
+    >>> [before(Entry("low_precision_adam", slot, "", None, (), of_leaf=False)) for slot in ("rounding_format", "step")]
+    [1, None]
+    """
+    return FIRST_FORMAT if not e.of_leaf and e.slot.split("/")[-1] == FORMAT_ENTRY else None
+
+
+def entries(state: State) -> list[Entry]:
+    """Every entry: parameters, transforms in the order of the chain, counters; leaves in the tree's order."""
+    slots: list[tuple[str, str, Mapping[Any, Any]]] = [("params", "", state.leaves)]
+    paths = {leaf.path for leaf in state.layout.leaves}
+    for owner, own in state.transforms.items():
+        found: dict[str, dict[str | None, Any]] = {}
+        for keys, value in zip(tree_keys(own), flatten(own)[0], strict=True):
+            slot, path = _split(keys, paths)
+            found.setdefault(slot, {})[path] = value
+        # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
+        first = {slot: i for i, slot in enumerate(own)}
+        slots += [
+            (owner, slot, found[slot]) for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
+        ]
+    slots += [("", "step", {None: state.step}), ("", "micro_step", {None: state.micro_step})]
+    return [e for owner, slot, values in slots for e in _slot(state, owner, slot, values)]
+
+
+def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | None]:
+    """Slot and leaf of what a transform keeps under `keys`; `None` where it belongs to no leaf."""
+    *above, last = keys
+    return ("/".join(above), last) if above and last in paths else ("/".join(keys), None)
+
+
+def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
+    """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
+    placement = state.layout.placement
+    spans = {leaf.path: placement.span(leaf.numel) for leaf in state.layout.leaves if leaf.path in values}
+    sharded = placement.size > 1 and bool(spans) and owner not in placement.apart
+    sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
+    rows = []
+    for leaf in state.layout.leaves:
+        if leaf.path in values:
+            x = values[leaf.path]
+            offset = spans[leaf.path][0] if sharded else None
+            rows.append(Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), offset))
+    if None in values:
+        rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
+    return rows
+
+
+def _flat(x: Any, low: int, high: int) -> bool:
+    return isinstance(x, Tensor) and tuple(x.shape) == (high - low,)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if isinstance(x, Tensor) else ()
+
+
+def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
+    """The same state with `fn(entry)` in the place of every entry."""
+    found = entries(state)
+    paths = {leaf.path for leaf in state.layout.leaves}
+    new: dict[tuple[str | None, str, str | None], Any] = {}
+    for i, e in enumerate(found):
+        # A transform may have the name "params".
+        owner = None if i < len(state.leaves) else e.owner
+        new[owner, e.slot, e.path if e.of_leaf else None] = fn(e)
+    transforms = {
+        owner: unflatten(flatten(own)[1], [new[owner, *_split(keys, paths)] for keys in tree_keys(own)])
+        for owner, own in state.transforms.items()
+    }
+    leaves = {path: new[None, "", path] for path in state.leaves}
+    step, micro_step = new["", "step", None], new["", "micro_step", None]
+    return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
+
+
+def over_ranks(state: State, shards: Group, rank: int) -> State:
+    """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
+
+    So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right.
+
+    Args:
+        state: over several ranks.
+        shards: the ranks that share a leaf.
+        rank: this one among all that hold the state.
+    """
+    found = entries(state)
+    cut = {i: e for i, e in enumerate(found) if e.offset is not None}
+    whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards)
+    position = count()
+    out = rebuild(state, lambda e: whole.get(next(position), e.value))
+    own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
+    apart = {o: {f"rank{rank}": x} for o, x in out.transforms.items() if o in own or o in state.layout.placement.apart}
+    return replace(out, transforms={**out.transforms, **apart})
+
+
+def of_nobody(e: Entry) -> bool:
+    """Whether it may be of pieces of leaves, and nobody can tell of which, as in the lists other libraries keep."""
+    return not e.of_leaf and isinstance(e.value, Tensor) and e.value.ndim > 0

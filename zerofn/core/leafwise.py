@@ -1,0 +1,212 @@
+"""Functions that build transforms: their arguments become the configuration that prints, compares and pickles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain, kind_of, unknown_keyword
+from .arguments import check_flag, check_needs, learning_rate, plain
+from .transform import Context, Facts, Prepared, Transform, TransformState
+from .tree import Layout, Leaves, apart, flatten
+
+P = ParamSpec("P")
+
+
+def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
+    """Make `factory` record its arguments in the transform and hint at misspelt keywords."""
+    signature = inspect.signature(factory)
+    names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+
+    @functools.wraps(factory)
+    def build(*args: P.args, **kwargs: P.kwargs) -> Transform:
+        for given in kwargs:
+            if given not in names:
+                raise TypeError(unknown_keyword(factory.__name__, given, names))
+        bound = signature.bind(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
+        bound.apply_defaults()
+        return replace(factory(*bound.args, **bound.kwargs), factory=build, config=dict(bound.arguments))
+
+    # Pickling goes through the arguments: closures inside a transform need not be picklable.
+    build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
+    return build
+
+
+def leafwise(
+    function: Callable | None = None,
+    *,
+    init: Callable[[Tensor], Tensor] | None = None,
+    optimizer: bool = False,
+    needs: str = "leaf",
+) -> Callable[..., Any]:
+    """Make a transform of one's own from a function on one tensor.
+
+    The function takes `(grad, param)` and returns the new gradient; with `init`, which gives a leaf's
+    state from its parameter, it takes `(grad, param, state)` and returns `(grad, state)`. All
+    tensors have the stored shape of the leaf, and so have the gradient and parameter that it returns.
+    Keyword-only arguments become the transform's own. It must write none of its arguments; it may keep them: a state
+    that is the gradient or the parameter itself is copied.
+
+    Args:
+        function: of tensors of one leaf; left out where `leafwise` is a decorator with arguments.
+        init: a leaf's first state from its parameter.
+        optimizer: the function returns the new *parameter*, which is stored in the dtype it had.
+        needs: how much of a leaf an update must see to be right. `"element"`: each element of what is returned comes
+            from the same element of gradient, parameter and state alone. Then under `shard` and `reduce_scatter`
+            it is handed flat pieces of leaves, of shape `(n,)` and some of them empty. `"leaf"`: a norm, a
+            mean, a sort, a matrix product, the shape or the place in the leaf matters. Then it is refused under
+            `shard` and `reduce_scatter` by `zf.init`, `zf.attach` and `zf.plan` where leaves are really cut, that is on
+            more than one rank; on one rank, and under `all_reduce` on any number, it is right.
+            `"row"`, which only looks along the dimensions behind the first, is refused there too, since
+            leaves are cut in the middle of rows. `zerofn.testing.check_transform` finds one that says too little.
+
+    A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
+    it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it.
+
+    Raises:
+        TypeError: the function, or `init`, is none.
+        ValueError: `needs` is no such word; at a step, what the function returned is no real tensor of the leaf's shape
+            and device, or its state has other shapes or dtypes than `init` gave it; names the leaves.
+
+    >>> import torch, zerofn as zf
+    >>> @zf.leafwise(needs="element")
+    ... def sign(grad, param, *, strength=1.0):
+    ...     return strength * grad.sign()
+    >>> tx = zf.chain(sign(strength=2.0), zf.sgd(lr=0.5))
+    >>> tx
+    chain(
+        sign(strength=2.0),
+        sgd(lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False),
+    )
+    >>> state = zf.init(tx, {"w": torch.zeros(2)})
+    >>> state, _ = zf.update(tx, {"w": torch.tensor([3.0, -0.1])}, state)
+    >>> state.params["w"]
+    tensor([-1.,  1.])
+    """
+    check_flag("leafwise", "optimizer", optimizer)
+    for what, given in (("function", function), ("init", init)):
+        if given is not None and not callable(given):
+            why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
+            raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
+    check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
+    if function is None:
+        return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
+    fn = function
+    options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+    stateful = init is not None
+
+    def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
+        if init is None:
+            return {}
+        made = {path: init(p) for path, p in leaves.items()}
+        wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
+        if wrong:
+            right = "init=torch.zeros_like, or a dict or tuple of tensors"
+            raise ValueError(
+                bad_leaves(f"{fn.__name__}: init, which gives the state of a leaf, returned", wrong, right)
+            )
+        return {"value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
+
+    @functools.wraps(fn)
+    def build(**given: Any) -> Transform:
+        for name in given:
+            if name not in options:
+                raise TypeError(unknown_keyword(fn.__name__, name, options))
+        config = {**options, **given}
+        for name, value in config.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{fn.__name__}() needs {name}=; it has no default.")
+
+        def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+            if not optimizer or "lr" not in config:
+                return Prepared(carry=config)
+            rate = plain(ctx.lr.get(ctx.prefix, config["lr"]))
+            if rate is not config["lr"]:
+                rate = learning_rate(fn.__name__, rate, ctx.micro_step)
+            if isinstance(rate, int | float | Tensor):
+                ctx.report("lr", rate)
+            return Prepared(carry={**config, "lr": rate})
+
+        def update(grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
+            out: Leaves = {}
+            kept = dict(state.get("value", {}))
+            wrong = []
+            for path, g in grads.items():
+                p = params[path]
+                returned = fn(g, p, kept[path], **options) if stateful else (fn(g, p, **options), None)
+                if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
+                    wrong.append((path, reason))
+                    continue
+                out[path] = apart(returned[0].to(p.dtype) if optimizer else returned[0], (p,))
+                if stateful:
+                    kept[path] = apart(returned[1], (g, p))
+            if wrong:
+                raise ValueError(_misreturned_message(fn.__name__, wrong, stateful, optimizer))
+            return out, {"value": kept} if stateful else state
+
+        return Transform(
+            fn.__name__,
+            needs=needs,
+            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None),
+            init_fn=init_leaves,
+            prepare_fn=prepare,
+            update_fn=update,
+            factory=build,
+            config=config,
+        )
+
+    build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
+    return build
+
+
+def _misreturned(returned: Any, param: Tensor) -> str | None:
+    """Why it is no pair of a tensor that fits the parameter and a state; `None` if it is."""
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        return f"{_kind(returned) or 'a Tensor'} instead of a pair"
+    first = returned[0]
+    if kind := _kind(first):
+        return f"{kind} instead of a tensor"
+    if first.shape != param.shape:
+        return f"a tensor of shape {tuple(first.shape)} for a leaf of shape {tuple(param.shape)}"
+    if not first.is_floating_point():
+        # Cast to the parameter's dtype a complex number would lose its imaginary part.
+        return f"a tensor of {first.dtype}; parameters and gradients are real"
+    if first.device != param.device:
+        return f"a tensor on {first.device} for a leaf on {param.device}"
+    return None
+
+
+def _kind(x: Any, *others: Any) -> str | None:
+    """What it is, if it is no dense tensor, and none of `others`."""
+    if not isinstance(x, Tensor):
+        return None if x in others else kind_of(x)
+    return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
+
+
+def _other_state(old: Any, new: Any) -> str | None:
+    """How a leaf's state differs in form from what it was: no checkpoint could be loaded into a new one."""
+    if type(old) is type(new) is Tensor and old.shape == new.shape and old.dtype == new.dtype:
+        return None
+    (olds, was), (news, now) = flatten(old), flatten(new)
+    if was != now:
+        return f"a state of another structure than init gave it: {now} instead of {was}"
+    for a, b in zip(olds, news, strict=True):
+        form, given = (_kind(x) or f"a tensor of shape {tuple(x.shape)}, {x.dtype}" for x in (b, a))
+        if form != given:
+            return f"{form} for its state, which init made {given}"
+    return None
+
+
+def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, optimizer: bool) -> str:
+    first = "new_param" if optimizer else "new_grad"
+    right = f"return {first}, new_state" if pair else f"return {first}"
+    right += f", with {first}.shape == param.shape"
+    right += ", and a state of the shapes and dtypes that init gave it" if pair else ""
+    return bad_leaves(f"{name}, a leafwise transform, returned", wrong, right)

@@ -1,0 +1,248 @@
+"""The boundary of a model as differentiable linear maps, each the transpose of its partner.
+
+Seen from outside, a model behind it is a function with true gradients of any order, whatever loss scale
+or dtype is used inside. `Exit` sits on outputs: identity forward, cotangent times S backward. `Entry`
+sits on inputs and parameters: identity (or cast, or gather) forward, cotangent over S backward. The factors
+*alternate* under repeated differentiation, since the backward of each is its partner: with the
+same factor twice, second derivatives would carry S or 1/S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._compat import functorch_active, is_wrapped
+from .._errors import explain
+from .tree import Leaf
+from .views import View
+
+# (tensor with any leading batch dimensions, loss scale or None) -> tensor
+Map = Callable[[Tensor, Tensor | None], Tensor]
+
+# What `wide` leaves as it is, told without a call into torch.
+WIDE = frozenset((torch.float32, torch.float64))
+
+
+class LinearMap(Function):
+    """`forth(x)`, whose derivative is `back`, whose derivative is `forth`; applied by `linear_map`.
+
+    The scale is an argument and not part of the maps, because under `vmap` each member of an ensemble
+    has its own. It has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:  # type: ignore[override]
+        _keep(ctx, scale, forth, back)
+        return forth(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        scale = ctx.saved_tensors[0] if ctx.has_scale else None
+        pulled = ctx.back(g, scale) if untracked() else linear_map(g, scale, ctx.back, ctx.forth)
+        return pulled, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return linear_map(x, ctx.saved_tensors[0] if ctx.has_scale else None, ctx.forth, ctx.back)
+
+
+class LinearMapInFunc(Function):
+    """The same as torch.func and torch.compile want it: `forward` without `ctx`, and a rule for `vmap`.
+
+    One class would do, but for such a one torch reads the signature of `forward` anew at each call: 20 us.
+    """
+
+    backward = LinearMap.backward  # type: ignore[assignment]
+    jvp = LinearMap.jvp  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+        return forth(x, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _keep(ctx, *inputs[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> tuple:  # type: ignore[override]
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        if scale is not None and in_dims[1] is not None:
+            scale = scale.movedim(in_dims[1], 0).to(x.device)
+            scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+        return linear_map(x, scale, forth, back), 0
+
+
+def _keep(ctx: Any, scale: Tensor | None, forth: Map, back: Map) -> None:
+    ctx.forth, ctx.back, ctx.has_scale = forth, back, scale is not None
+    if scale is not None:
+        ctx.save_for_backward(scale)
+        ctx.save_for_forward(scale)
+
+
+def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+    """`forth(x, scale)`, whose derivative is `back`."""
+    rule = LinearMapInFunc if torch.compiler.is_compiling() or functorch_active() else LinearMap
+    return rule.apply(x, scale, forth, back)  # type: ignore[return-value]
+
+
+def untracked() -> bool:
+    """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
+    return not torch.is_grad_enabled() and not functorch_active() and not torch.compiler.is_compiling()
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32 at least: a 16-bit cotangent is multiplied there and rounded once, after."""
+    return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
+    return _by_parts(times, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
+
+
+def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x / scale` in `dtype`: divided in fp32 and rounded once, since after a cast to fp16 small gradients are gone."""
+    if x.is_complex():
+        return _by_parts(over, x, scale, dtype)
+    if x.dtype == dtype and _is_number(scale):
+        # By a number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
+        # peak of memory. Not by the tensor, which some kernels cast to fp16 first: 65536 is infinite there. The scale
+        # lives on the CPU, so that reading it waits for no device.
+        return x / float(scale)
+    return (wide(x) / scale).to(dtype)
+
+
+def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fn` on the real and the imaginary part: torch takes a scale for `scale + 0i`, and the zero times inf is NaN."""
+    part = dtype.to_real()
+    return torch.complex(fn(x.real, scale, part), fn(x.imag, scale, part))
+
+
+def _is_number(scale: Tensor) -> bool:
+    """Whether its value can be read here: an ensemble has several, and what is being traced has none yet."""
+    return scale.ndim == 0 and not torch.compiler.is_compiling() and type(scale) is Tensor and not is_wrapped(scale)
+
+
+def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The same values as another tensor, as a Function must return."""
+    return x.view_as(x)
+
+
+@dataclass(frozen=True)
+class LeafView:
+    """How one leaf is seen: stages from storage towards the model, and the dtype its gradient arrives in."""
+
+    leaf: Leaf
+    stages: tuple[View, ...]
+    grad_dtype: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Storage to model."""
+        seen = x
+        for stage in self.stages:
+            seen = stage.view(seen, self.leaf)
+        if seen is not x:
+            return seen
+        # Not a view of `x`: torch refuses to use one after a write into the memory of both, which layers make that
+        # keep their weights in bounds. The count of writes is one for both all the same.
+        return identity(seen) if torch.compiler.is_compiling() or functorch_active() else seen.detach()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        """A cotangent of the seen parameter to a true gradient of the stored one."""
+        narrow = g
+        for stage in reversed(self.stages):
+            if scale is None or not stage.only_dtype:
+                narrow = stage.pull(narrow, self.leaf)
+        narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
+        return identity(narrow) if narrow is g else narrow
+
+    def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """The differentiable view; `x` itself where there is nothing to see it through."""
+        if scale is None and not self.stages:
+            return x
+        return linear_map(x, scale, self.forth, self.back)
+
+
+class OnlyForth(LeafView):
+    """A view that may be evaluated: what it would pull back is an average over ranks that lacks their weights."""
+
+    def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
+        raise ValueError(
+            explain(
+                "a derivative of zf.bind(fn, tx, state) where accumulate(weighted=True) comes before the reduction",
+                "it would be averaged over ranks in this backward, before any weight is known to it",
+                "out, pullback = zf.vjp(fn, tx, state, *inputs); grads, *_ = pullback(torch.ones_like(out)); "
+                "zf.update(tx, grads, state, weight=...)",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ExitMap:
+    """Outputs: cast to `dtype` if one is asked for; cotangents times the scale, in fp32, and cast back."""
+
+    dtype: torch.dtype | None
+    inner: torch.dtype
+
+    def forth(self, y: Tensor, scale: Tensor | None) -> Tensor:
+        # A new tensor even without a cast: of a view, in-place changes by the caller would be an error
+        # under a Function, and silently wrong under a tensor hook.
+        return y.to(self.dtype) if self.dtype not in (None, y.dtype) else y.clone()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g.to(self.inner) if scale is None else times(g, scale, self.inner)
+        return identity(out) if out is g else out
+
+
+@dataclass(frozen=True)
+class EntryMap:
+    """Inputs: cast to `dtype` if one is asked for; cotangents over the scale, in fp32, and cast back."""
+
+    dtype: torch.dtype | None
+    outer: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g.to(self.outer) if scale is None else over(g, scale, self.outer)
+        return identity(out) if out is g else out
+
+
+def crosses(x: Tensor) -> bool:
+    """Whether tensors of its dtype have derivatives, so that a boundary is there for them."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def cast_to(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What `x` is cast to where `dtype` is asked for: a real one, in which a complex tensor would lose a part."""
+    return None if x.is_complex() else dtype
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a cotangent may come back to `x`. A tensor that `vmap` wraps says no even where its inside needs one."""
+    return x.requires_grad or is_wrapped(x)
+
+
+def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One output of a model on its way out."""
+    dtype = cast_to(y, dtype)
+    if not crosses(y) or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
+        return y
+    edge = ExitMap(dtype, y.dtype)
+    return linear_map(y, scale, edge.forth, edge.back)
+
+
+def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One input of a model on its way in."""
+    dtype = cast_to(x, dtype)
+    if not crosses(x) or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
+        return x
+    edge = EntryMap(dtype, x.dtype)
+    return linear_map(x, scale, edge.forth, edge.back)

@@ -1,0 +1,152 @@
+"""What every optimizer shares: its step, its learning rate, and the number of updates each leaf has had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import foreach_add, is_wrapped
+from .arguments import learning_rate
+from .executor import counter
+from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
+from .tree import Layout, Leaves
+
+Slots = dict[str, Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class LeafList:
+    """Leaves that have had equally many updates, as lists of tensors; what an optimizer works on.
+
+    Attributes:
+        params: to be written in place.
+        grads: never written.
+        slots: state by name, to be written in place.
+        count: updates including this one; a 0-d tensor under `vmap`.
+        lr: learning rate of this update.
+        paths: names of the leaves.
+        offsets: global index of each leaf's first stored element.
+        shared: state that all leaves share, by name; only read.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    slots: dict[str, list[Tensor]]
+    count: Any
+    lr: Any
+    paths: list[str]
+    offsets: list[int]
+    shared: TransformState = field(default_factory=dict)
+
+    def where(self, chosen: list[bool]) -> LeafList:
+        """The leaves for which `chosen` is true."""
+
+        def pick(entries: list) -> list:
+            return [x for x, on in zip(entries, chosen, strict=True) if on]
+
+        slots = {name: pick(entries) for name, entries in self.slots.items()}
+        lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
+        return LeafList(*lists, self.shared)
+
+
+def optimizer(
+    name: str,
+    lr: ScalarOrSchedule,
+    slots: Slots,
+    update_group: Callable[[LeafList], None],
+    shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+) -> Transform:
+    """An elementwise optimizer from its arithmetic on lists of tensors.
+
+    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
+    without a gradient is left alone, as in torch.optim, and its bias correction must not move; and one
+    tensor per leaf for each slot.
+
+    Args:
+        name: the transform's name.
+        lr: a number, or a function of the step.
+        slots: how each per-leaf state tensor starts, from the parameter.
+        update_group: the arithmetic, in place on parameters and slots that it may write; each element from its own
+            elements, its leaf's path and its place in the leaf alone.
+        shared: how each further tensor that all leaves share starts; it stays as it is.
+    """
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
+        state |= {key: start() for key, start in shared.items()}
+        for slot, start in slots.items():
+            state[slot] = {p: start(x) for p, x in leaves.items()}
+        return state
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        # One optimizer per group, so where it stands names it, whatever the user calls it.
+        rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
+        ctx.report("lr", rate)
+        return Prepared(carry=rate, state={"step": state["step"] + 1})
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, rate: Any, ctx: Context):
+        paths = list(grads)
+        new = {p: ctx.own(params[p]) for p in paths}
+        own: TransformState = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
+        own["count"] = dict(zip(paths, _next([state["count"][p] for p in paths]), strict=True))
+        for count, group in _by_count(own["count"]).items():
+            update_group(
+                LeafList(
+                    [new[p] for p in group],
+                    [grads[p] for p in group],
+                    {slot: [own[slot][p] for p in group] for slot in slots},
+                    count if isinstance(count, int) else own["count"][group[0]],
+                    rate,
+                    group,
+                    [ctx.offsets.get(p, 0) for p in group],
+                    {key: state[key] for key in shared if key in state},
+                )
+            )
+        return new, own
+
+    facts = Facts(optimizes=True, rate=lr)
+    return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
+
+
+def _next(counts: list[Tensor]) -> list[Tensor]:
+    """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
+    if not counts or any(is_wrapped(c) for c in counts):
+        return [c + 1 for c in counts]
+    return list(foreach_add(counts, 1))
+
+
+def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:
+    """Leaves that have had equally many updates, which is nearly always all of them."""
+    groups: dict[Any, list[str]] = {}
+    wrapped = any(is_wrapped(c) for c in counts.values())
+    numbers = [] if wrapped or not counts else torch.stack(list(counts.values())).tolist()
+    # Under vmap the number cannot be read; each leaf is then a group of its own.
+    for path, number_or_path in zip(counts, numbers or counts, strict=True):
+        groups.setdefault(number_or_path, []).append(path)
+    return groups
+
+
+def plain(tensors: list[Tensor]) -> bool:
+    """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
+    return not any(is_wrapped(t) for t in tensors) and len({(t.dtype, t.device) for t in tensors}) == 1
+
+
+def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Gradients in their parameters' dtypes and strides; the same tensors where they are already.
+
+    Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
+    """
+    return [
+        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
+
+
+def like(x: Tensor) -> Tensor:
+    """A slot that starts as zeros of the parameter's shape, dtype and strides."""
+    return torch.zeros_like(x)

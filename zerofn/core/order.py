@@ -1,0 +1,85 @@
+"""Which orders of transforms have a meaning. Checked when a chain is built, so that nothing runs in a wrong order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .._errors import explain
+from .spec import USED_UP, Misplaced, Spec, changes_gradients, makes_parameters, watches_parameters
+from .transform import OF_PIECES, Transform
+
+
+def check_order(parts: Sequence[Transform]) -> None:
+    """Raise a `ValueError` that names both transforms, the reason and an order that works."""
+    spec = Spec()
+    for part in parts:
+        try:
+            spec = _through(part, replace(spec, here=part.name))
+        except Misplaced as error:
+            raise ValueError(
+                explain(
+                    f"chain(..., {error.left}, ..., {part.name}, ...)",
+                    f"{error.left} comes before {part.name}: {error.why}",
+                    error.right or f"chain(..., {part.name}, ..., {error.left}, ...)",
+                )
+            ) from None
+
+
+def _through(part: Transform, spec: Spec) -> Spec:
+    facts = part.facts
+    if not facts.optimizes and not facts.watches:
+        spec.refuse("updated_by", USED_UP)
+    by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
+    return (part.through or by_facts)(spec)
+
+
+def effect(part: Transform) -> Spec:
+    """What a transform alone does to a gradient."""
+    return _through(part, Spec(here=part.name))
+
+
+def check_complete(parts: Sequence[Transform], where: str) -> None:
+    """A pipeline that trains has an optimizer; a part of one need not."""
+    if not any(p.facts.optimizes for p in parts):
+        names = ", ".join(p.name for p in parts) or "nothing"
+        raise ValueError(
+            explain(
+                f"{where} with chain({names})",
+                "the chain has no optimizer, so nothing would ever change a parameter",
+                f"zf.chain({'..., ' if parts else ''}zf.adamw(lr=1e-3))",
+            )
+        )
+
+
+WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
+
+
+def check_pieces(parts: Sequence[Transform], ranks: int, where: str) -> None:
+    """Where leaves are cut over ranks, refuse what must see more than a piece of them. On one rank nothing is cut."""
+    found = [entry for part in parts for entry in _more_than_pieces(part, "")] if ranks > 1 else []
+    if not found:
+        return
+    cut = next(p.name for p in parts if effect(p).cut)
+    told = ", ".join(f"{name} needs {WHOLE[t.needs]} (needs={t.needs!r})" for name, t in found)
+    raise ValueError(
+        explain(
+            f"{where} with chain({', '.join(p.name for p in parts)}) and leaves cut over {ranks} ranks",
+            f"{told}, and under {cut} each rank has one flat piece of every leaf: a norm, a mean, a sort, a matrix "
+            "product or the shape of a piece is another one, and the update would be wrong without a word",
+            'zf.leafwise(needs="element") or zf.guest(transformation, needs="element") where it is made, if each '
+            "element of the update comes from the same element of gradient, parameter and state alone;\n"
+            f"zf.all_reduce() in place of {cut} if not: data parallel, nothing is cut. (A later version is to run "
+            "whole leaves at one rank each.)",
+        )
+    )
+
+
+def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transform]]:
+    """The transforms that say so, each with the one in the chain that it stands in."""
+    if t.needs in OF_PIECES:
+        return
+    name = f"{t.name} in {inside}" if inside and inside != t.name else t.name
+    deeper = [entry for part in t.parts for entry in _more_than_pieces(part, inside or t.name)]
+    # What holds others may need more than all of them.
+    yield from deeper or [(name, t)]

@@ -1,0 +1,313 @@
+"""A chain made ready for one tree of parameters: which views apply where, and which update halves follow.
+
+The views of a chain stand between three forms of a parameter. *Stored* is what the state keeps.
+*Resident* is what an eager model holds between steps: full parameters under `reduce_scatter`, which
+gathers once a step, the stored ones otherwise. *Seen* is what the model computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.norms import squared_norm
+from ..ranks.group import Group
+from ..ranks.process_groups import group_for
+from ..ranks.reduction import OverRanks
+from .compose import as_transform, complete
+from .linear_map import LeafView, over
+from .order import check_complete, check_pieces
+from .transform import (
+    Context,
+    OneProcess,
+    Prepared,
+    Reduction,
+    Scope,
+    Transform,
+    TransformState,
+    nothing_to_prepare,
+)
+from .tree import Layout, Leaf, Leaves, Placement
+from .views import Dtypes, Like, Ranks, View, Wire, pull_all, reducing_in, view_all
+
+
+def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
+    ctx.report("grad_norm", ctx.reduction.sum(squared_norm(grads)).sqrt())
+    return Prepared()
+
+
+# Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
+# A name with a dot is one that no transform of a user's can have.
+GRAD_NORM = Transform(".grad_norm", Scope.TREE, needs="number", prepare_fn=_report_norm)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The parts of a chain in order, resolved for a layout.
+
+    Attributes:
+        tx: the chain as it was given.
+        layout: of the parameters.
+        parts: its members; a guest that ends it made the optimizer.
+        views: the view half of each part; `None` where it does nothing.
+        dtypes: on the road of a parameter and its gradient.
+        late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
+    """
+
+    tx: Transform
+    layout: Layout
+    parts: tuple[Transform, ...]
+    views: tuple[View | None, ...]
+    dtypes: Dtypes
+    late: bool
+
+    @cached_property
+    def stages(self) -> tuple[View, ...]:
+        """The views that do something, from the model to storage."""
+        return tuple(view for view in self.views if view is not None)
+
+    @cached_property
+    def cut(self) -> int:
+        """The first of `stages` that reduces gradients of resident parameters."""
+        return next((i for i, view in enumerate(self.stages) if view.resident), len(self.stages))
+
+    @cached_property
+    def scale(self) -> str | None:
+        """The name of the transform that scales the loss."""
+        return next((p.name for p in self.parts if p.facts.scales), None)
+
+    @cached_property
+    def sharding(self) -> Wire | None:
+        """How leaves are cut over ranks, if they are."""
+        return next((view.wire for view in self.stages if view.wire is not None and view.wire.cuts), None)
+
+    @cached_property
+    def sharded_use(self) -> bool:
+        """Whether even resident parameters are shards, gathered when they are used."""
+        return any(view.wire is not None and view.wire.cuts for view in self.stages[: self.cut])
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of ranks the pipeline talks in."""
+        return _groups(self.stages)
+
+    @cached_property
+    def weighted(self) -> bool:
+        """Whether micro-batches have weights."""
+        return any(part.facts.weighted for part in self.parts)
+
+    @cached_property
+    def weighted_after(self) -> tuple[Group, ...]:
+        """The groups over which gradients are averaged before an accumulation gives them weights."""
+        if not self.weighted:
+            return ()
+        return _groups(self.stages[: self.cut] if self.late else self.stages)
+
+    @cached_property
+    def leaf_views(self) -> dict[str, LeafView]:
+        """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
+        return self.composed(self.stages[: self.cut] if self.late else self.stages, self.dtypes.gradient)
+
+    @cached_property
+    def views_at_use(self) -> dict[str, LeafView]:
+        """By path: how an attached model sees its resident parameters."""
+        return self.composed(self.stages[: self.cut], self.resident_grad_dtype)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
+        return all(view.wire is not None or view.only_dtype for view in self.stages)
+
+    def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
+        """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
+        towards_model = stages[::-1]
+        return {
+            leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
+            for leaf in self.layout.leaves
+        }
+
+    def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of `p.grad` in an attached model."""
+        if not any(view.only_dtype for view in self.stages[self.cut :]):
+            return self.dtypes.gradient(leaf)
+        seen = self.dtypes.reduce_dtype or self.dtypes.seen(leaf)
+        return torch.float32 if seen == torch.float16 else seen
+
+    @cached_property
+    def updates(self) -> tuple[Transform, ...]:
+        """The update halves that have something to do, in order."""
+        given = zip(self.parts, self.views, strict=True)
+        kept = [part for part, view in given for part in self._update_halves(part, view)]
+        if not any("grad_norm" in p.facts.reports for p in kept):
+            at = next(i for i, p in enumerate(kept) if p.facts.optimizes)
+            kept.insert(at, GRAD_NORM)
+        return tuple(kept)
+
+    def _update_halves(self, part: Transform, view: View | None) -> Iterator[Transform]:
+        """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
+        if self.late and view is not None and not view.only_dtype and view in self.stages[self.cut :]:
+
+            def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+                return self.pull((view,), grads, params), state
+
+            yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
+        if not part.idle:
+            yield part
+
+    def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
+        """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
+
+        Args:
+            stages: from the model to storage, consecutive members of `self.stages`.
+            grads: by path; a leaf may be absent on this rank.
+            stored: stored parameters, for their devices.
+            scale: what to divide by at the end.
+        """
+        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        whole = not any(s.wire is not None and s.wire.cuts for s in self.stages[: self._index(stages)])
+        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
+        for stage in stages:
+            if scale is None or not stage.only_dtype:
+                grads = pull_all(stage, grads, leaves, like)
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        named = {leaf.path: leaf for leaf in leaves}
+        dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
+        return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
+
+    def _index(self, stages: tuple[View, ...]) -> int:
+        return self.stages.index(stages[0]) if stages else len(self.stages)
+
+    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, whole: bool) -> Like:
+        """A gradient as it arrives at the first of `stages`."""
+        ahead = any(s.only_dtype for s in stages)
+        if ahead:
+            dtype = self.dtypes.seen(leaf)
+        elif self._index(stages) == 0 and not self.late:
+            dtype = self.dtypes.stored(leaf)
+        else:
+            dtype = self.dtypes.gradient(leaf)
+        shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
+        return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
+
+    def see(
+        self,
+        stages: tuple[View, ...],
+        leaves: Leaves,
+        which: Sequence[Leaf] | None = None,
+        into: Leaves | None = None,
+    ) -> Leaves:
+        """Parameters through the views of stages, given from the model to storage. Not differentiable.
+
+        Args:
+            stages: consecutive members of `self.stages`.
+            leaves: stored parameters.
+            which: those that are seen; all by default.
+            into: where to gather them if the last view is a gather, which is then one collective.
+        """
+        for i, stage in reversed(list(enumerate(stages))):
+            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which, None if i else into)
+        return leaves
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What is kept of a full parameter."""
+        for stage in self.stages:
+            x = stage.store(x, leaf)
+        return x.to(self.dtypes.stored(leaf))
+
+    def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
+        for stage in self.stages[: self.cut]:
+            x = x if stage.only_dtype else stage.store(x, leaf)
+        return x
+
+    def whole(self, leaves: Leaves) -> Leaves:
+        """Stored parameters in full, in their storage dtype."""
+        return self.see(tuple(stage for stage in self.stages if not stage.only_dtype), leaves)
+
+    def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a leaf in the state of this rank."""
+        if self.sharding is None:
+            return tuple(leaf.shape)
+        low, high = self.sharding.span(leaf)
+        return (high - low,)
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of the gradient that `zf.update` is given."""
+        return tuple(leaf.shape) if self.late and not self.sharded_use else self.stored_shape(leaf)
+
+    def context(self, **given: Any) -> Context:
+        """What the update halves are handed."""
+        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, **given)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Global index of the first stored element of each leaf."""
+        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """Scalars over ranks."""
+        if not self.groups:
+            return OneProcess()
+        return OverRanks(None if self.sharding is None else self.sharding.group, self.groups)
+
+    def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
+        """The loss scale in force."""
+        return None if self.scale is None else transforms[self.scale]["scale"]
+
+    def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
+        """The first state of every transform, for stored parameters (meta tensors too)."""
+        leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.leaves if leaf.trainable}
+        sums = {
+            leaf.path: leaves[leaf.path].new_empty(self.grad_shape(leaf), dtype=self.dtypes.gradient(leaf))
+            if (self.late or self.dtypes.gradient(leaf) != leaves[leaf.path].dtype)
+            else leaves[leaf.path]
+            for leaf in self.layout.leaves
+            if leaf.trainable
+        }
+        # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
+        return {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
+
+
+def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for) -> Pipeline:
+    """Resolve a transform for a layout; an error where it cannot train.
+
+    Args:
+        tx: the transform.
+        layout: of the parameters.
+        where: the function that asks, for messages.
+        ranks: opens groups of ranks.
+    """
+    tx = as_transform(tx)
+    parts = complete(tx.members)
+    check_complete(parts, where)
+    views = [part.view_fn(layout, ranks) for part in parts]
+    dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
+    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
+    for i, view in enumerate(views):
+        if view is not None and view.wire is not None:
+            views[i] = None if view.wire.group.size == 1 else reducing_in(view, dtypes.reduce_dtype)
+    held = tuple(part.name for part in parts[:first] if part.facts.holds)
+    late = bool(held) and any(view is not None and view.resident for view in views)
+    stages = [view for view in views if view is not None]
+    layout = replace(layout, placement=_placement(stages, held if late else ()))
+    check_pieces(parts, layout.placement.size, where)
+    return Pipeline(tx, layout, parts, tuple(views), dtypes, late)
+
+
+def _groups(stages: Sequence[View]) -> tuple[Group, ...]:
+    return tuple(view.wire.group for view in stages if view.wire is not None)
+
+
+def _placement(stages: Sequence[View], apart: tuple[str, ...]) -> Placement:
+    """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
+    groups = _groups(stages)
+    shards = next((view.wire.group for view in stages if view.wire is not None and view.wire.cuts), Group())
+    axes = tuple(g.ranks for g in groups)
+    return Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)

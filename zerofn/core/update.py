@@ -1,0 +1,213 @@
+"""The update halves on a state, by either route, and whether gradients and state are what they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import differentiating, functorch_active, is_wrapped, levels
+from .._errors import bad_leaves, explain
+from .executor import finish, run
+from .gradients import check_readable, misshapen
+from .order import effect
+from .pipeline import Pipeline
+from .state import State
+from .transform import Context, select
+from .tree import Leaf, Leaves, Tree, flatten, tree_map, tree_paths
+
+Metrics = dict[str, Tensor]
+
+
+def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
+    """Gradients have the shape of what is stored and the dtype that `precision` says."""
+    bad = []
+    for leaf in pipe.layout.leaves:
+        g = grads.get(leaf.path)
+        if g is None:
+            continue
+        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.dtypes.gradient(leaf), stored[leaf.path].dtype}):
+            bad.append((leaf.path, reason))
+    if bad:
+        right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
+        if pipe.late:
+            # What a bound function gives is reduced, hence in parts; an accumulation before the reduction is not.
+            right = (
+                "gradients from zf.vjp: accumulate stands before the reduction, so they are this rank's own, "
+                "not reduced yet as those of a bound function are"
+            )
+        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
+
+
+def check_data(state: State, where: str) -> None:
+    """Refuse to train a state of meta tensors: its counters would go on, and there is nothing that could change."""
+    bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in state.leaves.items() if x.is_meta]
+    if bad:
+        right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
+        raise ValueError(bad_leaves(f"{where} of a state on the meta device", bad, right))
+
+
+def check_stored(pipe: Pipeline, stored: Tree) -> None:
+    """What a bound function is given has the shapes of what is stored."""
+    bad = []
+    for i, path, x in pipe.layout.match(stored, "these are not the stored parameters of this state", "state.params"):
+        shape = pipe.stored_shape(pipe.layout.leaves[i])
+        if not isinstance(x, Tensor):
+            bad.append((path, f"{type(x).__name__} is no tensor"))
+        elif tuple(x.shape) != tuple(shape):
+            bad.append((path, f"of shape {tuple(x.shape)}, stored in shape {tuple(shape)}"))
+    if bad:
+        right = "fn(state.params, *inputs), or tensors of those shapes; torch.func.vmap(fn) for a stack of them"
+        raise ValueError(
+            bad_leaves("a bound function was called with other parameters than it is bound to", bad, right)
+        )
+
+
+def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
+    if reason := misshapen(g, shape):
+        return reason
+    # fp32 loses nothing and is what sums are made in.
+    if g.dtype not in {*dtypes, torch.float32}:
+        return f"gradient in {g.dtype} instead of {' or '.join(sorted(map(str, dtypes)))}"
+    if not leaf.trainable:
+        return "a gradient for a frozen parameter"
+    return None
+
+
+def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
+    """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
+    if not grads and not (pipe.late and pipe.groups):
+        raise ValueError(
+            explain(
+                "a step in which no parameter has a gradient",
+                "the loss does not depend on the parameters, or no backward ran since the last step",
+                "loss.backward() before opt.step(); a loss_fn that uses its params",
+            )
+        )
+    if ctx.weight is not None and not pipe.weighted:
+        raise ValueError(
+            explain(
+                "a step with weight= through a pipeline that weights nothing",
+                "only accumulate(weighted=True) has a use for it, so it would have no effect",
+                "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
+            )
+        )
+    check_readable(grads, state.leaves)
+    check_vmap(pipe, ctx.weight, grads, state)
+    if differentiating() or any(x.requires_grad for x in state.leaves.values()):
+        raise RuntimeError(
+            explain(
+                "an update inside a function that is being differentiated",
+                "updates are written in place and fused, not recorded, so their derivative would be zero in silence",
+                "differentiate zf.bind(fn, tx, state), and update outside; torch.func.vmap over a step is fine",
+            )
+        )
+    if functorch_active():
+        state, ctx = _in_batch(pipe, grads, state, ctx)
+    trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
+    ctx = replace(ctx, micro_step=state.micro_step)
+    # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
+    given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
+    try:
+        with torch.no_grad():
+            signal, states, emitted = run(pipe.updates, grads, {**state.transforms, **given}, trainable, ctx)
+            leaves = {**state.leaves, **finish(signal, trainable, emitted)}
+    except (KeyError, RuntimeError) as error:
+        if wrong := misfits(pipe, state):
+            right = "state = zf.init(tx, params) with this very tx"
+            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
+        raise
+    finally:
+        ctx.settle()
+    step = select(emitted, state.step + 1, state.step)
+    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
+    defaults = {"skipped": torch.tensor(False)}
+    shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
+    return new, shown
+
+
+def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
+    """Refuse, on every rank alike, a step under vmap in which ranks would have to exchange a number per member."""
+    if not pipe.groups or not functorch_active() or differentiating():
+        return
+    size = math.prod(group.size for group in pipe.groups)
+    if weight is not None:
+        raise ValueError(
+            explain(
+                f"a step with weight= under torch.func.vmap on {size} ranks",
+                "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
+                "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
+                "accumulate(k) and no weight=",
+            )
+        )
+    talks = _talks_in_update(pipe)
+    if talks is not None and any(is_wrapped(x) for tree in inputs for x in flatten(tree)[0]):
+        raise ValueError(
+            explain(
+                f"torch.func.vmap over a step through {talks} on {size} ranks",
+                "its update half exchanges numbers between ranks, for which torch.distributed has no batching rule",
+                "one step per member in a loop; or all_reduce with nothing that accumulates before it and no "
+                "scale_loss, whose update sends nothing",
+            )
+        )
+
+
+def _talks_in_update(pipe: Pipeline) -> str | None:
+    """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
+    if pipe.sharding is None and not pipe.late:
+        return pipe.scale
+    return next(p.name for p in pipe.parts if effect(p).over_ranks)
+
+
+def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:
+    """State and context of a step under vmap: what the update writes is batched wherever anything is.
+
+    Updates are written in place, and one memory cannot take a result per member. Counters are not written, so
+    they stay numbers that Python can read where the state is one for all members.
+    """
+    tensors = [x for x in (*grads.values(), ctx.weight, *flatten(state)[0]) if isinstance(x, Tensor)]
+    found = {levels(x): x for x in tensors}
+    every = frozenset().union(*found)
+    if not every:
+        return state, ctx
+    flag = torch.tensor(False)
+    for batched_in, x in found.items():
+        if batched_in:
+            flag = flag | x.new_zeros((), dtype=torch.bool, device="cpu")
+
+    def lift(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or levels(x) == every:
+            return x
+        if ctx.donate:
+            raise ValueError(
+                explain(
+                    "a step with donate=True under torch.func.vmap over a state that is not batched",
+                    "the state has one memory, and each member of the batch a result of its own",
+                    "zf.make_step(loss_fn, tx), without donate; or a state per member, stacked",
+                )
+            )
+        return torch.where(flag.to(x.device), x, x)
+
+    frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
+    leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
+    return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), replace(ctx, donate=False)
+
+
+def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
+    """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
+    meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
+    expected, found = (_entries(s) for s in (pipe.init_transforms(meta), state.transforms))
+    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [
+        (k, "unexpected") for k in found.keys() - expected.keys()
+    ]
+    for k in expected.keys() & found.keys():
+        if expected[k] != found[k]:
+            bad.append((k, f"of shape {tuple(found[k])} instead of {tuple(expected[k])}"))
+    return sorted(bad)
+
+
+def _entries(states: Tree) -> dict[str, Any]:
+    return {p: x.shape for p, x in zip(tree_paths(states), flatten(states)[0], strict=True) if isinstance(x, Tensor)}

@@ -1,0 +1,249 @@
+"""The words of a view half: how one leaf is seen, what talks to other ranks, and the dtypes on the way.
+
+A `View` is a record of functions on one leaf. The runner never asks which transform it belongs to, only what it says
+of itself: whether a wire carries it to other ranks, whether it changes nothing but dtypes, whether what it gives stays
+in the model between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ranks.group import Group
+from .tree import Layout, Leaf, Leaves
+
+# Bytes of one collective's buffer: a sixteenth of all, so that buffers under way are small beside the model, but
+# no smaller than what a message costs anyway and no larger than full bandwidth needs.
+LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
+
+
+class Like(NamedTuple):
+    """What a gradient would be at one place of the road, whether or not this rank has it."""
+
+    numel: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Wire(Protocol):
+    """What talks to other ranks: how leaves are packed, sent and unpacked, many in one collective.
+
+    Attributes:
+        group: the ranks it talks to.
+        reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
+        cuts: whether a rank keeps a part of each leaf, a range of it laid out flat, so that views gather.
+    """
+
+    @property
+    def group(self) -> Group: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+
+    cuts: ClassVar[bool]
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Wire:
+        """The same over a group of the same ranks, with sums in that dtype."""
+        ...
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's flat range of a leaf."""
+        ...
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """This rank's part to the whole, with any number of batch dimensions in front."""
+        ...
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        """The transpose of `view`, with any number of batch dimensions in front: the mean over ranks."""
+        ...
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """The whole to this rank's part."""
+        ...
+
+    def gather(
+        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Whole leaves, flat, from parts of one dtype, in one collective; written to `into` where it is given."""
+        ...
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Flat gradients as one buffer to be summed over ranks; `None` where this rank has none."""
+        ...
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Sum the buffer over ranks: (work handle, this rank's share)."""
+        ...
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        """The mean gradient of every leaf as this rank keeps it, flat; `None` where no rank had one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes on the road of a parameter and its gradient; `None` leaves one as it is.
+
+    Attributes:
+        param_dtype: what the model sees.
+        store_dtype: what the state keeps.
+        grad_dtype: what the update half is given.
+        reduce_dtype: what gradients are summed over ranks in.
+        output_dtype: what floating-point outputs of the model are cast to.
+    """
+
+    param_dtype: torch.dtype | None = None
+    store_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def stored(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf in the state."""
+        return self.store_dtype or leaf.dtype
+
+    def seen(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf in the model."""
+        return self.param_dtype or self.stored(leaf)
+
+    def gradient(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf's gradient once it is pulled back."""
+        stored = self.stored(leaf)
+        return self.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+
+
+OnLeaf = Callable[[Tensor, Leaf], Tensor]
+
+
+def every_leaf(leaf: Leaf) -> bool:
+    """The `changes` of a view that touches all leaves."""
+    return True
+
+
+@dataclass(frozen=True)
+class View:
+    """The view half on one leaf. All functions take `(tensor, leaf)` and any number of batch dimensions in front.
+
+    Attributes:
+        view: storage to model. Linear in the tensor, or its `pull` stands for a derivative (straight-through rounding).
+        pull: the transpose: a cotangent of the model's side to one of the stored side.
+        store: a seen parameter to what is stored of it; `view` after `store` is the identity.
+        changes: whether the leaf is touched at all.
+        wire: what carries it to other ranks, if it does; then the three functions above are the wire's.
+        resident: whether what it gives stays in an attached model between steps, and is made once after an update.
+        dtypes: what it says of dtypes; then it changes nothing else.
+    """
+
+    view: OnLeaf
+    pull: OnLeaf
+    store: OnLeaf
+    changes: Callable[[Leaf], bool] = every_leaf
+    wire: Wire | None = None
+    resident: bool = False
+    dtypes: Dtypes | None = None
+
+    @property
+    def only_dtype(self) -> bool:
+        """Whether it changes nothing but the dtype."""
+        return self.dtypes is not None
+
+    def after(self, leaf: Leaf, before: Like) -> Like:
+        """What a gradient is once it has been pulled through."""
+        if self.wire is None:
+            return before
+        before = before._replace(dtype=self.wire.reduce_dtype or before.dtype)
+        if not self.wire.cuts:
+            return before
+        low, high = self.wire.span(leaf)
+        return before._replace(numel=high - low, shape=(high - low,))
+
+
+def over_ranks(wire: Wire, resident: bool) -> View:
+    """The view of a wire."""
+    several = wire.group.size > 1
+    return View(wire.view, wire.pull, wire.store, lambda leaf: several, wire, resident)
+
+
+# Opens the group of a mesh, or of all ranks, for the function that is named in messages.
+Ranks = Callable[[str, Any], Group]
+ViewOf = Callable[[Layout, Ranks], View | None]
+
+
+def no_view(layout: Layout, ranks: Ranks) -> View | None:
+    """The view half of a transform that has none."""
+    return None
+
+
+def reducing_in(view: View, dtype: torch.dtype | None) -> View:
+    """The same view with sums over ranks in `dtype`."""
+    assert view.wire is not None
+    return over_ranks(view.wire.on(view.wire.group, dtype), view.resident)
+
+
+def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
+    """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
+    if limit is None:
+        total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
+        limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
+    found: list[list[Leaf]] = []
+    open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
+    for leaf in leaves:
+        dtype = dtypes[leaf.path]
+        bucket, size = open_.get(dtype, ([], 0))
+        if not bucket or size + leaf.numel * dtype.itemsize > limit:
+            bucket, size = [], 0
+            found.append(bucket)
+        bucket.append(leaf)
+        open_[dtype] = bucket, size + leaf.numel * dtype.itemsize
+    return found
+
+
+def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
+    """A view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
+    wire = view.wire
+    if wire is None or not wire.cuts or wire.group.size == 1:
+        return {leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves}
+    out: Leaves = {}
+    # A caller who says where to write to has cut them already.
+    for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
+        flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
+        fulls = wire.gather([xs[leaf.path] for leaf in bucket], bucket, flat)
+        out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
+    return out
+
+
+def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
+    """A view's transpose for many leaves, coalesced and in a fixed order whichever have a gradient here.
+
+    Not differentiable.
+    """
+    wire = view.wire
+    if wire is None:
+        return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
+    out: Leaves = {}
+    for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
+        flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
+        first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
+        buffer = wire.pack(flat, bucket, numels, wire.reduce_dtype or first.dtype, first.device)
+        for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
+            if g is not None:
+                out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)
+    return out
+
+
+def with_wire(view: View, wire: Wire) -> View:
+    """The same view over another wire."""
+    return replace(over_ranks(wire, view.resident))

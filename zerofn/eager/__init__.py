@@ -1,0 +1,1 @@
+"""The optimizer that `zf.attach` returns."""

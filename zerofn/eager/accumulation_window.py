@@ -1,0 +1,78 @@
+"""The accumulation window of an attached model: when a step closes it, and whether its sum is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .._errors import explain
+from ..core.pipeline import Pipeline
+from ..core.state import State
+
+
+class Window:
+    """What the accumulations of a pipeline wait for.
+
+    Args:
+        pipe: the pipeline.
+        state: its state now.
+
+    Attributes:
+        forced: what the user says of the next step; `None` where `accumulate` counts.
+        averaged: whether the sum is to be divided; `None` until `opt.backward` says so.
+        every: micro-batches in a window.
+    """
+
+    def __init__(self, pipe: Pipeline, state: Callable[[], State]):
+        self.parts = [p for p in pipe.parts if p.facts.holds]
+        self.state = state
+        self.forced: bool | None = None
+        self.averaged: bool | None = None
+        self.every = 1
+        for part in self.parts:
+            self.every *= part.facts.window
+
+    @property
+    def holds(self) -> bool:
+        """Whether any step is held at all."""
+        return self.every > 1
+
+    def closes(self) -> bool:
+        """Whether the next step closes it."""
+        if self.forced is not None:
+            return self.forced
+        own = [(p, self.state().transforms[p.name]) for p in self.parts]
+        return all(int(state["count"]) + 1 >= p.facts.window for p, state in own if state)
+
+    def force(self, boundary: bool | None) -> None:
+        """What `set_boundary` does.
+
+        Raises:
+            TypeError, ValueError: no such setting, or one without effect.
+        """
+        if boundary is not None and not isinstance(boundary, bool):
+            raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
+        if boundary is not None and not self.holds:
+            raise ValueError(
+                "set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4)."
+            )
+        self.forced = boundary
+
+    def average(self, scale_wrt_gas: bool) -> None:
+        """What `backward(scale_wrt_gas=...)` says, the same for a whole window.
+
+        Raises:
+            ValueError: weights divide already, or the window has begun otherwise.
+        """
+        if not scale_wrt_gas and any("weight" in self.state().transforms[p.name] for p in self.parts):
+            raise ValueError(
+                "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
+            )
+        if self.averaged is not None and self.averaged is not scale_wrt_gas:
+            raise ValueError(
+                explain(
+                    f"opt.backward(loss, scale_wrt_gas={scale_wrt_gas}) in a window that began with {self.averaged}",
+                    "the sum of the window is either divided or not",
+                    "the same scale_wrt_gas until step() has closed the window",
+                )
+            )
+        self.averaged = scale_wrt_gas

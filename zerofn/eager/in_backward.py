@@ -1,0 +1,158 @@
+"""The update while gradients arrive: each leaf is updated the moment its gradient is there, and the gradient is let go.
+
+Only where every update half treats leaves alone. It is asked for, never a consequence of the pipeline: an
+exception half-way through backward then leaves some leaves updated and others not, and `p.grad` is never seen.
+
+After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
+their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
+counters of steps and with them schedules, stays, so the next step is made with the learning rate of the one given up.
+No window is half applied, since nothing that holds gradients is allowed here. Over ranks what had arrived on any of
+them is used on all. Where only some ranks fail under `shard`, parts of one leaf may differ by that update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.one_leaf import OneByOne, members
+from ..core.pipeline import GRAD_NORM, Pipeline
+from ..core.state import State
+from ..core.transform import Context, Scope, Transform
+
+
+def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
+    """The update halves, if they can run leaf by leaf within backward.
+
+    Raises:
+        ValueError: one cannot; it is named, with the reason.
+    """
+    parts = tuple(p for p in pipe.updates if p is not GRAD_NORM)
+    if sum(view.resident for view in pipe.stages) > 1:
+        raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
+    for part in parts:
+        for where, inner in members(part, part.name):
+            if reason := _reason(inner):
+                raise ValueError(
+                    explain(
+                        f"attach(model, chain(..., {where}, ...), in_backward=True)",
+                        f"{inner.name} {reason}, but in backward each leaf is updated and its gradient freed at once",
+                        f"attach without in_backward, or a pipeline without {inner.name}; clip_by_value treats "
+                        "leaves alone",
+                    )
+                )
+    return parts
+
+
+def _reason(part: Transform) -> str | None:
+    if part.facts.holds:
+        return "keeps gradients for a later step"
+    if part.facts.scales:
+        return "must look at every gradient for overflow before anything is updated"
+    if part.scope is Scope.TREE:
+        return "needs a number of the whole gradient"
+    return "treats the tree as a whole" if part.scope is Scope.WHOLE else None
+
+
+class InBackward:
+    """The step of one attached model, spread over its backward.
+
+    Args:
+        pipe: a pipeline of leafwise updates.
+        state: gives the state in force.
+        context: gives the context of a step; called once for each.
+    """
+
+    def __init__(self, pipe: Pipeline, state: Callable[[], State], context: Callable[[], Context]):
+        self.parts = leafwise_updates(pipe)
+        self.state, self.context = state, context
+        self.ctx: Context | None = None
+        self.under_way: OneByOne | None = None
+        self.done: set[str] = set()
+        # Whether the step is being given up: of what is still on its way, second gradients of a leaf are let go.
+        self.closing = False
+
+    @torch.no_grad()
+    def arrived(self, path: str, grad: Tensor) -> None:
+        """Update one leaf.
+
+        Raises:
+            RuntimeError: it has been updated since the last `step`.
+        """
+        if path in self.done:
+            if self.closing:
+                return
+            raise RuntimeError(
+                explain(
+                    f"a second gradient of {path} before opt.step(), with in_backward=True",
+                    "its first gradient has been used and is gone, so they cannot be added up",
+                    "one backward for each step (add the losses), or attach without in_backward",
+                )
+            )
+        state = self.state()
+        if self.under_way is None:
+            self.ctx = self.context()
+            leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.leaves if leaf.trainable}
+            self.under_way = OneByOne(self.parts, state.transforms, leaves, self.ctx)
+        stored = state.leaves[path]
+        new = self.under_way.update(path, grad, stored)
+        if new is not None and new is not stored:
+            stored.copy_(new)
+        self.done.add(path)
+
+    def settle(self) -> None:
+        """Wait for copies into the state that leaves updated so far have begun."""
+        if self.ctx is not None:
+            self.ctx.settle()
+
+    def finish(self) -> tuple[State, dict[str, Tensor]]:
+        """Close the step: counters, and the state entries that the leaves left behind."""
+        state = self.state()
+        if self.ctx is None or self.under_way is None:
+            raise ValueError(
+                explain(
+                    "a step in which no parameter has a gradient",
+                    "no backward ran since the last step",
+                    "loss.backward() before opt.step()",
+                )
+            )
+        with torch.no_grad():
+            for leaf in state.layout.leaves:
+                if leaf.trainable and leaf.path not in self.done:
+                    self.under_way.update(leaf.path, None, state.leaves[leaf.path])
+        self.settle()
+        transforms = self.under_way.states()
+        step = state.step + 1
+        new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
+        metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
+        self.forget()
+        return new, metrics
+
+    def give_up(self) -> State:
+        """Close the step without counting it: what is updated is updated, with all that the leaf has of its own."""
+        state = self.state()
+        if self.under_way is None:
+            return state
+        self.settle()
+        _uncount(self.under_way)
+        new = replace(state, transforms=self.under_way.states())
+        self.forget()
+        return new
+
+    def forget(self) -> None:
+        """Nothing is under way."""
+        self.ctx = self.under_way = None
+        self.done.clear()
+
+
+def _uncount(steps: OneByOne) -> None:
+    """Leave what the leaves share as it was at the beginning of the step."""
+    for name, prepared in steps.prepared.items():
+        steps.prepared[name] = replace(prepared, state={})
+    for members_of in steps.groups.values():
+        for group in members_of.values():
+            _uncount(group.steps)

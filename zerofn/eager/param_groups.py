@@ -1,0 +1,142 @@
+"""`param_groups`, one for each optimizer of a pipeline: what learning-rate schedulers of torch.optim see and set."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from .._errors import explain
+from ..core.arguments import learning_rate
+from ..core.pipeline import Pipeline
+from ..core.transform import Transform
+from ..core.tree import Leaves
+
+# What a group shows whose optimizer has no rate: the factor that schedulers multiply, so that none goes unnoticed.
+NO_RATE = 1.0
+# Of each group, what this library puts there and a `state_dict` must have.
+OWN = ("name", "lr")
+NOT_PLAIN = object()
+
+
+class ParamGroups:
+    """The groups of one attached model, and who owns their learning rates.
+
+    Attributes:
+        groups: what `opt.param_groups` is.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves):
+        self.optimizers = _optimizers(pipe)
+        self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
+        # The rates as zerofn set them: others have been set by somebody else.
+        self.shown = [g["lr"] for g in self.groups]
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates by prefix, where the groups and not a schedule own them."""
+        rates = {}
+        for group, shown, (prefix, (t, _)) in zip(self.groups, self.shown, self.optimizers.items(), strict=True):
+            if useless := [k for k in group if k in t.config and k not in (*OWN, "params")]:
+                raise ValueError(
+                    explain(
+                        f"param_groups with {useless[0]} = {group[useless[0]]!r}",
+                        f"of a group only lr can be set; {useless[0]} is a part of the pipeline, {t!r}",
+                        f"zf.{t.name}({useless[0]}=...) before zf.attach",
+                    )
+                )
+            if t.facts.rate is not None and not callable(t.facts.rate):
+                rates[prefix] = group["lr"]
+            elif group["lr"] != shown and t.facts.rate is None:
+                raise ValueError(
+                    explain(
+                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
+                        "that optimizer has no learning rate, so what is set here would have no effect",
+                        "a keyword-only argument lr in a function of your own, def mine(grad, param, *, lr), which is "
+                        "given\nwhat is set here; a transformation of another library with a schedule of its own",
+                    )
+                )
+            elif group["lr"] != shown:
+                raise ValueError(
+                    explain(
+                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
+                        "that transform owns its learning rate, so what is set here would have no effect",
+                        "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone",
+                    )
+                )
+        return rates
+
+    def show(self, metrics: dict[str, Tensor]) -> None:
+        """The rates that the pipeline has used, where groups do not own them."""
+        for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
+            if callable(t.facts.rate) and prefix + "lr" in metrics:
+                group["lr"] = self.shown[i] = float(metrics[prefix + "lr"])
+
+    def load(self, saved: list[dict[str, Any]]) -> None:
+        """Go on with the rates of a `state_dict`, and with what schedulers had put beside them.
+
+        What is not in there stays: a scheduler that was made before has put it here.
+        """
+        for group, there, (t, _) in zip(self.groups, saved, self.optimizers.values(), strict=True):
+            group["lr"] = NO_RATE if t.facts.rate is None else there["lr"]
+            group.update(_others(there))
+        self.shown = [g["lr"] for g in self.groups]
+
+
+def packed(group: dict[str, Any]) -> dict[str, Any]:
+    """A group for a `state_dict`: its name and rate, and what schedulers and users have put there."""
+    return {**{k: group[k] for k in OWN if k in group}, **_others(group)}
+
+
+def _others(group: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: _plain(v) for k, v in group.items() if k not in OWN and k != "params"}
+    return {k: v for k, v in kept.items() if v is not NOT_PLAIN}
+
+
+def _plain(x: Any) -> Any:
+    """A copy of numbers, text and 0-d tensors, in lists and dicts too: what JSON and `torch.load` can bring back."""
+    if x is None or isinstance(x, bool | str):
+        return x
+    if isinstance(x, Tensor):
+        return x.detach().clone() if x.ndim == 0 else NOT_PLAIN
+    if isinstance(x, Real):
+        # Those of numpy become Python's.
+        return int(x) if isinstance(x, Integral) else float(x)
+    if isinstance(x, list | tuple):
+        values = [_plain(v) for v in x]
+        return NOT_PLAIN if any(v is NOT_PLAIN for v in values) else tuple(values) if isinstance(x, tuple) else values
+    if isinstance(x, dict) and all(isinstance(k, str) for k in x):
+        values = {k: _plain(v) for k, v in x.items()}
+        return NOT_PLAIN if any(v is NOT_PLAIN for v in values.values()) else values
+    return NOT_PLAIN
+
+
+def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
+    lr = NO_RATE if t.facts.rate is None else t.facts.rate
+    return {
+        "params": params,
+        "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
+        "name": prefix.rstrip(".") or t.name,
+    }
+
+
+def _optimizers(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
+    """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
+    found: dict[str, tuple[Transform, list[str]]] = {}
+    trainable = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+
+    def visit(t: Transform, prefix: str, paths: list[str]) -> None:
+        if not t.facts.optimizes and not t.in_turn:
+            return
+        if t.members_fn is None:
+            for part in t.parts if t.in_turn else ():
+                visit(part, prefix, paths)
+            if t.facts.optimizes:
+                found[prefix] = (t.parts[0] if t.parts else t, paths)
+            return
+        for label, (member, own) in t.members_fn(pipe.layout).items():
+            visit(member, prefix + label, [p for p in paths if p in own])
+
+    for part in pipe.parts:
+        visit(part, "", trainable)
+    return found

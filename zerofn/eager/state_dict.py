@@ -1,0 +1,111 @@
+"""A state as nested dicts of tensors, for `torch.save` and DCP, and whether one is that of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves
+from ..core.entries import over_ranks
+from ..core.pipeline import Pipeline
+from ..core.state import State
+from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
+from ..ranks.backend import as_local
+from .param_groups import OWN, packed
+
+
+def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `Optimizer.state_dict` returns."""
+    if pipe.groups:
+        first = pipe.groups[0]
+        shards = first if pipe.sharding is None else pipe.sharding.group
+        state = over_ranks(state, shards, first.ranks[first.rank])
+    return {
+        "format": 1,
+        "params": dict(state.leaves),
+        "transforms": {k: _nested(v) for k, v in state.transforms.items()},
+        "step": state.step,
+        "micro_step": state.micro_step,
+        "param_groups": [packed(g) for g in groups],
+    }
+
+
+def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Each entry of `own` with the one that is to replace it, but for what schedulers have put into groups.
+
+    Raises:
+        ValueError: every missing, unexpected or misshapen entry is named.
+    """
+    mine, theirs = _flat(_required(own)), _flat(_required(given))
+    for k, x in mine.items():
+        if k not in theirs and _is_format(k, mine):
+            # A state dict of before there were formats.
+            theirs[k] = torch.full_like(x, FIRST_FORMAT)
+    bad = [(k, "missing") for k in mine if k not in theirs] + [(k, "unexpected") for k in theirs if k not in mine]
+    for k in mine.keys() & theirs.keys():
+        a, b = mine[k], theirs[k]
+        if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
+            bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+        elif _cut_otherwise(a, b):
+            # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
+            bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
+    if bad:
+        right = "the state_dict of this pipeline on this model"
+        if any(_cut_otherwise(a, theirs.get(k)) for k, a in mine.items()):
+            right += (
+                ", on as many ranks. Between whole leaves and parts of them:\n"
+                "         zf.save(directory, opt) and opt.load_state(zf.load(directory, like=opt.state));\n"
+                "         of parameters alone, model.load_state_dict(full) and with opt.gathered(): model.state_dict()"
+            )
+        if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
+            right += (
+                "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
+                "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+                "         opt = zf.attach(model, tx)"
+            )
+        raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
+    return [(a, theirs[k]) for k, a in mine.items()]
+
+
+def _is_format(key: str, entries: dict[str, Any]) -> bool:
+    """Whether an entry is the format of random bits, beside a counter of steps; a leaf may have its name."""
+    above, _, last = key.rpartition("/")
+    return last == FORMAT_ENTRY and f"{above}/step" in entries
+
+
+def _required(d: Any) -> Any:
+    """Without what a group may have or not."""
+    groups = d.get("param_groups") if isinstance(d, dict) else None
+    if not isinstance(groups, list | tuple):
+        return d
+    return {**d, "param_groups": [{k: g[k] for k in OWN if k in g} if isinstance(g, dict) else g for g in groups]}
+
+
+def _nested(entry: Any) -> Any:
+    return dict(entry) if isinstance(entry, dict) else entry
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Entries by dotted key; a malformed tree gives keys that do not match."""
+    if isinstance(tree, dict):
+        return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}{name}/").items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
+        return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
+    return {prefix.rstrip("/"): tree}
+
+
+def _cut_otherwise(a: Any, b: Any) -> bool:
+    """Whether they are as long, and one is whole where the other is a part."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel() == b.numel()
+    return both and as_local(a).shape != as_local(b).shape
+
+
+def _cut(x: Tensor) -> str:
+    part = as_local(x)
+    return f"{_what(x)} {'in full' if part is x else f'of which this rank has {tuple(part.shape)}'}"
+
+
+def _what(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)

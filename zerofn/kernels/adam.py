@@ -1,0 +1,275 @@
+"""Adam on low-precision storage, in place: fp32 arithmetic, and one rounding for each stored number.
+
+One formula (`zerofn.kernels.adam_formula`) is run in three ways: by eager torch, in chunks that stay in the cache;
+by a C kernel with the same bits (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
+
+Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away
+a thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment
+never shrinks, and grows only by gradients large enough to reach the next value. It is stuck at its
+maximum and the effective learning rate with it. ``"stochastic"`` and ``"kahan"`` both round it
+stochastically; ``"nearest"`` does what it says.
+
+Sources: Kingma and Ba, "Adam", ICLR 2015 (section 2, the reordered form); Loshchilov and Hutter, "Decoupled
+Weight Decay Regularization", ICLR 2019; Kahan, "Further remarks on reducing truncation errors", CACM 1965;
+Zamirai et al., "Revisiting BFloat16 Training", 2020.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofn._compat import has_triton, is_wrapped, tell_autograd
+from zerofn.kernels import native as _native
+from zerofn.kernels.adam_formula import Dtypes, Leaves, Settings, run_chunked, run_compiled, run_whole, scalars
+from zerofn.kernels.rounding import FORMAT, known_formats
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_EXACT = (torch.float32,) * 4
+
+
+def _run_native(leaves: Leaves, settings: Settings) -> None:
+    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built."""
+    groups: dict[Dtypes, list[int]] = {}
+    for i in range(len(leaves.params)):
+        groups.setdefault(leaves.dtypes(i), []).append(i)
+    for dtypes, entries in groups.items():
+        columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
+        part = Leaves(*columns)
+        function = _kernel(dtypes, settings.rounding, settings.beta1, settings.form)
+        if function is None:
+            run_chunked(part, settings)
+            continue
+        _call(function, part, settings)
+        tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
+
+
+def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
+    _native.run(
+        function,
+        leaves.tensors,
+        keys=leaves.keys,
+        offsets=leaves.offsets,
+        seed=settings.seed,
+        step=settings.step,
+        scalars=settings.scalars,
+    )
+
+
+@functools.cache
+def _kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
+    """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
+
+    Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
+    millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
+    in bfloat16 it would show in one number of thousands.
+    """
+    if dtypes != _EXACT and _kernel(_EXACT, rounding, beta1, form) is None:
+        return None
+    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
+    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)
+    if function is None:
+        return None
+    native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
+    _call(function, native, settings)
+    run_chunked(eager, settings)
+    pairs = zip(native.tensors, eager.tensors, strict=True)
+    if all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs):
+        return function
+    _native.give_up("the C kernel, as this compiler builds it, gives other bits than eager torch")
+    return None
+
+
+def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
+    """One entry of 1001 elements, from subnormal to infinite, with each magnitude next to many others."""
+    i = torch.arange(1001)
+    p, g, m, v = (
+        ((1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign).to(dtype)
+        for stride, sign, dtype in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), dtypes, strict=True)
+    )
+    return Leaves([p], [g], [m], [v], [torch.zeros_like(p)] if kahan else None, keys=[7], offsets=[3])
+
+
+def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
+    """Contiguous tensors, and pairs of (tensor to write back to, its contiguous copy)."""
+    if all(t.is_contiguous() for tensors in leaves.tensors for t in tensors):
+        return leaves, []
+    lists: list[Any] = [[t.contiguous() for t in tensors] for tensors in leaves.tensors]
+    copies = [
+        (t, copy)
+        for k, (tensors, new) in enumerate(zip(leaves.tensors, lists, strict=True))
+        for t, copy in zip(tensors, new, strict=True)
+        if k != 1 and copy is not t
+    ]
+    lists += [None] * (5 - len(lists))
+    return Leaves(*lists, keys=leaves.keys, offsets=leaves.offsets), copies
+
+
+def _is_wrapped(tensor: Any) -> bool:
+    """Batched by vmap or otherwise without an address: the whole-tensor formula is all that works on it."""
+    if not isinstance(tensor, Tensor):
+        return False
+    # Fake and functional tensors are subclasses; functorch's wrappers look like plain tensors from Python.
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    return not plain or is_wrapped(tensor)
+
+
+def implementation_for(params: Sequence[Tensor]) -> str:
+    """What `adam_` runs for these parameters: ``"native"``, ``"compiled"`` or ``"eager"``.
+
+    ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`; the first call with a new
+    combination of dtypes builds it, in about half a second, kept on disk). ``"compiled"``: GPU tensors with
+    triton. ``"eager"``: all else, among it tensors under `torch.func.vmap`.
+
+    >>> implementation_for([torch.ones(2, device="meta")])
+    'eager'
+    """
+    if any(_is_wrapped(p) for p in params):
+        return "eager"
+    kinds = {p.device.type for p in params}
+    if kinds == {"cpu"}:
+        return "native" if _native.compiler() else "eager"
+    return "compiled" if kinds == {"cuda"} and has_triton() else "eager"
+
+
+def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str) -> None:
+    if rounding not in ("nearest", "stochastic", "kahan"):
+        raise ValueError(f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'.")
+    if implementation not in ("auto", "native", "compiled", "eager"):
+        raise ValueError(f"adam_(implementation={implementation!r}): write 'auto', 'native', 'compiled' or 'eager'.")
+    if not isinstance(form, Tensor) and form not in known_formats():
+        raise ValueError(f"adam_(form={form!r}): there are the formats {known_formats()} of random draws.")
+    if rounding == "kahan" and leaves.compensations is None:
+        raise ValueError(
+            "adam_(rounding='kahan', compensations=None): what rounding withholds must be kept. Write "
+            "compensations=[torch.zeros_like(p) for p in params], and give the same tensors at every step."
+        )
+    if not isinstance(step, Tensor) and step < 1:
+        raise ValueError(
+            f"adam_(step={step}): steps are counted from 1, at 0 the bias correction divides by zero. "
+            "Add one to the counter before the update."
+        )
+    count = len(leaves.params)
+    lengths = [len(column) for column in leaves if column is not None]
+    if lengths != [count] * len(lengths):
+        raise ValueError(f"adam_: the lists have lengths {lengths}; give one entry of each for each parameter.")
+    for i, tensors in enumerate(zip(*leaves.tensors, strict=True)):
+        p, g, m, v, *_ = tensors
+        if p.dtype not in _PARAM_DTYPES or g.dtype not in _PARAM_DTYPES:
+            raise ValueError(
+                f"adam_(params[{i}]: {p.dtype}, grads[{i}]: {g.dtype}): the update computes in "
+                "float32, which holds float32, bfloat16 and float16. Convert, or use torch.optim.AdamW."
+            )
+        if m.dtype not in _MOMENT_DTYPES or v.dtype not in _MOMENT_DTYPES:
+            raise ValueError(
+                f"adam_(exp_avgs[{i}]: {m.dtype}, exp_avg_sqs[{i}]: {v.dtype}): moments are float32 or "
+                "bfloat16. float16 ends at 6e-8, so that squares of gradients below 2.4e-4 would be zero. "
+                "Write state_dtype=torch.bfloat16: the same bytes."
+            )
+        if len(tensors) == 5 and tensors[4].dtype != p.dtype:
+            raise ValueError(
+                f"adam_(compensations[{i}]: {tensors[4].dtype}): must have the parameter's dtype, {p.dtype}. "
+                f"Write torch.zeros_like(params[{i}])."
+            )
+        if any(t.shape != p.shape for t in tensors):
+            raise ValueError(
+                f"adam_: the tensors of entry {i} have shapes {[tuple(t.shape) for t in tensors]} "
+                "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
+            )
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    compensations: Sequence[Tensor] | None = None,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    keys: Sequence[int],
+    offsets: Sequence[int],
+    form: int | Tensor = FORMAT,
+    implementation: str = "auto",
+) -> None:
+    """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
+
+    Entry ``i`` is a piece of a leaf: ``params[i]``, ``grads[i]``, ``exp_avgs[i]``, ``exp_avg_sqs[i]`` and
+    ``compensations[i]`` have one shape; ``keys[i]`` is the leaf's `leaf_key` and ``offsets[i]`` the index
+    of the piece's first element in the flattened leaf. Cutting a leaf in other places changes no bit.
+
+    Args:
+        params: float32, bfloat16 or float16; overwritten.
+        grads: float32, bfloat16 or float16, whatever the parameters are; read only.
+        exp_avgs, exp_avg_sqs: first and second moments, float32 or bfloat16; overwritten.
+        compensations: for ``rounding="kahan"``: what rounding has so far withheld from the parameters, in
+            their dtype, at first zero; overwritten. ``p.float() + c.float()`` is the better parameter.
+        step: number of this optimizer step, from 1; an int or a tensor of shape ``()``.
+        lr: learning rate; a number or a tensor of shape ``()``. New values of either never recompile.
+        rounding: how parameters and moments below float32 are stored:
+
+            * ``"stochastic"``: parameters and second moments up or down at random, unbiased;
+            * ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second
+              moments stochastically;
+            * ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512
+              of it, and with ``beta2 >= 0.996`` the second moment never shrinks.
+
+            First moments are rounded to nearest, which has a third of the error variance and, with ``beta1``
+            up to 0.98, no trap; above it, stochastically, except under ``"nearest"``.
+        seed: of the random draws.
+        form: format of the random draws (`zerofn.kernels.rounding`): an int, or a tensor of shape ``()`` under vmap.
+        implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
+
+    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
+    ``"compiled"``, for GPUs, gives the same draws and the same formula, but its compiler may
+    fuse products with sums: equal within a few float32 roundings *before* the value is stored.
+
+    Works under `torch.func.vmap`, also over ``step`` and ``lr``; draws do not depend on the position in the
+    mapped dimension.
+
+    Raises:
+        ValueError: a dtype, shape, rounding or step that has no meaning; names the entry.
+
+    Source: the reordered form of section 2 of Kingma and Ba (2015), one root and one division per element;
+    equal to `torch.optim.AdamW` in exact arithmetic.
+
+    >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
+    >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
+    >>> adam_([p], [g], [m], [v], step=1, lr=0.125, keys=[0], offsets=[0])
+    >>> p
+    tensor([0.8750, 1.1250, 1.0000], dtype=torch.bfloat16)
+    """
+    used = compensations if rounding == "kahan" else None
+    leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
+    _check(leaves, step, rounding, form, implementation)
+    if not params:
+        return
+    if implementation == "auto":
+        implementation = implementation_for(params)
+    # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
+    given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
+    plain = [not _is_wrapped(x) and x.device.type == "cpu" for x in given]
+    if all(plain):
+        step = int(step)
+        lr = float(lr)
+        form = int(form)
+    settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
+    with torch.no_grad():
+        if not all(plain) and implementation == "eager":
+            run_whole(leaves, settings)
+            return
+        flat, copies = _contiguous(leaves)
+        {"native": _run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
+        for tensor, copy in copies:
+            tensor.copy_(copy)

@@ -1,0 +1,223 @@
+/* One AdamW step over lists of tensors: the formula of zerofn/kernels/adam_formula.py, bit for bit; and sums of squares.
+ *
+ * Built by zerofn/kernels/native.py on first use, once for each combination of dtypes and rounding:
+ *   -DZF_P=, -DZF_G=, -DZF_M=, -DZF_V=    f32, bf16 or f16: parameter, gradient, first and second moment;
+ *   -DZF_MODE=                            sum of KAHAN, STOCHASTIC_P, ...: how each is rounded;
+ *   -DZF_STRIDE=                          what counters of neighbouring elements differ by.
+ * One combination a build: together they would take half a minute to compile, and a program uses one or two.
+ *
+ * The loop is plain C for the compiler to vectorise. Bits equal to eager torch need every float operation
+ * rounded by itself: no -ffast-math, and -ffp-contract=off, or products are fused with sums.
+ */
+#include <math.h>
+
+#include "native_numbers.h"
+#include "native_threads.h"
+
+/* ---- random bits: zerofn/kernels/rounding.py ---- */
+
+INLINE uint32_t mix(uint32_t x) {
+    x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; return x ^ (x >> 16);
+}
+
+static uint32_t lane(uint32_t h, uint64_t seed, uint64_t step, uint64_t key, uint32_t block, uint32_t stream) {
+    const uint32_t words[8] = {seed, seed >> 32, step, step >> 32, key, key >> 32, block, stream};
+    for (int i = 0; i < 8; i++) h = mix(h ^ words[i]) + 0x9e3779b9u;
+    return h;
+}
+
+INLINE uint32_t draw(uint32_t counter, uint32_t k1) {
+    uint32_t x = counter;
+    x ^= x >> 16; x *= 0x7feb352du; x += k1; x ^= x >> 15; x *= 0x846ca68bu; return x ^ (x >> 16);
+}
+
+/* ---- the update ---- */
+
+typedef struct { float beta2, one_minus_beta1, one_minus_beta2, rate, eps, keep, decay; } scalars;
+typedef struct { uint32_t k0, k1; } stream;
+
+enum { KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8 };
+
+typedef struct { uint32_t p, m, v, c; } codes;
+
+INLINE codes element(float p, float g, float m, float v, float c, uint32_t index, scalars s, stream first,
+                     stream second) {
+    codes out = {0, 0, 0, 0};
+    uint32_t count = index * ZF_STRIDE; /* a constant */
+    uint32_t r = ZF_MODE & (STOCHASTIC_P | STOCHASTIC_V) ? draw(count + first.k0, first.k1) : 0;
+    m = (g - m) * s.one_minus_beta1 + m;
+    v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+    float step = (m * s.rate) / (sqrtf(v) + s.eps);
+    if (ZF_MODE & KAHAN) {
+        float pull = p - p == 0.0f ? (p + c) * s.decay : 0.0f; /* finite */
+        float drop = (pull + step) - c;
+        out.p = PASTE(nearest_, ZF_P)(p - drop);
+        float stored = PASTE(value_, ZF_P)(out.p);
+        float lost = (p - stored) - drop;
+        out.c = PASTE(nearest_, ZF_P)(stored - stored == 0.0f ? lost : 0.0f);
+    } else {
+        p = p * s.keep - step;
+        out.p = ZF_MODE & STOCHASTIC_P ? PASTE(stochastic_, ZF_P)(p, r) : PASTE(nearest_, ZF_P)(p);
+    }
+    out.m = ZF_MODE & STOCHASTIC_M ? PASTE(stochastic_, ZF_M)(m, draw(count + second.k0, second.k1))
+                                   : PASTE(nearest_, ZF_M)(m);
+    out.v = ZF_MODE & STOCHASTIC_V ? PASTE(stochastic_, ZF_V)(v, r >> 16) : PASTE(nearest_, ZF_V)(v);
+    return out;
+}
+
+/* ---- a line of 32 elements: the whole loop body, of constant length ----
+ * A constant length makes the element numbers constants too, where a loop of variable length rebuilds
+ * a vector of them each time, and leaves room for one prefetch a cache line. Prefetching is worth a
+ * quarter of the time: the processor's own stops at the end of each page of 4 KiB. */
+
+enum { AHEAD = 4096 /* bytes */ };
+
+#define PREFETCH(pointer, dtype, write) \
+    for (int b = 0; b < LINE * BYTES(dtype); b += 64) __builtin_prefetch((pointer) + AHEAD + b, write)
+
+INLINE void line(char *restrict p, const char *restrict g, char *restrict m, char *restrict v,
+                 char *restrict c, scalars s, stream first, stream second) {
+    float p_room[LINE], g_room[LINE], c_room[LINE], p_new[LINE], c_new[LINE];
+    const char *p_in = PASTE(opened_, ZF_P)(p, p_room), *g_in = PASTE(opened_, ZF_G)(g, g_room);
+    const char *c_in = ZF_MODE & KAHAN ? PASTE(opened_, ZF_P)(c, c_room) : 0;
+    char *p_out = PASTE(output_, ZF_P)(p, p_new), *c_out = PASTE(output_, ZF_P)(c, c_new);
+    for (int32_t i = 0; i < LINE; i += 2) {
+        float p0, p1, g0, g1, m0, m1, v0, v1, c0 = 0, c1 = 0;
+        LOAD2(ZF_P)(IN(p_in, ZF_P, i), &p0, &p1);
+        LOAD2(ZF_G)(IN(g_in, ZF_G, i), &g0, &g1);
+        PASTE(load2_, ZF_M)(AT(m, ZF_M, i), &m0, &m1);
+        PASTE(load2_, ZF_V)(AT(v, ZF_V, i), &v0, &v1);
+        if (ZF_MODE & KAHAN) LOAD2(ZF_P)(IN(c_in, ZF_P, i), &c0, &c1);
+        codes a = element(p0, g0, m0, v0, c0, (uint32_t)i, s, first, second);
+        codes b = element(p1, g1, m1, v1, c1, (uint32_t)i + 1, s, first, second);
+        STORE2(ZF_P)(IN(p_out, ZF_P, i), a.p, b.p);
+        PASTE(store2_, ZF_M)(AT(m, ZF_M, i), a.m, b.m);
+        PASTE(store2_, ZF_V)(AT(v, ZF_V, i), a.v, b.v);
+        if (ZF_MODE & KAHAN) STORE2(ZF_P)(IN(c_out, ZF_P, i), a.c, b.c);
+    }
+    PASTE(close_, ZF_P)(p, p_new);
+    if (ZF_MODE & KAHAN) PASTE(close_, ZF_P)(c, c_new);
+}
+
+static void update(int64_t n, char *p, const char *g, char *m, char *v, char *c, scalars s, stream first,
+                   stream second) {
+    int64_t i = 0;
+    for (; i + LINE <= n; i += LINE) {
+        PREFETCH(AT(p, ZF_P, i), ZF_P, 1);
+        PREFETCH(AT(g, ZF_G, i), ZF_G, 0);
+        PREFETCH(AT(m, ZF_M, i), ZF_M, 1);
+        PREFETCH(AT(v, ZF_V, i), ZF_V, 1);
+        if (ZF_MODE & KAHAN) PREFETCH(AT(c, ZF_P, i), ZF_P, 1);
+        line(AT(p, ZF_P, i), AT(g, ZF_G, i), AT(m, ZF_M, i), AT(v, ZF_V, i),
+             ZF_MODE & KAHAN ? AT(c, ZF_P, i) : 0, s, first, second);
+        first.k0 += LINE * ZF_STRIDE;
+        second.k0 += LINE * ZF_STRIDE;
+    }
+    size_t rest = (size_t)(n - i);
+    if (rest) { /* a copy, filled up with zeros */
+        char p_[LINE * 4] = {0}, g_[LINE * 4] = {0}, m_[LINE * 4] = {0}, v_[LINE * 4] = {0};
+        char c_[LINE * 4] = {0};
+        memcpy(p_, AT(p, ZF_P, i), rest * BYTES(ZF_P));
+        memcpy(g_, AT(g, ZF_G, i), rest * BYTES(ZF_G));
+        memcpy(m_, AT(m, ZF_M, i), rest * BYTES(ZF_M));
+        memcpy(v_, AT(v, ZF_V, i), rest * BYTES(ZF_V));
+        if (ZF_MODE & KAHAN) memcpy(c_, AT(c, ZF_P, i), rest * BYTES(ZF_P));
+        line(p_, g_, m_, v_, c_, s, first, second);
+        memcpy(AT(p, ZF_P, i), p_, rest * BYTES(ZF_P));
+        memcpy(AT(m, ZF_M, i), m_, rest * BYTES(ZF_M));
+        memcpy(AT(v, ZF_V, i), v_, rest * BYTES(ZF_V));
+        if (ZF_MODE & KAHAN) memcpy(AT(c, ZF_P, i), c_, rest * BYTES(ZF_P));
+    }
+}
+
+/* ---- entries and threads ---- */
+
+enum { SHARES = 8 /* for each thread */ };
+
+static int64_t whole_lines(int64_t n) { return ((n < GRAIN ? GRAIN : n) + LINE - 1) / LINE * LINE; }
+
+typedef struct {
+    int64_t entries;
+    void *const *p, *const *g, *const *m, *const *v, *const *c; /* c is null unless KAHAN */
+    const int64_t *numel;
+    const uint64_t *key, *offset;
+    uint64_t seed, step;
+    scalars s;
+} job;
+
+static void run_piece(const job *j, int64_t e, int64_t from, int64_t to) {
+    char *p = j->p[e], *m = j->m[e], *v = j->v[e], *c = ZF_MODE & KAHAN ? j->c[e] : 0;
+    const char *g = j->g[e];
+    while (from < to) {
+        uint64_t index = j->offset[e] + (uint64_t)from;
+        uint64_t left = (1ull << 32) - (index & 0xffffffffu);
+        int64_t n = (uint64_t)(to - from) < left ? to - from : (int64_t)left;
+        stream k[2];
+        for (uint32_t i = 0; i < 2; i++) {
+            k[i].k0 = lane(0x243f6a88u, j->seed, j->step, j->key[e], index >> 32, i) + (uint32_t)index * ZF_STRIDE;
+            k[i].k1 = lane(0x85a308d3u, j->seed, j->step, j->key[e], index >> 32, i);
+        }
+        update(n, AT(p, ZF_P, from), AT(g, ZF_G, from), AT(m, ZF_M, from), AT(v, ZF_V, from),
+               ZF_MODE & KAHAN ? AT(c, ZF_P, from) : 0, j->s, k[0], k[1]);
+        from += n;
+    }
+}
+
+/* Elements `first` to `last` of the concatenation of all entries. */
+static void run_share(const void *what, int64_t first, int64_t last) {
+    const job *j = what;
+    int64_t begin = 0;
+    for (int64_t e = 0; e < j->entries && begin < last; e++) {
+        int64_t n = j->numel[e];
+        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
+        if (from < to) run_piece(j, e, from, to);
+        begin += n;
+    }
+}
+
+void zerofn_adam(const job *j, int threads, parallel run) {
+    team t = {run_share, j, 0, 0, 0};
+    for (int64_t e = 0; e < j->entries; e++) t.total += j->numel[e];
+    threads = useful(threads, t.total);
+    t.each = threads <= 1 ? t.total : whole_lines(t.total / threads / SHARES);
+    if (t.total) share_out(&t, threads, run);
+}
+
+/* ---- the sum of squares of numbers stored as ZF_G ----
+ * In double: squares of 16-bit numbers are exact there, and no sum of finite ones overflows. Cut in places
+ * that depend on nothing but the length, so that the sum is the same on any number of threads. */
+
+enum { PARTS = 256 };
+
+typedef struct { const char *x; int64_t each; double *parts; } addends;
+
+INLINE void line_squares(const char *at, double *sums) {
+    float room[LINE];
+    const float *x = PASTE(floats_, ZF_G)(at, room);
+    for (int i = 0; i < LINE; i++) sums[i] += (double)x[i] * x[i];
+}
+
+static void add_squares(const void *what, int64_t first, int64_t last) {
+    const addends *a = what;
+    double sums[LINE] = {0}, sum = 0;
+    int64_t at = first;
+    for (; at + LINE <= last; at += LINE) {
+        PREFETCH(AT(a->x, ZF_G, at), ZF_G, 0);
+        line_squares(AT(a->x, ZF_G, at), sums);
+    }
+    if (at < last) { /* a copy, filled up with zeros */
+        char copy[LINE * 4] = {0};
+        line_squares(memcpy(copy, AT(a->x, ZF_G, at), (size_t)(last - at) * BYTES(ZF_G)), sums);
+    }
+    for (int i = 0; i < LINE; i++) sum += sums[i];
+    a->parts[first / a->each] = sum;
+}
+
+double zerofn_squares(const char *x, int64_t n, int threads, parallel run) {
+    double parts[PARTS] = {0}, sum = 0;
+    addends a = {x, whole_lines((n + PARTS - 1) / PARTS), parts};
+    team t = {add_squares, &a, n, a.each, 0};
+    share_out(&t, useful(threads, n), run);
+    for (int i = 0; i < PARTS; i++) sum += parts[i];
+    return sum;
+}

@@ -1,0 +1,1 @@
+"""How an attached `nn.Module` is instrumented. Knows no optimizer."""

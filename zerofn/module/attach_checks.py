@@ -1,0 +1,195 @@
+"""What may be attached, and whether it is still what was attached."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from .._compat import is_wrapper, registered
+from .._errors import bad_leaves, explain
+from ..core.tree import Layout, Leaves
+
+# Places in what `registered` gives.
+PARAMETERS, MODULES = 0, 1
+
+
+class Owner:
+    """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
+
+    def __init__(self, opt: Any = None, leave: Callable[[], None] = lambda: None, strong: bool = False):
+        self.opt: Callable[[], Any] = lambda: None
+        self.leave = leave
+        if opt is not None:
+            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
+            self.opt = (lambda: opt) if strong else weakref.ref(opt)
+
+    def __reduce__(self):
+        return Owner, ()
+
+
+class Watch:
+    """What must stay as it was when a model was attached.
+
+    Args:
+        model: the model.
+        layout: its leaves.
+        params: its parameters by path, in their resident form.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
+        self.layout, self.params = layout, params
+        self.data = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
+        # Submodules as well: one that is put in later would be run and not trained.
+        self.registered = [
+            _Registry(name, m, kind) for name, m in model.named_modules() for kind in (PARAMETERS, MODULES)
+        ]
+
+    def check(self) -> None:
+        """A model that is no longer the one attached would be trained wrongly in silence.
+
+        Raises:
+            RuntimeError: everything that has changed is named.
+        """
+        bad = []
+        for leaf in self.layout.leaves:
+            p, (address, shape, dtype, device) = self.params[leaf.path], self.data[leaf.path]
+            if p.dtype != dtype or p.device != device:
+                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"))
+            elif p.data_ptr() != address or p.shape != shape:
+                bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
+            elif p.requires_grad != leaf.trainable:
+                bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
+        modules = [(path, "added, removed or replaced") for registry in self.registered for path in registry.changed()]
+        frozen = any("requires_grad" in reason for _, reason in bad)
+        bad += modules
+        if bad:
+            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
+            if frozen or modules:
+                right += ":\n         attach after freezing, and after adding adapters"
+            raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+
+
+class _Registry:
+    """Where a module registers its parameters, or its submodules: what to look at to see that it is still the same."""
+
+    def __init__(self, name: str, module: nn.Module, kind: int):
+        self.name, self.module, self.kind = name, module, kind
+        self.ids = [*map(id, dict.values(registered(module)[kind]))]
+        self.expected = {n: id(x) for n, x in registered(module)[kind].items() if x is not None}
+        self.trained = {n for n, x in registered(module)[kind].items() if _has_parameters(x)}
+
+    def changed(self) -> list[str]:
+        """Paths of what is no longer the same. Modules without parameters may come and go."""
+        found = registered(self.module)[self.kind]
+        # Not by its own `values`: what stands in for a dict of parameters may give views.
+        if [*map(id, dict.values(found))] == self.ids:
+            return []
+        now = {n: id(x) for n, x in found.items() if x is not None}
+        names = sorted(n for n in now.keys() | self.expected.keys() if now.get(n) != self.expected.get(n))
+        return [f"{self.name}.{n}".lstrip(".") for n in names if n in self.trained or _has_parameters(found.get(n))]
+
+
+def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
+    return next(x.parameters(), None) is not None if isinstance(x, nn.Module) else x is not None
+
+
+def check_free(named: dict[str, nn.Parameter]) -> None:
+    taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
+    if taken:
+        raise ValueError(
+            bad_leaves(
+                "attach: parameters belong to another optimizer; two would both update them",
+                taken,
+                "opt.detach() on the first, or one pipeline for both with zf.partition",
+            )
+        )
+
+
+def _taken(p: nn.Parameter) -> bool:
+    owner = getattr(p, "_zerofn_owner", None)
+    if owner is None or owner.opt() is not None:
+        return owner is not None
+    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
+    owner.leave()
+    return False
+
+
+def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
+    """A lazy module has no shapes before its first call."""
+    lazy = [(n, type(p).__name__) for n, p in named.items() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        right = f"model(example) once, which gives lazy modules their shapes, and zf.{where}(...) after it"
+        raise ValueError(bad_leaves(f"{where}: parameters are not initialised yet", lazy, right))
+
+
+def check_trainable(layout: Layout) -> None:
+    """With nothing to train the pipeline would be made, and no step could ever be."""
+    if not any(leaf.trainable for leaf in layout.leaves):
+        first = ", ".join(leaf.path for leaf in layout.leaves[:3])
+        raise ValueError(
+            explain(
+                f"attach: no parameter requires a gradient ({len(layout.leaves)} are frozen: {first}, ...)",
+                "nothing would ever change",
+                "p.requires_grad_(True) for those to be trained, and adapters added, before zf.attach; a model that "
+                "is\nnot trained needs no optimizer",
+            )
+        )
+
+
+def check_hookable(model: nn.Module) -> None:
+    """Modules of TorchScript run, and keep their parameters, out of Python's sight."""
+    found: list[tuple[str, str]] = []
+    for name, m in model.named_modules():
+        if isinstance(m, torch.jit.ScriptModule) and not any(name.startswith(f"{n}.") or not n for n, _ in found):
+            found.append((name, f"{type(m).__name__} of {m.original_name}"))
+    if found:
+        raise ValueError(
+            bad_leaves(
+                "attach: modules were compiled by torch.jit: they take no hooks, which a pipeline needs to see inputs, "
+                "outputs and parameters",
+                found,
+                "zf.attach(model, tx) on the modules as they were before torch.jit, and after training "
+                "torch.jit.script(opt.detach());\n         or torch.compile, whose modules can be attached",
+            )
+        )
+
+
+def check_alone(model: nn.Module, over_ranks: bool) -> None:
+    """What averages gradients over ranks by itself would meet parts where it expects wholes, or do it twice."""
+    wrapped = [n for n, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if wrapped and over_ranks:
+        raise ValueError(
+            bad_leaves(
+                "attach: modules are wrapped in DistributedDataParallel, and the pipeline reduces gradients as well",
+                [(n, "DistributedDataParallel") for n in wrapped],
+                "zf.attach(model, tx) on the model itself; all_reduce is what DistributedDataParallel does",
+            )
+        )
+
+
+def check_memory(params: dict[str, Tensor]) -> None:
+    """Two different parameters over one memory would be updated twice; tied ones are one object."""
+    seen: dict[int, str] = {}
+    bad = []
+    for path, p in params.items():
+        if p.is_meta:
+            bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
+        elif is_wrapper(p):
+            bad.append(
+                (path, f"a {type(p.data).__name__}, which is not plain memory: attach the model before that is made")
+            )
+        elif p.numel():
+            first = seen.setdefault(p.data_ptr(), path)
+            if first != path:
+                bad.append(
+                    (path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight")
+                )
+    if bad:
+        raise ValueError(
+            bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")
+        )

@@ -1,0 +1,253 @@
+"""What passes the boundary of an attached model: its parameters as it sees them, inputs in, outputs out."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import backward_call, executing, functorch_active, graph_task, is_wrapped, next_sequence, number_of
+from .._errors import bad_leaves
+from ..core.linear_map import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
+from ..core.pipeline import Pipeline
+from ..sharded.gather_on_use import Units
+from .closed_graph import check_closed
+from .crossing import Crossing, Edge, crossing_of
+from .graph_check import Attributes, Shown
+from .nested_tensors import map_outputs
+from .spans import Spans
+from .upstream import RETURNED, SHOWN, Leaving
+
+
+class _Thread(threading.local):
+    """What each thread that calls the model has for itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        # By path and mode: the stored tensor, its view in the call under way, and where that was.
+        self.seen: dict[tuple, tuple[Tensor, Tensor, int]] = {}
+        # Calls of the model that have ended.
+        self.ended = 0
+        # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
+        self.mark: int | None = None
+        # By path: the view that was given last, and what it is the view of.
+        self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        # Backwards whose graphs have been searched: the last one, and those inside of it.
+        self.tasks: set[int] = set()
+        # What leaves at the end of the call under way; none where nothing is copied on its way out.
+        self.leaving: Leaving | None = None
+
+
+class Call:
+    """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
+
+    __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
+
+    def __init__(self, module: nn.Module, outermost: bool, start: int):
+        self.module = module
+        self.outermost = outermost
+        self.start = start
+        self.shown: Shown | None = None
+        # What was being handled when it began, to be told from what it raises.
+        self.error: BaseException | None = None
+        self.undo = ExitStack()
+
+
+class Sight:
+    """Whether parameters are being seen by the model now, and through which maps. One for each attached model."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        scale: Callable[[], Tensor | None],
+        units: Units | None,
+        model: nn.Module,
+        unchanged: Callable[[], None],
+    ):
+        self.pipe = pipe
+        self.scaled = pipe.scale is not None
+        self.scale = scale
+        self.units = units
+        # The parameters are what the model sees for a while, whatever its views.
+        self.suspended = False
+        self.model = weakref.ref(model)
+        # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
+        self.unchanged = unchanged
+        self.local = _Thread()
+        self.spans = Spans()
+        self.attributes = Attributes(self, list(model.modules()))
+        # The hook that ends each module's calls, and the one that shows the user's hooks an output.
+        self.ends: dict[int, int] = {}
+        self.shows: dict[int, int] = {}
+        self.undo: list[Callable[[], Any]] = []
+
+    def active(self) -> bool:
+        """Whether the model itself is asking: during its calls, and when checkpointing repeats a part of one."""
+        return bool(self.local.calls) or self.repeating()
+
+    def repeating(self, module: nn.Module | None = None) -> bool:
+        """Whether a part of a call is being repeated in a backward, and not the whole call of `module`.
+
+        Told by the node that backward executes: it was made during a call of the model, or else the
+        user is the one who asks (a checkpoint around a call, a hook of the user's).
+        """
+        node = executing()
+        if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
+            return False
+        number = number_of(node)
+        if number not in self.spans or (module is not None and self.spans.maker(number) == id(module)):
+            return False
+        # What is made now belongs to the call as well: a checkpoint inside a checkpoint.
+        now = next_sequence()
+        self.spans.add(now if self.local.mark is None else self.local.mark, now)
+        return True
+
+    def forget_calls(self) -> None:
+        """Calls that were left without a trace."""
+        while self.local.calls:
+            self.local.calls.pop().undo.close()
+        self.local.seen.clear()
+        self.local.leaving = None
+
+    def begin(self) -> None:
+        """Before a call from outside, or one that a backward repeats."""
+        if self.scaled:
+            self.attributes.hide(self.admit)
+        if self.scaled or self.pipe.dtypes.output_dtype is not None:
+            self.local.leaving = Leaving(lambda edge: self._crossing(edge, False))
+            self.local.leaving.carry(self.attributes.known_pairs())
+
+    def let_attributes_out(self, start: int, at_once: bool) -> None:
+        """After a call that began at node number `start`: what it left in attributes leaves too, each in its turn."""
+        leaving = self.local.leaving
+        if leaving is None or not self.scaled:
+            return
+        leaving.wait(self.attributes.inner(start))
+        if at_once:
+            leaving.keep_until(math.inf)
+            if leaving.kept:
+                self.attributes.show({id(inner): outer for inner, outer in leaving.kept})
+
+    def look(self, path: str, stored: Tensor) -> Tensor:
+        """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
+        view = self.pipe.views_at_use[path]
+        if self.units is not None:
+            if stored is self.units.params[path]:
+                return self.units.look(path, keep=bool(self.local.calls))
+            view = _of_another(view, stored)
+        elif self.suspended:
+            view = _only_cast(view, stored)
+        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
+            return stored
+        if not self.local.calls:
+            return self._through(view, stored)
+        key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = self.local.seen.get(key)
+        if found is None or found[0] is not stored:
+            seen = self._through(view, stored)
+            found = self.local.seen[key] = (stored, seen, address(seen))
+        return found[1]
+
+    def _through(self, view: LeafView, stored: Tensor) -> Tensor:
+        return self._crossing(view, True).cross(stored) if self.scaled else view(stored, None)
+
+    def origin(self, path: str, x: Any) -> Any:
+        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        view, stored = self.local.given.get(path, (lambda: None, None))
+        return stored if view() is x else None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An input on its way in: cast to the compute dtype."""
+        dtype = cast_to(x, self.pipe.dtypes.param_dtype or self.pipe.dtypes.store_dtype)
+        if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
+            return x
+        if not self.scaled:
+            return x.to(dtype)
+        if dtype in (None, x.dtype) and not differentiable(x):
+            # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
+            return x.view_as(x) if torch.is_grad_enabled() else x
+        return self._crossing(EntryMap(dtype, x.dtype), True).cross(x)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """An output on its way out."""
+        if self.units is not None and y.grad_fn is not None:
+            # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
+            units = self.units
+            y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
+        dtype = cast_to(y, self.pipe.dtypes.output_dtype)
+        if not crosses(y):
+            return y
+        return self._out(y, dtype, dtype not in (None, y.dtype) or (self.scaled and differentiable(y)), RETURNED)
+
+    def show(self, y: Tensor) -> Tensor:
+        """An inner tensor as the user may have it: as an output, but for its dtype."""
+        return self._out(y, None, self.scaled and differentiable(y), SHOWN)
+
+    def _out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
+        leaving = self.local.leaving
+        if leaving is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
+            return leaving.let_out(y, dtype, crosses, how)
+        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y) if crosses else y
+
+    def leave_all(self, output: Any) -> Any:
+        """The outputs of a call on their way out."""
+        if self.local.leaving is None and self.units is None:
+            # Nothing is there for them to pass.
+            return output
+        return map_outputs(self.leave, output, "the output of the model", self._viewed)
+
+    def show_all(self, output: Any) -> Any:
+        """An output inside of the model as hooks of the user's may have it."""
+        return map_outputs(self.show, output, "an output inside the model", self._viewed)
+
+    def _viewed(self, inner: Tensor, outer: Tensor) -> None:
+        if self.local.leaving is not None and torch.is_grad_enabled() and not functorch_active():
+            self.local.leaving.add(inner, outer, RETURNED)
+
+    def admit(self, x: Tensor) -> Tensor:
+        """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
+        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if crosses(x) else x
+
+    def _crossing(self, edge: Edge, inward: bool) -> Crossing:
+        return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)
+
+    def noticed(self, crossing: Crossing) -> None:
+        """A cotangent crosses. With the first one of a backward its whole graph is searched for one that does not."""
+        if torch.compiler.is_compiling():
+            return
+        local, task = self.local, graph_task()
+        local.mark = next_sequence()
+        if task not in local.tasks:
+            roots, _ = backward_call()
+            # One inside of another, as reentrant checkpoints make them, ends before the outer one goes on.
+            local.tasks = {task} if roots else {*local.tasks, task}
+            check_closed(self, roots, self.spans)
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own."""
+    return 0 if is_wrapped(x) else x.data_ptr()
+
+
+def _of_another(view: LeafView, given: Tensor) -> LeafView:
+    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
+    if given.shape != view.leaf.shape:
+        raise RuntimeError(
+            bad_leaves(
+                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
+            )
+        )
+    return _only_cast(view, given)
+
+
+def _only_cast(view: LeafView, given: Tensor) -> LeafView:
+    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)

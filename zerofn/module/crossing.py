@@ -1,0 +1,76 @@
+"""Where a tensor crosses the boundary of an attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .._errors import explain
+from ..core.linear_map import linear_map
+
+
+class Edge(Protocol):
+    """A linear map and its transpose, which is where the loss scale acts."""
+
+    def forth(self, x: Tensor, scale: Tensor | None, /) -> Tensor: ...
+
+    def back(self, g: Tensor, scale: Tensor | None, /) -> Tensor: ...
+
+
+class Crossing:
+    """One tensor on its way into a model or out of it.
+
+    The scale is read when backward runs, and not saved with the graph: activation checkpointing counts
+    saved tensors, and the parts it repeats must use the scale of the part they join.
+
+    Attributes:
+        owner: whose boundary is crossed.
+        inward: from the outside to the inside.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        edge: Edge,
+        inward: bool,
+        scale: Callable[[], Tensor | None],
+        noticed: Callable | None,
+    ):
+        self.owner = owner
+        self.edge = edge
+        self.inward = inward
+        self.scale = scale
+        self.noticed = noticed
+        self.used: Tensor | None = None
+
+    def cross(self, x: Tensor) -> Tensor:
+        """The tensor on the other side."""
+        return linear_map(x, None, self.forth, self.back)
+
+    def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
+        """The value; and, once a first derivative exists, the derivative of `back`."""
+        now = self.scale()
+        if self.used is not None and now is not None and now is not self.used and float(now) != float(self.used):
+            raise RuntimeError(
+                explain(
+                    f"a second derivative after the loss scale went from {float(self.used):g} to {float(now):g}",
+                    "the first derivative was taken with the old scale, and they no longer cancel",
+                    "both derivatives before opt.step()",
+                )
+            )
+        return self.edge.forth(x, None)
+
+    def back(self, g: Tensor, _: Tensor | None) -> Tensor:
+        """The cotangent, with the loss scale or without it again."""
+        self.used = self.scale()
+        if self.noticed is not None:
+            self.noticed(self)
+        return self.edge.back(g, self.used)
+
+
+def crossing_of(node: Any, owner: Any) -> Crossing | None:
+    """The crossing of `owner`'s boundary that an autograd node belongs to."""
+    found = getattr(getattr(node, "forth", None), "__self__", None)
+    return found if isinstance(found, Crossing) and found.owner is owner else None

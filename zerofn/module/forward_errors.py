@@ -1,0 +1,52 @@
+"""What is added to errors that a model's forward raises because it computes in other dtypes since it was attached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..core.pipeline import Pipeline
+
+# What torch says where two dtypes meet that it does not promote, from one kernel to the next in other words.
+DTYPES = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
+MOST = 5
+
+
+def note(error: BaseException, model: nn.Module, pipe: Pipeline, unchanged: Callable[[], None]) -> None:
+    """Say what has changed since the model was attached; what dtype it computes in, and what stays in its own.
+
+    A note and no error of ours: what torch says names the operation, its type is what the caller may wait for, and
+    torch makes a warning of what a hook raises after an error.
+
+    Args:
+        error: what forward raised.
+        model: the attached one.
+        pipe: its pipeline.
+        unchanged: raises if it is no longer what was attached.
+    """
+    try:
+        unchanged()
+    except RuntimeError as changed:
+        error.add_note(f"zerofn: {changed}")
+        return
+    if isinstance(error, RuntimeError | TypeError) and DTYPES.search(str(error)):
+        _note_dtypes(error, model, pipe)
+
+
+def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
+    seen = pipe.dtypes.param_dtype or pipe.dtypes.store_dtype
+    if seen is None:
+        return
+    named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]
+    shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST])
+    rest = f" and {len(named) - MOST} more" if len(named) > MOST else ""
+    buffers = f"buffers stay as they are: {shown}{rest}; " if named else ""
+    error.add_note(
+        f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
+        f"  why:   {buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
+        "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
+        "         a buffer that may lose bits: model.buffer = model.buffer.to(dtype) before zf.attach"
+    )

@@ -1,0 +1,346 @@
+"""Hooks by which an attached model notices its calls: where they begin and end, and which of them is the outermost."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .._compat import (
+    CALL,
+    backward_hooks,
+    differentiating,
+    eagerly,
+    forward_hooks,
+    next_sequence,
+    register_in,
+    registered,
+    set_flat_weights,
+    version,
+)
+from .._errors import bad_leaves, explain
+from ..core.pipeline import Pipeline
+from ..sharded.saved_tensors import noting
+from ..sharded.written_in_forward import same
+from .backward_hooks import check_hooks_of_call
+from .boundary import Call, Sight, address
+from .crossing import crossing_of
+from .forward_errors import note
+from .graph_check import Shown
+from .nested_tensors import map_tensors
+from .parameter_dict import SeenParameters
+
+# fmt: off
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)
+# fmt: on
+
+
+class Hook:
+    """A hook that a copied or pickled module carries along without effect."""
+
+    def __init__(self, fn: Callable[..., Any] | None):
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        if self.fn is None:
+            return None
+        return eagerly(self.fn, *args) if is_dynamo_compiling() else self.fn(*args)
+
+    def __deepcopy__(self, memo: dict) -> Hook:
+        return Hook(None)
+
+    def __reduce__(self):
+        return Hook, (None,)
+
+
+class _Weights(list):
+    """Views of a recurrent module's parameters: no list of the user's, whose tensors another thread's call lets in."""
+
+
+GONE = weakref.ref(_Weights())
+
+
+class _Begin(Hook):
+    """The hook before each call of one module. Most calls are inside of another one, and need no notice.
+
+    One that does gets a hook for its end as well.
+    """
+
+    def __init__(self, sight: Sight, module: nn.Module):
+        recurrent = isinstance(module, nn.RNNBase)
+        # Held during calls of a recurrent module: the list that its kernel takes is the same for all threads.
+        # Parts that a backward repeats take it too, in whatever thread: who waits for a backward is in no such
+        # call, unless a hook of the user's on that very module runs one.
+        turn = threading.RLock() if recurrent else None
+        super().__init__(functools.partial(_before, sight, turn))
+        self.sight = sight
+        self.plain = not recurrent and module is not sight.model()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.plain and not is_dynamo_compiling():
+            calls = self.sight.local.calls
+            # Only ours is at the end of the call: no hook of the user's is to be shown anything.
+            quiet = not self.sight.scaled or (
+                len(forward_hooks(module)) == (id(module) in self.sight.ends) and not backward_hooks(module)
+            )
+            if quiet and calls and not any(call.module is module for call in calls):
+                return None
+        return super().__call__(module, args, kwargs)
+
+
+def needs_sight(pipe: Pipeline) -> bool:
+    """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked.
+
+    Inputs are cast to the dtype of the parameters even where these are resident in it.
+    """
+    cast = pipe.dtypes
+    return (
+        pipe.scale is not None
+        or any(d is not None for d in (cast.output_dtype, cast.param_dtype, cast.store_dtype))
+        or any(v.stages for v in pipe.views_at_use.values())
+    )
+
+
+def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
+    """Make `model` see its parameters through `sight`; what is returned undoes it.
+
+    Args:
+        model: its parameters are the resident ones.
+        sight: how they are seen.
+        paths: `id(parameter)` to path.
+    """
+    for module in model.modules():
+        plain = registered(module)[0]
+        names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
+        if names:
+            register_in(module, SeenParameters(plain, names, sight, _buffers_dtype(module)))
+            sight.undo.append(functools.partial(_restore, module, plain))
+        pre = _Begin(sight, module)
+        sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+    # Before any hook of the user's, who sees outputs in the dtype they have outside.
+    _end(sight, model)
+
+    def uninstall() -> None:
+        for action in reversed(sight.undo):
+            action()
+
+    return uninstall
+
+
+def _end(sight: Sight, module: nn.Module) -> None:
+    handle = module.register_forward_hook(Hook(functools.partial(_after, sight)), always_call=True)
+    sight.undo.append(handle.remove)
+    sight.ends[id(module)] = handle.id
+
+
+def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of a normalisation with running statistics, whose kernel wants parameters of their dtype."""
+    mean = getattr(module, "running_mean", None) if isinstance(module, NORMS) else None
+    return None if mean is None else mean.dtype
+
+
+def _restore(module: nn.Module, plain: dict) -> None:
+    plain.clear()
+    plain.update(dict(registered(module)[0]))
+    register_in(module, plain)
+
+
+def _before(
+    sight: Sight, turn: AbstractContextManager[Any] | None, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple | None:
+    """Note the call; at the outermost one, let the inputs in."""
+    local = sight.local
+    if sight.units is not None and differentiating():
+        raise RuntimeError(
+            explain(
+                "torch.func.grad, vjp or jvp of a function that calls an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "zf.bind(fn, tx, state) for torch.func, zf.vjp(fn, tx, state, *inputs), or plain torch.autograd.grad",
+            )
+        )
+    if id(module) not in sight.ends:
+        # Only now, for most modules are never called from outside, and to run it takes time.
+        _end(sight, module)
+    if local.calls and module is sight.model() and not _calls_itself(module):
+        # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
+        sight.forget_calls()
+    outermost = not local.calls and not sight.repeating(module)
+    if sight.scaled and not is_dynamo_compiling():
+        check_hooks_of_call(sight.model(), module, outermost, args)
+    if outermost and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            explain(
+                "torch.jit.trace of an attached model",
+                "what it records would have in it how this pipeline sees parameters, and none of their later values",
+                "torch.jit.trace(opt.detach(), example) after training; torch.compile(model) while it is attached",
+            )
+        )
+    call = Call(module, outermost, next_sequence())
+    call.error = sys.exception()
+    if not local.calls:
+        sight.begin()
+    local.calls.append(call)
+    if outermost and sight.units is not None:
+        call.undo.enter_context(noting(sight.units))
+    if turn is not None:
+        call.undo.enter_context(turn)
+        _fill(module)
+    if sight.scaled and len(forward_hooks(module)) > 1:
+        _show_to_hooks(sight, module)
+    if not outermost:
+        return None
+    return (
+        tuple(map_tensors(sight.enter, a, f"argument {i} of the model") for i, a in enumerate(args)),
+        {k: map_tensors(sight.enter, v, f"argument {k}= of the model") for k, v in kwargs.items()},
+    )
+
+
+def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Let the outputs of the outermost call out. Runs after an exception too."""
+    local = sight.local
+    if not local.calls or local.calls[-1].module is not module:
+        # It was not noticed, or a hook of the user's raised before it could be.
+        return None
+    call = local.calls.pop()
+    error = sys.exception()
+    if call.outermost and sight.units is not None:
+        _explain_hooks(error)
+    if isinstance(module, nn.RNNBase):
+        _empty(module)
+    call.undo.close()
+    if call.outermost and error is not None and error is not call.error:
+        note(error, module, sight.pipe, sight.unchanged)
+    seen = dict(local.seen) if not local.calls else {}
+    try:
+        if not local.calls:
+            sight.let_attributes_out(call.start, at_once=False)
+        if call.shown is not None:
+            # What the user's hooks were shown is outside already.
+            return output if call.outermost else call.shown.result(output, sight.enter)
+        return sight.leave_all(output) if call.outermost else None
+    finally:
+        if not local.calls:
+            local.seen.clear()
+            sight.let_attributes_out(call.start, at_once=True)
+            local.leaving = None
+            sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
+            _check_unwritten(sight, seen)
+            if sight.units is not None:
+                sight.units.end_of_call()
+
+
+def _fill(module: Any) -> None:
+    """Recurrent kernels take this list, which was filled when the module was made."""
+    set_flat_weights(module, lambda names: _Weights(getattr(module, n) for n in names), None)
+    module.flatten_parameters()
+
+
+def _empty(module: Any) -> None:
+    """The stored parameters again; where the module is used by itself it is to look at them anew."""
+    set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
+
+
+def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
+    """The user's forward hooks run between two of ours, and see an output that has left the model."""
+    hooks = forward_hooks(module)
+    if id(module) not in sight.shows:
+        handle = module.register_forward_hook(Hook(functools.partial(_show, sight)))
+        sight.shows[id(module)] = handle.id
+        sight.undo.append(handle.remove)
+    hooks.move_to_end(sight.shows[id(module)], last=False)
+    hooks.move_to_end(sight.ends[id(module)])
+
+
+def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    calls = sight.local.calls
+    if not calls or calls[-1].module is not module:
+        return None
+    if calls[-1].outermost:
+        sight.let_attributes_out(calls[-1].start, at_once=False)
+    calls[-1].shown = Shown(output, sight.leave_all if calls[-1].outermost else sight.show_all)
+    return calls[-1].shown.outer
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a call of the module is under way further up, besides the one that begins now."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        count += frame.f_code is CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count > 1
+
+
+def _explain_hooks(error: BaseException | None) -> None:
+    """What torch says to torch.func.grad in forward names hooks that nobody has written there."""
+    if type(error) is RuntimeError and "support saved tensor hooks" in str(error):
+        error.args = (
+            explain(
+                "torch.func.grad, vjp, jacrev or hessian in the forward of an attached sharded model",
+                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
+                "torch.autograd.grad(..., create_graph=True), or torch.func.jvp, jacfwd and vmap, which need none;\n"
+                "zf.make_step, in whose loss function torch.func is free",
+            ),
+        )
+
+
+def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
+    """What a model in another dtype writes into a parameter goes into a copy and would be lost.
+
+    `w.data` and NumPy write without a version's counting it. To compare all parameters takes time, so it is done in
+    calls 1, 2, 4, 8, ...: programs repeat themselves.
+    """
+    bad: dict[str, str] = {}
+    sight.local.ended += 1
+    thoroughly = sight.local.ended & (sight.local.ended - 1) == 0
+    for (path, _, inference), (stored, view, begin) in seen.items():
+        if address(view) != begin:
+            bad[path] = "its .data was exchanged"
+        elif view.dtype != stored.dtype or not (sight.pipe.exact or sight.suspended):
+            compared = thoroughly and begin > 0 and all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
+            if (not inference and version(view)) or (compared and not _same(view, stored)):
+                bad[path] = f"seen in {view.dtype}, stored in {stored.dtype}"
+    if bad:
+        right = (
+            "with torch.no_grad(): self.w.copy_(new), where the model computes in the dtype that is stored;\n"
+            "         else write outside of the call, or keep what the model writes in a buffer;\n"
+            "         nn.Embedding(max_norm=None) and\n"
+            "         with torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm) after opt.step()"
+        )
+        raise RuntimeError(
+            bad_leaves("the model wrote into parameters in its forward, where they are copies", bad.items(), right)
+        )
+    if sight.scaled:
+        _check_underived(sight, seen)
+
+
+def _check_underived(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
+    """Torch refuses that of a leaf. It cannot see here that it is one."""
+    bad = [
+        (path, f"changed by {view.grad_fn.name()}")
+        for (path, _, _), (stored, view, _) in seen.items()
+        if view.grad_fn is not None and view is not stored and crossing_of(view.grad_fn, sight) is None
+    ]
+    if bad:
+        raise RuntimeError(
+            bad_leaves(
+                "the model wrote into parameters in its forward with gradients enabled; what it wrote is in them",
+                bad,
+                "w = self.weight * 2 instead of self.weight.mul_(2), or the write under torch.no_grad()",
+            )
+        )
+
+
+@torch.no_grad()
+def _same(view: Tensor, stored: Tensor) -> bool:
+    return same(view.detach(), stored.detach().to(view.dtype))

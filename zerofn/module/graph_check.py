@@ -1,0 +1,183 @@
+"""Tensors that get into a scaled model, or out of it, by another door than its arguments and results.
+
+The loss scale multiplies cotangents where they enter through outputs and is divided out where they leave to
+parameters and inputs. A tensor of the inside that reaches the loss otherwise would bring a cotangent
+without the factor, and gradients would be too small by it, in silence. So what a call leaves in attributes
+of modules, and what hooks of the user's are shown, goes out through the boundary too; what is left
+(closures, globals) is looked for in the graph (`module.closed_graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._compat import number_of, registered, version
+from .crossing import crossing_of
+from .nested_tensors import map_tensors
+
+# Attributes that every module has.
+ORDINARY = tuple(nn.Module().__dict__)
+# What `storage.replace` looks into.
+HOLDERS = frozenset((Tensor, tuple, list, dict))
+
+# Longer lists in attributes are vocabularies rather than losses.
+LONGEST = 256
+
+Fn = Callable[[Tensor], Tensor]
+
+
+def is_outside(node: Any, owner: Any, start: int) -> bool:
+    """Whether a node made since `start` computes with what the model has let out, as a user's hook may."""
+    seen, queue = {id(node): node}, [node]
+    while queue:
+        node = queue.pop()
+        crossing = crossing_of(node, owner)
+        if crossing is not None:
+            return not crossing.inward
+        for other, _ in node.next_functions if start <= number_of(node) else ():
+            if other is not None and id(other) not in seen:
+                seen[id(other)] = other
+                queue.append(other)
+    return False
+
+
+class Attributes:
+    """Tensors in attributes of modules: outer ones between calls, inner ones during calls."""
+
+    def __init__(self, owner: Any, modules: list[nn.Module]):
+        self.owner = owner
+        self.modules = modules
+        # (container, key, what the user finds there, what the model finds there)
+        self.known: list[tuple[Any, Any, Any, Any]] = []
+
+    def hide(self, enter: Fn) -> None:
+        """Before a call: the model finds what it left, and what the user put there is let in."""
+        self.known = [entry for entry in self.known if _holds(entry[0], entry[1], entry[2])]
+        for holder, key, _, inner in self.known:
+            holder[key] = inner
+        mine = {id(t) for *_, inner in self.known for t in (inner if isinstance(inner, tuple) else (inner,))}
+        changed = self._replace(lambda t: enter(t) if t.requires_grad and id(t) not in mine else t)
+        self.known += [(holder, key, old, new) for holder, key, old, new in changed]
+
+    def known_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Of what the model left in calls before: the tensor that it finds, and that of the user."""
+        pairs = []
+        for _, _, outer, inner in self.known:
+            both = zip(inner, outer, strict=True) if isinstance(inner, tuple) else [(inner, outer)]
+            for i, o in both:
+                crossing = crossing_of(getattr(i, "grad_fn", None), self.owner)
+                # What came from the user is on the way of the gradient already.
+                if isinstance(i, Tensor) and i.requires_grad and i is not o and not (crossing and crossing.inward):
+                    pairs.append((i, o))
+        return pairs
+
+    def inner(self, start: int) -> list[Tensor]:
+        """After a call that began at node number `start`: what is to leave. The user has back what was left before."""
+        self.known = [e for e in self.known if _holds(e[0], e[1], e[3]) or _holds(e[0], e[1], e[2])]
+        for holder, key, outer, _ in self.known:
+            holder[key] = outer
+        found: list[Tensor] = []
+
+        def look(t: Tensor) -> Tensor:
+            node = t.grad_fn
+            made_in_it = node is not None and (number_of(node) >= start or crossing_of(node, self.owner) is not None)
+            if made_in_it and not is_outside(node, self.owner, start):
+                found.append(t)
+            return t
+
+        self._replace(look)
+        return found
+
+    def show(self, outer: dict[int, Tensor]) -> None:
+        """The user finds those by the id of the tensor that the model left."""
+        changed = self._replace(lambda t: outer.get(id(t), t))
+        self.known += [(holder, key, new, old) for holder, key, old, new in changed]
+
+    def _replace(self, fn: Fn) -> list[tuple[Any, Any, Any, Any]]:
+        """`fn` on every tensor in attributes, written there: (container, key, old, new) where it changed."""
+        changed: list[tuple[Any, Any, Any, Any]] = []
+        # The old tensor is kept as well: an id is only unique among living objects.
+        done: dict[int, tuple[Any, Any]] = {}
+
+        def visit(holder: Any, key: Any, value: Any) -> None:
+            kind = type(value)
+            if kind is Tensor:
+                if id(value) not in done:
+                    done[id(value)] = (value, fn(value))
+                new = done[id(value)][1]
+            elif kind is tuple and len(value) <= LONGEST:
+                parts = list(value)
+                mark = len(changed)
+                for i, v in enumerate(value):
+                    visit(parts, i, v)
+                changed[mark:] = [entry for entry in changed[mark:] if entry[0] is not parts]
+                new = value if all(p is v for p, v in zip(parts, value, strict=True)) else tuple(parts)
+            else:
+                if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
+                    done[id(value)] = (value, value)
+                    for k, v in list(value.items() if kind is dict else enumerate(value)):
+                        visit(value, k, v)
+                return
+            if new is not value:
+                holder[key] = new
+                changed.append((holder, key, value, new))
+
+        for module in self.modules:
+            for name, value in _attributes(module):
+                visit(module.__dict__, name, value)
+            buffers = registered(module)[2]
+            for name, value in list(buffers.items()):
+                visit(buffers, name, value)
+        return changed
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What may hold a tensor, of what a module has beyond every module's own.
+
+    This is run over all modules before and after each call of the model, so it begins where those end.
+    """
+    attributes = module.__dict__
+    rest = islice(attributes.items(), len(ORDINARY) - 1, None)
+    last, _ = next(rest, ("", None))
+    if last == ORDINARY[-1]:
+        return [item for item in rest if type(item[1]) in HOLDERS]
+    return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
+
+
+def _holds(holder: Any, key: Any, value: Any) -> bool:
+    if isinstance(holder, list):
+        return key < len(holder) and holder[key] is value
+    return holder.get(key) is value
+
+
+class Shown:
+    """An output as hooks of the user's see it, and what the model goes on with afterwards."""
+
+    def __init__(self, inner: Any, leave: Callable[[Any], Any]):
+        self.inner = inner
+        self.outer = leave(inner)
+        self.items = _items(self.outer)
+        self.tensors: list[tuple[Tensor, int]] = []
+        if self.outer is not inner:
+            map_tensors(self._note, self.outer, "an output")
+
+    def _note(self, t: Tensor) -> Tensor:
+        self.tensors.append((t, version(t)))
+        return t
+
+    def result(self, output: Any, enter: Fn) -> Any:
+        """The inner output where hooks only looked; what they made of it, let in again, otherwise."""
+        looked = output is self.outer and _items(output) == self.items
+        if looked and all(version(t) == count for t, count in self.tensors):
+            return self.inner
+        return map_tensors(enter, output, "what a forward hook returned")
+
+
+def _items(value: Any) -> list[int]:
+    if isinstance(value, Mapping):
+        return [id(v) for v in value.values()]
+    return [id(v) for v in value] if isinstance(value, list) else []

@@ -1,0 +1,162 @@
+"""Tensors inside whatever a model takes or returns.
+
+No tree library does here: both treat subclasses of dict, such as a transformers `ModelOutput`, as
+leaves, and tensors inside would cross the boundary of an attached model unscaled and in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._compat import base_of, number_of
+from .._errors import explain
+
+Fn = Callable[[Tensor], Tensor]
+
+
+def map_tensors(fn: Fn, value: Any, where: str) -> Any:
+    """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
+
+    Goes through tuples, NamedTuples, lists, sets of mappings and dataclasses, subclasses included. A
+    tensor that occurs twice is mapped once.
+
+    Raises:
+        TypeError: an object of another kind holds a tensor that needs a gradient; it would cross the
+            boundary unseen. `where` tells which argument or output it is.
+
+    >>> import torch
+    >>> map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), None, "text")}, "the output")
+    {'a': (tensor([1.]), None, 'text')}
+    """
+    return _map(fn, value, where, {})
+
+
+def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
+
+    They are mapped in the order in which they were computed. A complex view of a real tensor, and a real one of a
+    complex tensor, go by themselves.
+
+    Args:
+        fn: maps a tensor.
+        value: holds tensors.
+        where: what it is.
+        viewed: told of each view, and of the view of a mapped tensor in its place.
+
+    Raises:
+        TypeError: as `map_tensors`.
+    """
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, value, where)
+    count: dict[int, int] = {}
+    for t in found:
+        count[id(base_of(t))] = count.get(id(base_of(t)), 0) + 1
+    whole: dict[int, Tensor] = {}
+
+    def mapped(t: Tensor) -> Tensor:
+        base = base_of(t)
+        # Alone, a view goes by itself: what it is a view of may be much larger.
+        if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
+            return fn(t)
+        # Each kind has strides of its own, and a dtype that it is cast to or not.
+        if t.is_complex() != base.is_complex() or t.is_neg() != base.is_neg():
+            return fn(t)
+        new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
+        if new is base or new.stride() != base.stride() or new.storage_offset() != base.storage_offset():
+            return fn(t)
+        if t is base:
+            return new
+        view = new.as_strided(t.shape, t.stride(), t.storage_offset())
+        view = view.conj() if t.is_conj() != base.is_conj() else view
+        if viewed is not None:
+            viewed(t, view)
+        return view
+
+    done = {id(t): mapped(t) for t in sorted(found, key=made)}
+    return map_tensors(lambda t: done[id(t)], value, where)
+
+
+def made(t: Tensor) -> int:
+    """The number of the autograd node that computed a tensor: one made later has a larger one. -1 without a node."""
+    return -1 if t.grad_fn is None else number_of(t.grad_fn)
+
+
+def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            # The original is kept as well: an id is only unique among living objects.
+            done[id(value)] = (fn(value), value)
+        return done[id(value)][0]
+    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
+        return value
+    if isinstance(value, Mapping):
+        new = {k: _map(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
+        changed = {k: v for k, v in new.items() if v is not value[k]}
+        return _with_items(value, changed, where) if changed else value
+    if isinstance(value, tuple | list):
+        items = [_map(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return _sequence(value, items)
+    if is_dataclass(value):
+        new = {f.name: _map(fn, getattr(value, f.name), f"{where}.{f.name}", done) for f in fields(value)}
+        changed = {k: v for k, v in new.items() if v is not getattr(value, k)}
+        if not changed:
+            return value
+        out = copy.copy(value)
+        for k, v in changed.items():
+            # Frozen dataclasses refuse setattr; the copy is ours alone.
+            object.__setattr__(out, k, v)
+        return out
+    _refuse_hidden(value, where)
+    return value
+
+
+def _with_items(value: Mapping, changed: dict, where: str) -> Any:
+    """A shallow copy with some items replaced, of the same class and with its other attributes."""
+    out = copy.copy(value)
+    if out is value or not hasattr(out, "__setitem__"):
+        raise TypeError(f"{where} is a {type(value).__name__}, which cannot be copied with other items. Return a dict.")
+    for k, v in changed.items():
+        out[k] = v  # type: ignore[index]
+    return out
+
+
+def _sequence(value: Any, items: list) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(items)
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, list):
+        out = copy.copy(value)
+        out[:] = items
+        return out
+    return type(value)(items)
+
+
+def _refuse_hidden(value: Any, where: str) -> None:
+    """A tensor that needs a gradient must not hide in an object whose insides are unknown."""
+    slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
+    for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
+        if _needs_gradient(held, 3):
+            kind = type(value).__name__
+            raise TypeError(
+                explain(
+                    f"{where} is a {kind} with a tensor in .{name}",
+                    "the boundary that scales and casts gradients cannot see inside, so they would be wrong in silence",
+                    f"a tuple, list, dict or dataclass; for instance @dataclasses.dataclass on {kind}",
+                )
+            )
+
+
+def _needs_gradient(held: Any, depth: int) -> bool:
+    if isinstance(held, Tensor):
+        return held.requires_grad
+    if depth and isinstance(held, Mapping):
+        return any(_needs_gradient(v, depth - 1) for v in held.values())
+    return depth > 0 and isinstance(held, list | tuple) and any(_needs_gradient(v, depth - 1) for v in held)

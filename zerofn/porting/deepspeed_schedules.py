@@ -1,0 +1,239 @@
+"""DeepSpeed's learning-rate schedules as functions of the step, and the block of a configuration that names one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .deepspeed_config import Reader
+from .deepspeed_values import Check, count, flag, from_zero, number, one_of, or_null
+
+
+def _ramp(i: int, steps: int, kind: str) -> float:
+    """How much of a warm-up is done after `i` steps of the scheduler."""
+    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+
+
+@dataclass(frozen=True)
+class WarmupLR:
+    """DeepSpeed's warm-up, logarithmic or linear, then constant.
+
+    Its scheduler is stepped after each update, so update `step` uses number `step - 1` and the first two
+    updates use `start`.
+
+    >>> schedule = WarmupLR(0.0, 1e-3, 10, "linear")
+    >>> [schedule(step) for step in (0, 1, 6, 11, 12)]
+    [0.0, 0.0, 0.0005, 0.001, 0.001]
+    """
+
+    start: float
+    peak: float
+    steps: int
+    kind: str = "log"
+
+    def __call__(self, step: int) -> float:
+        i, steps = step - 1, max(2, self.steps)
+        if i < 0:
+            return self.start
+        return self.start + (self.peak - self.start) * (
+            _ramp(i, steps, self.kind) if i < steps else self.after(i, steps)
+        )
+
+    def after(self, i: int, steps: int) -> float:
+        """The part of the way from `start` to `peak` after the warm-up."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class WarmupDecayLR(WarmupLR):
+    """DeepSpeed's warm-up and linear decay back to `start`; `total` counts both."""
+
+    total: int = 0
+
+    def after(self, i: int, steps: int) -> float:
+        return max(0.0, (self.total - i) / max(1.0, self.total - steps))
+
+
+@dataclass(frozen=True)
+class WarmupCosineLR:
+    """DeepSpeed's warm-up and half cosine, as fractions of `peak`. Its first update has rate 0."""
+
+    peak: float
+    total: int
+    start: float = 0.0
+    steps: int = 1000
+    end: float = 1e-4
+    kind: str = "log"
+
+    def __call__(self, step: int) -> float:
+        i, steps = step - 1, max(2, self.steps)
+        if i < 0:
+            return 0.0
+        if i < steps:
+            return self.peak * (self.start + (1 - self.start) * _ramp(i, steps, self.kind))
+        done = min(1.0, (i - steps + 1) / max(1, self.total - steps))
+        return self.peak * (self.end + (1 - self.end) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """DeepSpeed's cycle: up from `low` to `high`, down again, then a decay by `1 / (1 + rate * t)`."""
+
+    low: float
+    high: float
+    up: int = 2000
+    down: int | None = None
+    stairs: int = 0
+    down_stairs: int | None = None
+    rate: float = 0.0
+    decay_every: int = 0
+
+    def __call__(self, step: int) -> float:
+        down = self.up if self.down is None else self.down
+        if step > self.up + down:
+            late = (step - self.up - down) / self.decay_every if self.decay_every else 0.0
+            return self.low / (1 + self.rate * late)
+        rising = step <= self.up
+        part = step / self.up if rising else (self.up + down - step) / down
+        stairs = self.stairs if rising or self.down_stairs is None else self.down_stairs
+        return self.low + (self.high - self.low) * (math.floor(part * stairs + 1e-9) / stairs if stairs else part)
+
+
+@dataclass(frozen=True)
+class LRRangeTest:
+    """DeepSpeed's search for the largest rate: `low * (1 + rate * step / every)`, in stairs if asked for."""
+
+    low: float = 1e-3
+    every: int = 2000
+    rate: float = 1.0
+    staircase: bool = False
+
+    def __call__(self, step: int) -> float:
+        part = step / self.every
+        return self.low * (1 + self.rate * (math.floor(part) if self.staircase else part))
+
+
+NEEDED = object()
+BASE = object()
+
+_WARMUP = {"warmup_min_lr": "start", "warmup_max_lr": "peak", "warmup_num_steps": "steps", "warmup_type": "kind"}
+
+# By the name here, which one has in all schedules that have it: what it may be.
+VALUES: dict[str, Check] = {
+    **dict.fromkeys(("start", "peak", "end", "low", "high", "rate"), number),
+    **dict.fromkeys(("total", "up", "every"), count),
+    **dict.fromkeys(("steps", "stairs", "decay_every"), from_zero),
+    "down": or_null(count),
+    "down_stairs": or_null(from_zero),
+    "kind": one_of("log", "linear"),
+    "staircase": flag,
+    "cycle_momentum": flag,
+}
+
+# By DeepSpeed's name: the class, DeepSpeed's parameters with their defaults, and what they are called here.
+SCHEDULES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+    "WarmupLR": (
+        WarmupLR,
+        {"warmup_min_lr": 0.0, "warmup_max_lr": BASE, "warmup_num_steps": 1000, "warmup_type": "log"},
+        _WARMUP,
+    ),
+    "WarmupDecayLR": (
+        WarmupDecayLR,
+        {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": 1e-3,
+            "warmup_num_steps": 1000,
+            "warmup_type": "log",
+            "total_num_steps": NEEDED,
+        },
+        {**_WARMUP, "total_num_steps": "total"},
+    ),
+    "WarmupCosineLR": (
+        WarmupCosineLR,
+        {
+            "total_num_steps": NEEDED,
+            "warmup_min_ratio": 0.0,
+            "warmup_num_steps": 1000,
+            "cos_min_ratio": 1e-4,
+            "warmup_type": "log",
+        },
+        {
+            "total_num_steps": "total",
+            "warmup_min_ratio": "start",
+            "warmup_num_steps": "steps",
+            "cos_min_ratio": "end",
+            "warmup_type": "kind",
+        },
+    ),
+    "OneCycle": (
+        OneCycle,
+        {
+            "cycle_min_lr": NEEDED,
+            "cycle_max_lr": NEEDED,
+            "cycle_first_step_size": 2000,
+            "cycle_second_step_size": None,
+            "cycle_first_stair_count": 0,
+            "cycle_second_stair_count": None,
+            "decay_lr_rate": 0.0,
+            "decay_step_size": 0,
+            "cycle_momentum": True,
+        },
+        {
+            "cycle_min_lr": "low",
+            "cycle_max_lr": "high",
+            "cycle_first_step_size": "up",
+            "cycle_second_step_size": "down",
+            "cycle_first_stair_count": "stairs",
+            "cycle_second_stair_count": "down_stairs",
+            "decay_lr_rate": "rate",
+            "decay_step_size": "decay_every",
+        },
+    ),
+    "LRRangeTest": (
+        LRRangeTest,
+        {
+            "lr_range_test_min_lr": 1e-3,
+            "lr_range_test_step_size": 2000,
+            "lr_range_test_step_rate": 1.0,
+            "lr_range_test_staircase": False,
+        },
+        {
+            "lr_range_test_min_lr": "low",
+            "lr_range_test_step_size": "every",
+            "lr_range_test_step_rate": "rate",
+            "lr_range_test_staircase": "staircase",
+        },
+    ),
+}
+
+
+def schedule_of(reader: Reader, lr: float) -> Any:
+    """The function of the step that the `scheduler` block asks for; `lr` itself without one."""
+    kind = reader.take("scheduler.type")
+    given = reader.block("scheduler.params")
+    if kind is None:
+        for key in given:
+            reader.refuse(f"scheduler.params.{key}", "needs a scheduler.type")
+        return lr
+    if not isinstance(kind, str) or kind not in SCHEDULES:
+        reader.refuse(
+            "scheduler.type",
+            f"{kind!r} is none of {', '.join(SCHEDULES)}; a torch scheduler takes zf.attach's optimizer",
+        )
+        return lr
+    cls, defaults, renamed = SCHEDULES[kind]
+    for key in given.keys() - defaults.keys():
+        reader.refuse(f"scheduler.params.{key}", f"unknown; {kind} takes {', '.join(defaults)}")
+    for key in given.keys() & defaults.keys():
+        if reason := VALUES[renamed.get(key, key)](given[key]):
+            reader.refuse(f"scheduler.params.{key}", reason)
+    values = {**defaults, **{k: v for k, v in given.items() if k in defaults}}
+    if values.pop("cycle_momentum", False):
+        reader.refuse("scheduler.params.cycle_momentum", 'betas are constant here; write "cycle_momentum": false')
+    values = {k: lr if v is BASE else v for k, v in values.items()}
+    missing = [k for k, v in values.items() if v is NEEDED]
+    for key in missing:
+        reader.refuse(f"scheduler.params.{key}", "missing; it has no default")
+    arguments = {renamed.get(k, k): v for k, v in values.items()}
+    return lr if missing else cls(**arguments, **({"peak": lr} if cls is WarmupCosineLR else {}))

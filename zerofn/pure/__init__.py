@@ -1,0 +1,1 @@
+"""The pure route: init, bind, vjp, make_step, update."""

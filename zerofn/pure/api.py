@@ -1,0 +1,340 @@
+"""The pure route: a training step as functions of a state, for any composition of torch.func transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import functorch_active
+from .._errors import explain
+from ..core.agreement import agree_on_start, check_weight, shared_weight
+from ..core.arguments import check_flag, check_function, check_positional
+from ..core.executor import counter
+from ..core.gradients import split_grads
+from ..core.linear_map import OnlyForth, enter, leave
+from ..core.pipeline import Pipeline, pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Layout, Leaf, Leaves, Tree, apart, make_layout, tree_map
+from ..core.update import Metrics, apply, check_data, check_grads, check_stored, check_vmap
+from .linearize import check_recording, linearize
+from .sharded_params import settled
+
+
+def init(tx: Transform, params: Tree) -> State:
+    """The first state of a pipeline: stored parameters, the state of each transform, counters.
+
+    Args:
+        tx: a transform, or a chain, with an optimizer in it.
+        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses
+            registered with optree (globally or in the namespace ``"zerofn"``). A tensor that stands at
+            several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
+
+    Returns:
+        A `State`. It shares no memory with `params`.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor.
+        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
+    >>> state
+    State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+    """
+    layout, tensors = make_layout(params)
+    return start(
+        pipeline(tx, layout, "zf.init"), tensors, lambda x: x.detach().clone(memory_format=torch.contiguous_format)
+    )
+
+
+def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
+    """A state over `tensors`, which `take` makes its own."""
+    agree_on_start(pipe, tensors)
+    stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
+    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+
+
+def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
+    """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
+
+    Args:
+        tx: the pipeline.
+        state: its state.
+        of: `"params"`, or the name of an `ema`, or of the `masked` or `partition` that holds one, for the
+            averages; what is not averaged there is as it is stored.
+
+    Returns:
+        Tensors that share memory with the state where nothing had to be gathered or cast.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
+    [tensor([1., 1.])]
+    """
+    pipe = pipe_of(tx, state, "zf.full_params")
+    leaves = state.leaves
+    if of != "params":
+        averages = _averages(state.transforms.get(of, {}), leaves)
+        if not averages:
+            names = [n for n, s in state.transforms.items() if _averages(s, leaves)]
+            raise ValueError(
+                f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}."
+            )
+        leaves = {**leaves, **averages}
+    return state.layout.join(pipe.whole(leaves))
+
+
+def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
+    """The averages in a transform's state; those of a grouped one lie with its members, whose labels may be any."""
+    found: Leaves = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            continue
+        # A member's entries are slots; those of a slot are tensors by path.
+        if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
+            found.update(_averages(entry, leaves))
+        elif name == "average":
+            found.update(entry)
+    return found
+
+
+def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+    """The pipeline of a state, after a look at whether they belong together."""
+    if not isinstance(state, State):
+        raise TypeError(
+            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
+        )
+    pipe = pipeline(tx, state.layout, where)
+    names = [p.name for p in pipe.parts]
+    if list(state.transforms) != names:
+        raise ValueError(
+            explain(
+                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
+                "the state was made by another pipeline",
+                "state = zf.init(tx, params) with this very tx",
+            )
+        )
+    return pipe
+
+
+def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., Any]:
+    """`fn` as a function of *stored* parameters, differentiable by any torch.func transform.
+
+    Args:
+        fn: `fn(params, *inputs)` on full parameters, in the structure they were given in, as the model
+            sees them (gathered, in the compute dtype). Any tree of tensors may come out.
+        tx: the pipeline.
+        state: its state; the loss scale is taken from it, the parameters are an argument.
+
+    Returns:
+        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Its
+        derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout. So a vector to
+        multiply by is spread over ranks as the parameters are, and on several ranks products with such vectors are
+        what there is, alone or under `vmap`. A whole Hessian or Jacobian by parts is refused; `jacrev(...,
+        chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks. Under a loss
+        scale or an `output_dtype` what it returns are copies: of results `y, h` with `y` computed from `h` inside, that
+        `h` is not on the way of the gradient of `y`.
+
+    Raises:
+        TypeError: `fn` cannot be called, or inputs were given by keyword.
+        ValueError: called with parameters of other shapes; each is named. In a backward, on several ranks with
+            `accumulate(weighted=True)` before the reduction: ranks would be averaged without the weights that
+            `zf.update` is given. `zf.vjp` leaves that to it. `torch.func.hessian`, `jacfwd` and `jacrev` of a gradient
+            where ranks have parts of the parameters; batches of other lengths on other ranks under `vmap`.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
+    >>> state = zf.init(tx, {"w": torch.tensor([1.0, 2.0])})
+    >>> loss = zf.bind(lambda p: (p["w"] ** 3).sum(), tx, state)
+    >>> torch.func.grad(loss)(state.params)
+    {'w': tensor([ 3., 12.])}
+    """
+    check_function("zf.bind", fn)
+    pipe = pipe_of(tx, state, "zf.bind")
+    scale = pipe.scale_of(state.transforms)
+    # All the way from storage: `pipe.leaf_views` begins at the resident form where the reduction is late.
+    views = pipe.composed(pipe.stages, pipe.dtypes.gradient)
+    if pipe.late and pipe.weighted:
+        views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
+
+    def see(leaf: Leaf, x: Tensor) -> Tensor:
+        seen = views[leaf.path](x, scale)
+        # Autograd may return one tensor for two places, which would look like one gradient given twice.
+        return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
+
+    def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
+        check_positional("fn(stored", keywords)
+        check_stored(pipe, stored)
+        params = state.layout.map_places(lambda leaf, x: see(leaf, x), stored)
+        inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
+        return _edges(leave, fn(params, *inputs), scale, pipe.dtypes.output_dtype)
+
+    return fn_stored
+
+
+def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype | None) -> Tree:
+    return tree_map(lambda t: edge(t, scale, dtype) if isinstance(t, Tensor) else t, tree)
+
+
+def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> tuple[Any, Callable[[Any], tuple]]:
+    """Evaluate `fn` on the parameters of a state, and give the function that pulls cotangents back.
+
+    Args:
+        fn: `fn(params, *inputs)` on full parameters, returning any tree of tensors.
+        tx: the pipeline.
+        state: its state.
+        inputs: trees; floating-point and complex tensors among them get a cotangent.
+
+    Returns:
+        `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
+        unscaled and reduced, in the stored layout, ready for `zf.update`. Where an `accumulate` that holds comes
+        before the reduction (ZeRO-1), that reduction is still to come, in `zf.update`: they are this rank's own,
+        and under `reduce_scatter` in the parameter's full shape. `None` stands for "does not depend on it"; the
+        gradient of a tied tensor stands at its first place, and `None` at the others. It may be called several
+        times.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+        ValueError: cotangents of another structure or shape than `out`.
+        RuntimeError: inside `torch.inference_mode()`.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(1.0)
+    >>> state = zf.init(tx, {"w": torch.tensor([2.0])})
+    >>> out, pullback = zf.vjp(lambda p, x: p["w"] * x, tx, state, torch.tensor([3.0]))
+    >>> pullback(torch.ones(1))
+    ({'w': tensor([3.])}, tensor([2.]))
+    """
+    check_function("zf.vjp", fn)
+    pipe = pipe_of(tx, state, "zf.vjp")
+    check_recording("zf.vjp")
+    out, pull = linearize(pipe, fn, state, inputs, keep=True)
+
+    def pullback(cotangents: Any) -> tuple:
+        grads, given = pull(cotangents)
+        return state.layout.join_once(grads), *given
+
+    return out, pullback
+
+
+def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> tuple[State, Metrics]:
+    """One micro-step through the update halves.
+
+    Args:
+        tx: the pipeline.
+        grads: true gradients, as `vjp`'s pullback gives them; `None` for a leaf without one. Gradients at tied
+            places add up. Those of `torch.func.grad` of a bound function are the same, but where an `accumulate`
+            that holds comes before the reduction over several ranks: they are reduced, and this is to do it.
+        state: its state, which is not written.
+        weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
+
+    Returns:
+        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
+        and with `scale_loss` `loss_scale`, `skipped`, `skipped_steps`; where the step is not held also
+        `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
+
+    New parameters are no functions of gradients to autograd: updates are written in place and fused, not recorded, so
+    a `backward` of what is computed from them ends at the state ("element 0 of tensors does not require grad").
+
+    Raises:
+        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. A state of meta tensors.
+            Under `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.5)
+    >>> state = zf.init(tx, {"w": torch.ones(1)})
+    >>> state, metrics = zf.update(tx, {"w": torch.ones(1)}, state)
+    >>> state.params, bool(metrics["updated"])
+    ({'w': tensor([0.5000])}, True)
+    """
+    pipe = pipe_of(tx, state, "zf.update")
+    check_data(state, "zf.update")
+    leaves = split_grads(state.layout, grads)
+    check_grads(pipe, leaves, state.leaves)
+    if not functorch_active():
+        check_weight(pipe, weight)
+    return apply(pipe, leaves, state, pipe.context(weight=weight))
+
+
+def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) -> Callable[..., tuple[State, Metrics]]:
+    """A training step from a loss: `step(state, *batch) -> (state, metrics)`.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` comes back as
+            `metrics["aux"]`.
+        tx: the pipeline.
+        donate: let the step write into the memory of the state it is given, which must not be used
+            again. Saves one copy of parameters and optimizer state. Tensors that a step passes on as they are,
+            such as the parameters of a held one, belong to the old state and the new: to donate the new one
+            overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
+            some members take must choose between old and new; an error there if the state is not batched.
+
+    Returns:
+        The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
+        `zf.update` and `loss`, unscaled. As of `zf.update`, nothing that it returns can be differentiated.
+
+    >>> import torch, zerofn as zf
+    >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
+    >>> state = zf.init(zf.sgd(0.25), {"w": torch.zeros(1)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.ones(1))
+    >>> state.params["w"], float(metrics["loss"])
+    (tensor([0.8750]), 0.0625)
+    """
+    check_function("zf.make_step", loss_fn)
+    check_flag("make_step", "donate", donate)
+    resolved: dict[Layout, Pipeline] = {}
+
+    def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
+        check_positional("step(state", keywords)
+        pipe = resolved.get(state.layout) if isinstance(state, State) else None
+        if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
+            pipe = resolved[state.layout] = pipe_of(tx, state, "step")
+        check_recording("step")
+        check_data(state, "a step")
+        check_vmap(pipe, weight, state, batch)
+        aux: dict[str, Any] = {}
+
+        def scalar(params: Tree, *inputs: Tree) -> Any:
+            out = loss_fn(params, *inputs)
+            if isinstance(out, tuple) and len(out) == 2:
+                out, aux["aux"] = out[0], settled(out[1])
+            _check_loss(out)
+            return out
+
+        loss, pull = linearize(pipe, scalar, state, batch, keep=False)
+        share = None
+        if not functorch_active():
+            weight, share = shared_weight(pipe, weight)
+        unit = torch.ones_like(loss)
+        # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
+        grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
+        del pull
+        aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
+        if donate:
+            # A backward may return a parameter it saved, so gradients too.
+            loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
+        return new, {"loss": loss, **metrics, **aux}
+
+    return step
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        got = (
+            f"a {type(loss).__name__}"
+            if not isinstance(loss, Tensor)
+            else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        )
+        raise ValueError(
+            explain(
+                f"loss_fn returned {got}",
+                "a step differentiates one number",
+                "return loss.mean(), or (loss, aux); for other outputs zf.vjp with cotangents of your own",
+            )
+        )

@@ -1,0 +1,177 @@
+"""One evaluation of a function on the parameters of a state, and its pullback: by which means, with which edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import functorch_active
+from .._errors import bad_leaves, explain
+from ..core.linear_map import crosses, enter, leave
+from ..core.pipeline import Pipeline
+from ..core.state import State
+from ..core.tree import Leaves, Tree, flatten, unflatten
+from .sharded_params import Blocks, settled
+
+
+def check_recording(where: str) -> None:
+    """Refuse to differentiate where autograd records nothing."""
+    if torch.is_inference_mode_enabled() and not functorch_active():
+        raise RuntimeError(
+            explain(
+                f"{where} inside torch.inference_mode()",
+                "autograd records nothing there, so no parameter would have a gradient",
+                f"{where} outside of it; torch.no_grad() around it is fine",
+            )
+        )
+
+
+def linearize(
+    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool
+) -> tuple[Any, Callable[..., tuple[Leaves, list[Tree]]]]:
+    """`fn` at the state's parameters and its pullback onto leaves by path.
+
+    Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
+    activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
+    composes.
+    """
+    scale = pipe.scale_of(state.transforms)
+    flat, spec = flatten(inputs)
+    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)] if keep else []
+    outer: dict[str, Any] = {}
+
+    def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
+        """`fn` between the edges, on lists of tensors, which are all that crosses to torch.func."""
+        args = list(flat)
+        for i, x in zip(chosen, given, strict=True):
+            args[i] = enter(x, scale, None)
+        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
+        leaves, outer["spec"] = flatten(out)
+        outer["out"] = leaves
+        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
+        return [leave(leaves[i], scale, pipe.dtypes.output_dtype) for i in outer["tensors"]]
+
+    given = [flat[i] for i in chosen]
+    late = pipe.late or (pipe.sharded_use and not functorch_active())
+    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if late else state.leaves
+    ran = _with_func if functorch_active() else _with_blocks if pipe.sharded_use else _with_autograd
+    primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
+    leaves = list(outer["out"])
+    for i, y in zip(outer["tensors"], primals, strict=True):
+        leaves[i] = y
+    out = unflatten(
+        outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves]
+    )
+
+    def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
+        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
+        back: list[Any] = [None] * len(flat)
+        for i, g in zip(chosen, rest, strict=True):
+            back[i] = g
+        return grads, list(unflatten(spec, back))
+
+    return out, pull
+
+
+def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """Differentiate with respect to what the model sees, and pull that back by hand.
+
+    So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
+    """
+    stages = pipe.stages[: pipe.cut] if pipe.late else pipe.stages
+    with torch.no_grad():
+        seen = {p: x.detach() for p, x in pipe.see(stages, resident).items()}
+    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+    for p in paths:
+        seen[p].requires_grad_()
+    inputs = [x.detach().requires_grad_() for x in given]
+    wanted = [*(seen[p] for p in paths), *inputs]
+    with torch.enable_grad():
+        primals = inner(seen, inputs)
+
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
+        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
+        found: Any = [None] * len(wanted)
+        if pairs:
+            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
+            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
+        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
+        with torch.no_grad():
+            return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
+
+    return primals, pull
+
+
+def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """As `_with_autograd`, of parameters that are gathered block by block, in forward and again in backward.
+
+    More and smaller messages than for the whole tree at once, and each gather is announced: that is what the
+    memory costs.
+    """
+    blocks = Blocks(pipe, resident, scale)
+    anchor = torch.zeros((), requires_grad=True)
+    inputs = [x.detach().requires_grad_() for x in given]
+    with torch.enable_grad(), blocks.evaluation():
+        primals = inner(blocks.handles(anchor), inputs)
+
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
+        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad and counts]
+
+        def run() -> Any:
+            if not pairs:
+                return [None] * len(given)
+            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
+            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
+
+        grads, rest = blocks.pull(run)
+        return grads, list(rest)
+
+    return primals, pull
+
+
+def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """Inside a torch.func transform the views are differentiated with everything else."""
+    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+
+    def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        stored = {**resident, **dict(zip(paths, values, strict=True))}
+        return inner({p: view(stored[p], scale) for p, view in pipe.leaf_views.items()}, inputs)
+
+    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
+
+    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
+        grads, rest = pull_func(vectors)
+        return dict(zip(paths, grads, strict=True)), rest
+
+    return primals, pull
+
+
+def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
+    given, spec = flatten(cotangents)
+    primals, expected = flatten(out)
+    if spec != expected:
+        raise ValueError(
+            explain(
+                "pullback(cotangents)",
+                f"cotangents have the structure {spec}, the output {expected}",
+                "one tensor per output",
+            )
+        )
+    bad = [
+        (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
+        for i in tensors
+        if not isinstance(given[i], Tensor)
+        or given[i].shape != primals[i].shape
+        or (given[i].is_complex() and not primals[i].is_complex())
+    ]
+    if bad:
+        right = "tensors of the outputs' shapes, complex ones for complex outputs only"
+        raise ValueError(bad_leaves("cotangents do not fit the output", bad, right))
+    return [given[i].to(primals[i].dtype) for i in tensors]
+
+
+def _shape(x: Any) -> str:
+    return f"of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)

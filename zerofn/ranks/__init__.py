@@ -1,0 +1,1 @@
+"""Process groups, collectives, their adjoints, and agreement between ranks."""

@@ -1,0 +1,227 @@
+"""The one module that imports `torch.distributed`: process groups, collectives as torch has them, feature-tested names.
+
+Nothing here counts what is sent, or watches whether it arrives: `ranks.collectives` does, and is what the library uses.
+Groups are opened by `ranks.process_groups`, which keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._compat import outlasting
+from .group import Group
+
+# torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+# ------------------------------------------------------------------------------------- process groups
+
+
+def default_backend(local_ranks: int) -> str:
+    """NCCL for CUDA tensors if each local rank has a GPU of its own; gloo for CPU tensors always."""
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    return "cpu:gloo,cuda:nccl" if enough else "gloo"
+
+
+def default_group() -> Any:
+    """The default process group; None if there is none."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def groups_made() -> int:
+    """How many groups this process has counted, from which torch makes the name of the next."""
+    return dist.get_pg_count()
+
+
+def make_default(backend: str | None, file: str | None, prefix: str) -> None:
+    """Initialise the default group from the environment (RANK, WORLD_SIZE, ...).
+
+    They meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
+    """
+    env = os.environ
+    backend = backend or default_backend(int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])))
+    if "nccl" in backend:
+        torch.cuda.set_device(int(env.get("LOCAL_RANK", env["RANK"])))
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    meet: Any = dist  # (what is used of it below is documented, but missing from its list of exports)
+    store = meet.FileStore(file, -1) if file else next(meet.rendezvous("env://"))[0]
+    # A store may outlive the group: a second group in it would find the addresses of the first.
+    store = meet.PrefixStore(prefix, store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def job_store(prefix: str) -> Any:
+    """Where the ranks of the default group met, with a prefix of our own; None where they met in no store."""
+    try:
+        met: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    except RuntimeError:
+        return None
+    stores: Any = dist  # (documented, but missing from its list of exports)
+    return None if met is None else stores.PrefixStore(prefix, met)
+
+
+def world() -> tuple[int, int]:
+    """This process's rank among all, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def device_of(device_type: str | None = None) -> torch.device:
+    """The device this rank communicates from."""
+    if device_type is None:
+        device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def make_group(ranks: Sequence[int]) -> Any:
+    """A process group over some ranks, by every rank of the world; None on a rank outside of it."""
+    pg = dist.new_group(list(ranks))
+    return pg if dist.get_rank() in ranks and isinstance(pg, dist.ProcessGroup) else None
+
+
+def destroy(pg: Any) -> None:
+    """Close a process group; None is the default one."""
+    dist.destroy_process_group(pg)
+
+
+def await_all(pg: Any, timeout: timedelta) -> None:
+    """An error that names the absent instead of half an hour of silence, where the backend can (gloo)."""
+    if dist.get_backend(pg) == "gloo":
+        dist.monitored_barrier(pg, timeout=timeout, wait_all_ranks=pg is not None)
+
+
+def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
+    """A one-dimensional mesh that fits the world: `mesh`, or its axis of that name.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has more axes, not this one, or ranks that the world has not.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"expected a torch.distributed DeviceMesh, got {type(mesh).__name__}; make one with "
+            'init_device_mesh("cpu", (world_size,)), or leave mesh out for all ranks'
+        )
+    names = tuple(mesh.mesh_dim_names or ())
+    if axis is not None:
+        if axis not in names:
+            raise ValueError(f"the mesh has no axis {axis!r}; it has {list(names) or 'no named axes'}")
+        mesh = mesh[axis]
+    if not dist.is_initialized():
+        raise ValueError(
+            f"a mesh of shape {mesh.shape} was given, but its process group is gone; make the mesh again "
+            "after the process group is initialised, or leave mesh out"
+        )
+    if mesh.ndim != 1:
+        hint = f"mesh[{names[-1]!r}]" if names else "one made with mesh_dim_names, and one of its axes"
+        raise ValueError(
+            f"a mesh of shape {mesh.shape} has {mesh.ndim} axes and a transform works along one; pass {hint}"
+        )
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    world = dist.get_world_size()
+    if max(ranks) >= world:
+        raise ValueError(
+            f"the mesh names rank {max(ranks)}, but the world has {world} rank{'s' if world > 1 else ''}; "
+            "make the mesh after the process group is initialised, and no larger than the world"
+        )
+    return mesh
+
+
+# ---------------------------------------------------------------------------------------- collectives
+
+
+def begin_gather(out: Tensor, inp: Tensor, group: Group) -> Any:
+    return outlasting("all_gather", _gather_single, _bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
+
+
+def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
+    add = dist.ReduceOp.SUM
+    return outlasting("reduce_scatter", _scatter_single, out, inp, op=add, group=group.pg, async_op=True)
+
+
+def begin_exchange(out: Tensor, inp: Tensor, group: Group) -> Any:
+    return outlasting("all_to_all", dist.all_to_all_single, out, inp, group=group.pg, async_op=True)
+
+
+def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
+    return outlasting("all_reduce", dist.all_reduce, t, op=REDUCE[op], group=group.pg, async_op=True)
+
+
+def begin_broadcast(t: Tensor, src: int, group: Group) -> Any:
+    return outlasting("broadcast", dist.broadcast, _bytes_of(t), src=group.ranks[src], group=group.pg, async_op=True)
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    # fp8 is unknown to gloo. Moving needs no arithmetic, so it may travel as bytes; reducing may not.
+    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
+
+
+def barrier(group: Group) -> None:
+    """Waits until every rank of the group is here."""
+    if group.size > 1:
+        group.traffic.count("barrier", group.size, 0)
+        dist.barrier(group=group.pg)
+
+
+def gather_objects(obj: Any, group: Group) -> list[Any]:
+    """Every rank's `obj`, in rank order, on every rank. For small things: they are pickled.
+
+    >>> gather_objects({"step": 3}, Group())
+    [{'step': 3}]
+    """
+    if group.size == 1:
+        return [obj]
+    out: list[Any] = [None] * group.size
+    group.traffic.count("objects", group.size, 0)
+    dist.all_gather_object(out, obj, group=group.pg)
+    return out
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_library() -> Any:
+    """`torch.distributed.checkpoint`, imported when asked for: that takes 0.7 s."""
+    import torch.distributed.checkpoint as library
+
+    return library
+
+
+def as_distributed(shards: Mapping[Hashable, tuple[Tensor, int]], group: Group) -> dict[Hashable, Tensor]:
+    """Shards, each with the length of its whole, as torch's own distributed tensors over the same memory.
+
+    Those are what torch's checkpoints cut anew for another number of ranks.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    # A state may have parts on the host. A mesh of another device type would move them.
+    kinds = {x.device.type for x, _ in shards.values()}
+    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
+    return {
+        key: DTensor.from_local(
+            x, meshes[x.device.type], [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
+        )
+        for key, (x, numel) in shards.items()
+    }
+
+
+def as_local(x: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; a plain tensor as it is."""
+    if type(x) is Tensor:
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,85 @@
+"""Batches of a leaf under `torch.func.vmap`, over ranks: as long on every rank, and no bases of parts.
+
+A vector in the layout of a sharded state is spread over ranks as the state is, and a batch of such vectors is sent
+member by member. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch of their own on each rank, the
+basis of the part that this rank has; member by member those add up, and so would columns of the result. They look like
+any other batch but for their numbers, so these are looked at: one pass over a batch, and one small message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from .backend import gather_objects
+from .collectives import all_gather_into
+from .group import Group
+
+PRODUCTS = """products with vectors that are laid out as state.params is, alone or under vmap:
+torch.func.jvp(torch.func.grad(fn_stored), (state.params,), (vector,))[1]
+or each rank's own Hessian, of full parameters, averaged:
+own = torch.func.hessian(fn)(zf.full_params(tx, state), x)
+mean = zf.collectives.all_reduce(own["w"]["w"], group) / group.size"""
+
+
+def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor | None = None) -> None:
+    """Raise on every rank where the ranks' batches do not belong together. Every rank of the group calls it.
+
+    Args:
+        batch: the shape of the batch.
+        path: of the leaf.
+        group: the ranks.
+        parts: (members, elements) of vectors, where each rank has a part of them.
+
+    Raises:
+        ValueError: batches differ in shape, or are bases on several ranks.
+    """
+    low, high = (0, 0) if parts is None else _basis(parts)
+    mine = torch.tensor([zlib.crc32(repr(tuple(batch)).encode()), low, high], dtype=torch.int64, device=group.device)
+    every = mine.new_empty(group.size * 3)
+    all_gather_into(every, mine, group, what="match")
+    rows = every.view(-1, 3).tolist()
+    bases = sorted((lo, hi, rank) for rank, (_, lo, hi) in zip(group.ranks, rows, strict=True) if lo < hi)
+    differ = len({shape for shape, _, _ in rows}) > 1
+    if bases and (differ or any(one[1] > two[0] for one, two in itertools.pairwise(bases))):
+        raise ValueError(_no_basis(path))
+    if differ:
+        shapes = gather_objects(tuple(batch), group)
+        told = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(group.ranks, shapes, strict=True))
+        raise ValueError(
+            explain(
+                f"torch.func.vmap over batches that differ between ranks, through {path}: {told}",
+                "what a member of the batch does with the parameters is exchanged with the same member of other ranks",
+                "batches of one length on every rank: as many samples, or outputs of a Jacobian"
+                + ("" if parts is None else f". Where it was torch.func.hessian, jacfwd or jacrev:\n{PRODUCTS}"),
+            )
+        )
+
+
+def _basis(parts: Tensor) -> tuple[int, int]:
+    """Where in a batch the basis vectors of this rank's part stand, from and to which member; (0, 0) if it has none.
+
+    `chunk_size` may cut a basis anywhere. One vector alone is taken for a part of one if its number is 1.
+    """
+    members, elements = parts.shape
+    count = int(torch.count_nonzero(parts))
+    if not 0 < count <= min(members, elements):
+        return 0, 0
+    i, j = torch.nonzero(parts).unbind(1)
+    diagonal = bool((i - i[0] == torch.arange(count, device=i.device)).all()) and bool((j - i == j[0] - i[0]).all())
+    if not diagonal or (count == 1 and float(parts[i[0], j[0]]) != 1.0):
+        return 0, 0
+    return int(i[0]), int(i[-1]) + 1
+
+
+def _no_basis(path: str) -> str:
+    return explain(
+        f"torch.func.hessian, jacfwd, or jacrev of a gradient, of a bound function on several ranks ({path})",
+        "the stored parameters are spread over ranks, and every rank has put in the basis of its own part at the same "
+        "time:\nmember by member these are one vector, so columns would be added up",
+        PRODUCTS,
+    )

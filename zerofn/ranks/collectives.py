@@ -1,0 +1,81 @@
+"""Collectives that write into given buffers: counted, and watched while they are under way.
+
+Sums only: an average is the caller's division *before* the sum, where fp16 cannot overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backend as raw
+from .group import Group
+from .waiting import DONE, Landing, Watched, run
+
+
+def _no_fp8(t: Tensor, what: str) -> None:
+    if t.is_floating_point() and t.element_size() == 1:
+        raise TypeError(f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)")
+
+
+def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather") -> Any:
+    """Concatenates every rank's `inp` (n, ...) along axis 0 into `out` (size * n, ...), both contiguous.
+
+    `inp` may be this rank's own part of `out`; `what` is how it is called where traffic and waits are told. Returns a
+    work handle if `async_op`.
+    """
+    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+        out.copy_(inp)
+    if group.size == 1 or not out.numel():
+        return DONE if async_op else None
+    group.traffic.count(what, group.size, out.numel() * out.element_size())
+    work = raw.begin_gather(out, inp, group)
+    return run(work, what, group, async_op)
+
+
+def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
+    """Adds every rank's `inp` (size * n, ...) and leaves this rank's part in `out` (n, ...).
+
+    Only sums: an average is the caller's division, made *before* the sum (gloo's own averages after it,
+    and overflows in fp16). `out` may be this rank's own part of `inp`. Returns a work handle if `async_op`.
+    """
+    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+        out.copy_(inp)
+    if group.size == 1 or not out.numel():
+        return DONE if async_op else None
+    _no_fp8(inp, "reduce_scatter")
+    group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
+    if group.device.type != "cpu":
+        return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
+    # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
+    received = torch.empty_like(inp)
+    sent = raw.begin_exchange(received, inp, group)
+
+    def add() -> None:
+        parts = received.reshape(group.size, *out.shape)
+        torch.sum(parts, 0, dtype=out.dtype, out=out.detach())
+
+    work = Landing(Watched(sent, "reduce_scatter", group), add)
+    return work if async_op else work.wait() and None
+
+
+def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
+    """Reduces `t` over the ranks in place; `op` is "sum", "max" or "min"."""
+    if op not in raw.REDUCE:
+        raise ValueError(f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)')
+    if group.size == 1 or not t.numel():
+        return DONE if async_op else None
+    _no_fp8(t, "all_reduce")
+    group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
+    work = raw.begin_reduce(t, op, group)
+    return run(work, "all_reduce", group, async_op)
+
+
+def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
+    """Copies `t` of rank `src` (a rank of the group) into `t` of every rank."""
+    if group.size == 1 or not t.numel():
+        return DONE if async_op else None
+    group.traffic.count("broadcast", group.size, t.numel() * t.element_size())
+    return run(raw.begin_broadcast(t, src, group), "broadcast", group, async_op)

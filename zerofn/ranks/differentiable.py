@@ -1,0 +1,239 @@
+"""Differentiable collectives: pairs of autograd Functions, each the backward of the other, with `jvp` and `vmap` rules.
+
+Nothing simpler is right: a raw collective inside `backward` has no derivative of its own (a Hessian-vector product
+through it is silently wrong), `generate_vmap_rule` and the functional collectives fail or return garbage under
+`torch.func`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from .group import Group
+from .match import Cut, match
+
+
+def _gathered(x: Tensor, group: Group, dtype: torch.dtype, cut: Cut) -> Tensor:
+    # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
+    sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
+    match("all_gather", sent, group, cut, rows_differ=True)
+    width = max(cut.rows)
+    if not cut.even:
+        sent = torch.cat([sent, sent.new_zeros((width - len(sent), *sent.shape[1:]))])
+    out = sent.new_empty((group.size * width, *sent.shape[1:]))
+    all_gather_into(out, sent, group)
+    if not cut.even:
+        out = torch.cat([part[:n] for part, n in zip(out.split(width), cut.rows, strict=True)])
+    return out.to(dtype)
+
+
+def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+    sent = x.to(reduce_dtype or x.dtype).contiguous()
+    match("reduce_scatter", sent, group, Cut() if cut.rows else Cut(cut.leaves))
+    if not cut.rows:
+        check_axis(sent, group.size, "reduce_scatter")
+        cut.rows = [len(sent) // group.size] * group.size
+    width, mine = max(cut.rows), cut.rows[group.rank]
+    if not cut.even:
+        padded = sent.new_zeros((group.size, width, *sent.shape[1:]))
+        for row, part in zip(padded, sent.split(cut.rows), strict=True):
+            row[: len(part)] = part
+        sent = padded.flatten(0, 1)
+    out = sent.new_empty((width, *sent.shape[1:]))
+    reduce_scatter_into(out, sent, group)
+    return out[:mine].to(dtype)
+
+
+def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, cut: Cut | None = None) -> Tensor:
+    sent = x.to(reduce_dtype or x.dtype)
+    match("all_reduce", sent, group, cut or Cut())
+    sent = sent.clone(memory_format=torch.contiguous_format) if sent is x else sent.contiguous()
+    all_reduce_(sent, group)
+    return sent.to(x.dtype)
+
+
+class _Linear(Function):
+    """What the four collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
+
+    So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides
+    along as the last one. The maps below differ in nothing else, but are written out: autograd and
+    `torch.func` find rules as static methods of each class, by name.
+    """
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, *args = inputs
+        ctx.args, ctx.dtype = args, x.dtype
+
+    @classmethod
+    def _vmap(cls, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
+        out = cls.apply(x.movedim(in_dims[0], -1), *args)
+        return out, out.dim() - 1
+
+
+class _Gather(_Linear):
+    @staticmethod
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+        return _gathered(x, group, dtype, cut)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        group, _, reduce_dtype, cut = ctx.args
+        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
+        return _Gather.apply(t, *ctx.args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+        return _Gather._vmap(in_dims, x, *args)
+
+
+class _Scatter(_Linear):
+    @staticmethod
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+        return _scattered(x, group, dtype, reduce_dtype, cut)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        group, _, reduce_dtype, cut = ctx.args
+        return _Gather.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
+        return _Scatter.apply(t, *ctx.args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+        return _Scatter._vmap(in_dims, x, *args)
+
+
+class _Replicate(_Linear):
+    @staticmethod
+    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        return x.view_as(x)  # no copy; autograd refuses to have it changed in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Reduce.apply(g, *ctx.args), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
+        return _Replicate.apply(t, *ctx.args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+        return _Replicate._vmap(in_dims, x, *args)
+
+
+class _Reduce(_Linear):
+    @staticmethod
+    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        return reduced(x, group, reduce_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Replicate.apply(g, *ctx.args), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
+        return _Reduce.apply(t, *ctx.args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+        return _Reduce._vmap(in_dims, x, *args)
+
+
+def all_gather(
+    x: Tensor, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The shards of all ranks, one after the other: (n, ...) -> (sum of n, ...). Adjoint of `reduce_scatter`.
+
+    `n` may differ between ranks and be zero, as in the shards that `zf.shard` makes of a leaf.
+    `dtype` is that of the result (default: that of `x`): an fp32 shard with `dtype=bfloat16` travels in
+    bf16, and its gradient comes back in fp32. Cotangents are added in `reduce_dtype` (default: their own)
+    and returned in the dtype of `x`; a separate cast before the gather would round them on the way.
+    Raises `ValueError`, on every rank, when dtypes or other dimensions differ between ranks.
+
+    >>> all_gather(torch.arange(3.0), Group())
+    tensor([0., 1., 2.])
+    """
+    if group.size == 1:
+        return x.to(dtype or x.dtype)
+    return gather(x, group, dtype, reduce_dtype, Cut())
+
+
+def gather(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+    """`all_gather`, which leaves in `cut` what each rank has brought."""
+    if x.dim() == 0:
+        match("all_gather", x, group, cut)  # another rank may have brought something else
+        check_axis(x, 1, "all_gather")
+    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
+
+
+def reduce_scatter(
+    x: Tensor, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
+    """This rank's part of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
+
+    Adds in `reduce_dtype` (default: the dtype of `x`), returns in `dtype` (default: the dtype of `x`). From
+    three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts
+    of the same numbers agree to rounding, not bit for bit.
+    Raises `ValueError`, on every rank, when axis 0 does not divide by the number of ranks, or what they bring differs
+    in shape or dtype.
+
+    >>> reduce_scatter(torch.arange(3.0), Group(), dtype=torch.float64)
+    tensor([0., 1., 2.], dtype=torch.float64)
+    """
+    if group.size == 1:
+        return x.to(dtype or x.dtype)
+    return scatter(x, group, dtype, reduce_dtype, Cut())
+
+
+def scatter(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+    """`reduce_scatter`, of leaves side by side."""
+    if x.dim() == 0 or x.shape[0] % group.size:
+        match("reduce_scatter", x, group, cut)
+        check_axis(x, group.size, "reduce_scatter")
+    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
+
+
+def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """`x` itself, equal on all ranks; its cotangent is the sum of all ranks' (in `reduce_dtype`).
+
+    For a parameter that every rank holds and uses on data of its own. Adjoint of `all_reduce`.
+
+    >>> replicate(torch.ones(2), Group())
+    tensor([1., 1.])
+    """
+    if group.size == 1:
+        return x
+    return _Replicate.apply(x, group, reduce_dtype)  # type: ignore[return-value]
+
+
+def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over ranks, on every rank. Adjoint of `replicate`.
+
+    The result is one value that all ranks hold, so its cotangent is one value too: what is computed from
+    it must be computed alike on every rank, and the cotangent passes through unchanged. (Summing it, as
+    for N independent values, would count the one value N times.)
+
+    >>> all_reduce(torch.ones(2), Group())
+    tensor([1., 1.])
+    """
+    if group.size == 1:
+        return x
+    return _Reduce.apply(x, group, reduce_dtype)  # type: ignore[return-value]
+
+
+def check_axis(x: Tensor, size: int, what: str) -> None:
+    if x.dim() == 0 or x.shape[0] % size:
+        raise ValueError(
+            f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; flatten and pad it first"
+        )

@@ -1,0 +1,388 @@
+"""The channels of this process: opened once, kept, closed in order.
+
+Every rank must open them in the same order, which `torch.distributed.new_group` demands; the purposes tell apart
+what must not mix.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .._errors import explain
+from . import backend as raw
+from .group import Group
+from .presence import Presence
+
+_ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
+
+
+class _Registry:
+    """The open groups of this process, so that the same (mesh, purpose) is the same channel everywhere.
+
+    Opening a group is a collective act, so what is looked up must be the same on every rank: the key is
+    the whole mesh (equal on all ranks of a world), not this rank's own row of it. `functools.lru_cache`
+    would do for looking up, but it cannot list what is to be closed nor notice that the user destroyed
+    the default group, which destroys every group made on top of it.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
+        # By key, who asked for a group: an attached model, or None for what has no end, such as a pure state.
+        self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
+        self.holder: Any = None  # who asks now
+        self.opened = 0  # how many channels were opened so far
+        self.default: Any = None  # the default group these were made on
+        self.ours = False  # whether that default group was made here
+        self.made = 0  # how many default groups were made here so far
+        self.presence: Presence | None = None  # of the ranks of the default group
+
+    def current(self) -> dict[tuple[Any, Hashable], Group | None]:
+        default = raw.default_group()
+        if default is not self.default:
+            self.groups.clear()
+            self.holders.clear()
+            self.default, self.ours, self.presence = default, False, None
+        return self.groups
+
+    def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
+        groups = self.current()
+        self.holders.setdefault((key, purpose), set()).add(self.holder)
+        if (key, purpose) not in groups:
+            groups[key, purpose] = make()
+        return groups[key, purpose]
+
+
+_registry = _Registry()
+
+
+def _launched() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def initialize(backend: str | None = None, file: str | None = None) -> None:
+    """Initialise the default group from the environment, as torchrun sets it.
+
+    The ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
+    """
+    raw.make_default(backend, file, f"zerofn/{_registry.made}")
+    _registry.made += 1
+
+
+def _ensure_default() -> bool:
+    """Whether there is a default group, after making one if this process was launched as a rank."""
+    if raw.default_group() is None and _launched():
+        initialize()
+        _registry.current()
+        _registry.ours = True
+        atexit.register(_leave)
+    return raw.world()[1] > 1
+
+
+def world_group(purpose: Hashable = "") -> Group:
+    """All ranks of this job: of one when nothing was launched, else with a process group of our own.
+
+    Under torchrun (RANK, WORLD_SIZE, ... in the environment) the default group is initialised here, at
+    the first call and never at import; a default group that the user initialised is used as it is, and
+    only ever to make a new one from. Every rank must call this in the same order (`dist.new_group` does).
+
+    `purpose` tells channels apart: equal purposes share a channel. A pipeline passes its own, so that the
+    order of its collectives depends on nothing outside it.
+
+    >>> world_group().size
+    1
+    """
+
+    def make() -> Group | None:
+        if not several:
+            return Group(purpose=purpose)
+        return _open(tuple(range(raw.world()[1])), raw.device_of(), purpose)
+
+    several = _ensure_default()
+    group = _registry.get("world", purpose, make)
+    assert group is not None
+    if several and _registry.presence is None:
+        # A store may outlive the group: what is written into it now must not be taken for what is there.
+        name = raw.gather_objects(uuid.uuid4().hex, group)[0]
+        group.traffic.reset()
+        store = raw.job_store(f"zerofn/{name}")
+        _registry.presence = None if store is None else Presence(store, raw.world()[0])
+    return group
+
+
+def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
+    pg = raw.make_group(ranks)  # by every rank of the world, in the group or not
+    if pg is None:
+        return None
+    return Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
+
+
+def group_for(function: str, mesh: Any) -> Group:
+    """The group of a mesh, or of all ranks for `None`; a `TypeError` that names the function where it is no mesh."""
+    if mesh is None:
+        return world_group()
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            explain(
+                f"{function}({mesh!r})",
+                "mesh is a one-dimensional DeviceMesh, or None for all ranks",
+                f"{function}(init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))['shard'])",
+            )
+        )
+    return mesh_group(mesh)
+
+
+def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Group:
+    """The ranks along a one-dimensional mesh: a `DeviceMesh`, `mesh["shard"]`, or `mesh` with an `axis`.
+
+    Makes a process group of our own over them; the mesh's group stays the user's. Every rank of the world
+    must call this in the same order, also for a mesh of fewer ranks, since `dist.new_group` counts the
+    groups on each rank and a missed one gives two groups the same name. (`use_local_synchronization` lifts
+    that, but takes the name from the number of groups a rank *belongs* to: a group the user made for some
+    ranks only turns the next one into a hang.)
+
+    Raises `ValueError` on a mesh that is not one-dimensional, an axis that it does not have, and a mesh
+    that does not fit the world; `TypeError` on what is no mesh.
+    """
+    mesh = raw.mesh_axis(mesh, axis)
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    me = raw.world()[0]
+
+    def make() -> Group | None:
+        if len(ranks) > 1:
+            return _open_row(ranks, mesh.device_type, purpose)
+        # A row of one is one on every rank (meshes are rectangular), so nobody waits for this one.
+        return Group(0, 1, ranks, raw.device_of(mesh.device_type), purpose) if me in ranks else None
+
+    group = _registry.get(mesh, purpose, make)
+    if group is None:
+        raise ValueError(f"rank {me} is not in the mesh of ranks {list(ranks)}; pass it a mesh that it is in")
+    return group
+
+
+def channel(group: Group) -> Group:
+    """Another channel between the ranks of a group, shared with nobody. Every rank of the world must call it.
+
+    For collectives whose order must not mix with that of the group itself.
+
+    >>> channel(world_group()).size
+    1
+    """
+    if group.size == 1:
+        return group
+    return _open_channel(group.ranks, group.device.type)
+
+
+def _open_channel(ranks: tuple[int, ...], device_type: str) -> Group:
+    _registry.opened += 1
+    opened = _registry.get(_registry.opened, "channel", lambda: _open_row(ranks, device_type, "channel"))
+    assert opened is not None
+    return opened
+
+
+def joint_channel(groups: Sequence[Group]) -> Group:
+    """A channel between all ranks that any of the groups connects, directly or through one another.
+
+    For the axes of a mesh. Every rank of the world must call it.
+
+    >>> joint_channel([Group()]).size
+    1
+    """
+    joined = {r for g in groups for r in g.ranks}
+    several = [g for g in groups if g.size > 1]
+    if len(several) < 2:
+        return channel(several[0] if several else groups[0])
+    for group in several[1:]:
+        for found in raw.gather_objects(sorted(joined), group):
+            joined.update(found)
+    return _open_channel(tuple(sorted(joined)), several[0].device.type)
+
+
+def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
+    """The ranks that axes of a mesh connect, directly or through one another. Every rank of the world must call it.
+
+    Args:
+        axes: the ranks along each axis that this one lies on.
+        purpose: as for `world_group`.
+    """
+    parts: list[set[int]] = []
+    for row in itertools.chain.from_iterable(_of_all_ranks(tuple(axes))):
+        joined = set(row).union(*(part for part in parts if part & set(row)))
+        parts = [part for part in parts if not part & joined] + [joined]
+    rows = tuple(sorted(tuple(sorted(part)) for part in parts))
+
+    group = _registry.get(rows, purpose, lambda: _open_all(rows, raw.device_of(), purpose))
+    assert group is not None
+    return group
+
+
+def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
+    """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
+    ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""
+    rows = sorted(set(_of_all_ranks(ranks)))
+    members = Counter(itertools.chain.from_iterable(rows))
+    shared = sorted(rank for rank, n in members.items() if n > 1)
+    if shared:
+        raise ValueError(
+            f"the ranks disagree on the mesh: {[list(row) for row in rows]} overlap in ranks {shared}; "
+            "build the same mesh on every rank and cut it along the same axis"
+        )
+    return _open_all(rows, raw.device_of(device_type), purpose)
+
+
+def _of_all_ranks(obj: Any) -> list[Any]:
+    """What every rank of the world gives, once all have come to open a group.
+
+    Raises:
+        RuntimeError: it would wait for ever, since the ranks would give it different names.
+    """
+    control = world_group("mesh")
+    raw.await_all(control.pg, _ARRIVAL)
+    counts, found = zip(*raw.gather_objects((raw.groups_made(), obj), control), strict=True)
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            explain(
+                f"by rank, {list(counts)} process groups have been made, so the next one has a name of its own on each",
+                "torch names groups by their number, and dist.new_group was called on some ranks only; with "
+                "use_local_synchronization=True torch 2.14 counts it on its members alone",
+                "dist.new_group(ranks) on every rank of the job; or zf.attach and meshes first",
+            )
+        )
+    return list(found)
+
+
+def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable) -> Group | None:
+    """Opens the groups of all rows, on every rank in one order; gives the one that this rank is in."""
+    opened = [_open(row, device, purpose) for row in rows]
+    return next((group for group in opened if group is not None), None)
+
+
+def release(group: Group) -> None:
+    """Close one group: waits for its ranks, then destroys its process group. Every rank must call it."""
+    for key in [k for k, g in _registry.current().items() if g is group]:
+        raw.barrier(group)
+        _close(key)
+
+
+@contextmanager
+def held_by(holder: Any) -> Iterator[None]:
+    """Groups that are asked for inside are `holder`'s, until it lets them go."""
+    before, _registry.holder = _registry.holder, holder
+    try:
+        yield
+    finally:
+        _registry.holder = before
+
+
+def held_alone(holder: Any) -> list[Any]:
+    """The keys of groups that only `holder` has asked for, in the order in which they were opened."""
+    return [key for key in _registry.current() if _registry.holders[key] == {holder}]
+
+
+def let_go(holder: Any, close: bool) -> None:
+    """Groups of `holder` are no longer its own. Every rank of the world must call it, after all that is sent in them.
+
+    Args:
+        holder: as given to `held_by`.
+        close: those that nobody else has asked for; else they stay open for whoever asks next.
+    """
+    for key in held_alone(holder) if close else ():
+        _close(key)
+    for holders in _registry.holders.values():
+        if holder in holders:
+            holders.remove(holder)
+            holders.update(() if holders else {None})
+
+
+def _close(key: Any) -> None:
+    group = _registry.groups.pop(key)
+    del _registry.holders[key]
+    if group is not None and group.pg is not None:
+        raw.destroy(group.pg)
+        # Not None, which to torch is the default group. What is left of a group has nothing open.
+        object.__setattr__(group, "pg", Closed())
+
+
+class Closed:
+    """The process group of a group that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "a channel between ranks was used after opt.detach(), which closes it. Attach the model anew."
+        )
+
+
+def shutdown() -> None:
+    """Close every group opened here, and the default group if it was made here. Every rank must call it.
+
+    The ranks wait for each other first: a rank that destroys its end while another is still sending makes
+    that one abort ("terminate called without an active exception"). Without a launched world: no effect.
+    """
+    groups = _registry.current()
+    if not any(group and group.pg for group in groups.values()) and not _registry.ours:
+        groups.clear()
+        return
+    raw.barrier(world_group("mesh"))
+    _close_all()
+
+
+def _close_all() -> None:
+    for group in list(_registry.groups.values()):
+        if group and group.pg is not None:
+            raw.destroy(group.pg)
+    _registry.groups.clear()
+    _registry.holders.clear()
+    if _registry.ours:
+        raw.destroy(None)
+    _registry.current()
+
+
+def _leave() -> None:
+    """At the end of a process under torchrun: close what we opened. After an error nobody is waited for:
+    the other ranks may be in the middle of something else, and the launcher ends them."""
+    _registry.current()
+    if not (_registry.ours and raw.default_group() is not None):
+        return
+    finished()
+    failed = getattr(sys, "last_value", None) is not None
+    try:
+        if not failed:
+            raw.await_all(None, timedelta(seconds=10))
+        _close_all()
+    except RuntimeError:
+        pass  # the others are gone already: there is nothing left to close in order
+
+
+def presence() -> Presence | None:
+    """What the ranks of this job tell each other outside of collectives; None before any group was opened."""
+    _registry.current()
+    return _registry.presence
+
+
+def finished() -> None:
+    """Tell the other ranks that this one takes part in nothing any more."""
+    if _registry.presence is not None:
+        _registry.presence.finished()
+
+
+def begun(own: bool = False) -> dict[str, int]:
+    """By channel, the number of the last collective or common call that this process has begun.
+
+    Args:
+        own: only on channels on which no other thread of this process was the last: that one may go on.
+    """
+    here, me = presence(), threading.get_ident()
+    open_ = [g for g in _registry.groups.values() if g is not None and g.pg is not None]
+    counts = {g.pg.group_name: g.traffic.begun for g in open_ if not own or g.traffic.thread in (0, me)}
+    return {**counts, **(here.calls if here is not None else {})}

@@ -1,0 +1,125 @@
+"""Handles of collectives under way, which look whether the ranks they wait for are still there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .._errors import explain
+from .group import Group
+from .presence import Waiting
+from .process_groups import begun, presence
+
+_LOOK = timedelta(seconds=2)  # after which a rank that waits looks whether the others are still there
+
+
+class Done:
+    """The work handle of a collective that had nothing to wait for."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Watched:
+    """A work handle of gloo that looks, when a wait is long, whether the others are still there.
+
+    A rank whose loop was shorter has left for good, and one that makes other calls waits for this rank elsewhere;
+    without this the others would wait for half an hour.
+    """
+
+    def __init__(self, work: Any, what: str, group: Group) -> None:
+        self.work, self.what, self.group = work, what, group
+        self.number = group.traffic.begun
+
+    def wait(self) -> bool:
+        reason, told = "", False
+        try:
+            while True:
+                try:
+                    return self.work.wait(_LOOK)
+                except RuntimeError as error:
+                    if self.work.is_completed() or "timed out" not in str(error).lower():
+                        raise
+                before, reason = reason, self._hopeless(tell=not told)
+                told = True
+                # Once more after the first look: what another rank sent last may still be on its way.
+                if reason and reason == before:
+                    raise RuntimeError(reason)
+        finally:
+            if told and (here := presence()) is not None:
+                _quietly(here.goes_on)
+
+    def _hopeless(self, tell: bool) -> str:
+        """Why this wait will not end; nothing while it may."""
+        here = presence()
+        if here is None:
+            return ""
+        if tell:
+            where = Waiting(self.what, self.group.pg.group_name, self.number, True, begun(own=True))
+            _quietly(functools.partial(here.waits, where))
+        if gone := [r for r in self.group.ranks if _quietly(functools.partial(here.gone, r))]:
+            return (
+                f"this rank waits in {self.what} for rank {', '.join(map(str, gone))}, which has finished. "
+                "Every rank must make the same number of steps: give all of them as many batches, or end "
+                "every loop with the shortest. Under shard calls of the model count too: "
+                "after the last step, evaluate on every rank."
+            )
+        mine, channel = begun(own=True), self.group.pg.group_name
+        for rank in self.group.ranks:
+            other: Waiting | None = _quietly(functools.partial(here.waiting, rank)) if rank != here.rank else None
+            if other is None or not other.bound or other.begun.get(channel, self.number) >= self.number:
+                continue
+            if mine.get(other.channel, other.number) < other.number:
+                return explain(
+                    f"this rank waits in {self.what} for rank {rank}, and rank {rank} in {other.what} for this one",
+                    "the ranks make different calls, and each waits for the other's",
+                    "the same calls of zerofn in the same order on every rank; inside of them what one rank does alone",
+                )
+        return ""
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _quietly(ask: Callable[[], Any]) -> Any:
+    """Of a store that is gone nothing is heard; what became of the collective, gloo will say."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None
+
+
+class Landing:
+    """The work handle of parts that are on their way, to be put in place once they are here."""
+
+    def __init__(self, work: Any, land: Callable[[], None]) -> None:
+        self.work: Any = work
+        self.land: Any = land
+
+    def wait(self) -> bool:
+        if self.work is not None:
+            self.work.wait()
+            with torch.no_grad():
+                self.land()
+            self.work = self.land = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+
+DONE = Done()
+
+
+def run(work: Any, what: str, group: Group, async_op: bool) -> Any:
+    """Wait for a collective that was begun, or hand it on."""
+    if group.device.type == "cpu":
+        work = Watched(work, what, group)
+    return work if async_op else work.wait() and None

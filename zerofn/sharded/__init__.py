@@ -1,0 +1,1 @@
+"""Parameters that come and go, gradients that leave."""

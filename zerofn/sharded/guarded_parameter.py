@@ -1,0 +1,194 @@
+"""Parameters whose `.grad` is not the whole gradient: what torch does with it would be wrong without a word.
+
+Under `reduce_scatter`, `all_reduce` and in backward the gradient has left, and
+`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do
+nothing; under `shard`, and before a late reduction, every rank would clip by another norm. `model.zero_grad()`
+would leave what has left. Whoever else reads `.grad` finds what there is.
+
+A subclass, since a parameter does not say otherwise that it is asked. Who asks is told by the frame of the
+call: to replace torch's functions would reach programs that have nothing to do with this one, and to give out
+what the other ranks have, on being asked, would hang those that ask on one rank alone, for a log.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .._compat import eagerly, version
+from .._errors import explain
+
+OURS = f"{__package__}."
+# Who reads `.grad` and knows what to do where there is none.
+LIBRARIES = ("torch", __package__)
+CLIPPING = torch.nn.utils.clip_grad.__name__
+CLEARING = nn.Module.zero_grad.__code__
+# As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
+read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
+BY_NORM = ("clip_grad_norm_",)
+BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
+
+
+def write(p: Tensor, value: Tensor | None) -> None:
+    """As for a plain parameter."""
+    if is_dynamo_compiling():
+        # The compiler of torch 2.14 fails at descriptors.
+        eagerly(write, p, value)
+    else:
+        _write(p, value)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of its comprehensions."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _asking() -> frozenset[int]:
+    clips = [inspect.unwrap(f) for f in vars(torch.nn.utils.clip_grad).values() if inspect.isfunction(f)]
+    return frozenset(id(code) for top in (CLEARING, *(f.__code__ for f in clips)) for code in _codes(top))
+
+
+# Code objects that live as long as torch does, and are compared by what is in them, which takes longer.
+ASKING = _asking()
+
+
+class Asks(NamedTuple):
+    """What a parameter asks of the gradients of its model.
+
+    Attributes:
+        left: whether some have left to be reduced, and are not used yet.
+        gone: whether some have left, or have been used within backward, since the last step.
+        cleared: is told that the user clears them otherwise than by `opt.zero_grad()`, and whether to `None`.
+        missed: is told that the user reads one that is gone.
+    """
+
+    left: Callable[[], bool]
+    gone: Callable[[], bool]
+    cleared: Callable[[bool], None]
+    missed: Callable[[], None]
+
+
+class Partial(nn.Parameter):
+    """A parameter whose `.grad` is a part of its gradient, or nothing."""
+
+    # The class it had, and has again when it is detached or copied.
+    plain: type[nn.Parameter]
+    why: str
+    # The functions that would be wrong.
+    refused: tuple[str, ...]
+    asks: Asks
+    # How often somebody has had `.data`, through which a tensor is written without its version counting it.
+    lent: int = 0
+
+    def _get(self) -> Tensor | None:
+        # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
+        if not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING:
+            self._check_asked(sys._getframe(1))
+        grad = read(self)
+        if grad is None and not is_dynamo_compiling() and self.asks.gone() and self.requires_grad:
+            package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
+            if package not in LIBRARIES:
+                self.asks.missed()
+        return grad
+
+    def _set(self, value: Tensor | None) -> None:
+        # A graph that the compiler made has no name.
+        asks = not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
+        if asks and not asks.startswith(OURS):
+            self._check_clearing("p.grad = None" if value is None else "p.grad = g")
+            if value is None:
+                self.asks.cleared(True)
+        write(self, value)
+
+    def _delete(self) -> None:
+        Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+
+    grad = property(_get, _set, _delete)  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        self.lent += 1
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _check_clearing(self, how: str) -> None:
+        if self.asks.left():
+            raise RuntimeError(
+                explain(
+                    f"{how} after a backward of an attached model",
+                    "the gradients have left to be reduced over ranks, and would be a part of the next step",
+                    "opt.zero_grad()",
+                )
+            )
+
+    def _check_asked(self, frame: Any) -> None:
+        if frame.f_code is CLEARING:
+            self._check_clearing("model.zero_grad()")
+            self.asks.cleared(frame.f_locals.get("set_to_none", True))
+        while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
+            name = frame.f_code.co_name.removeprefix("_")
+            if name in self.refused:
+                clip = (
+                    "zf.clip_by_value(max_value)" if name == "clip_grad_value_" else "zf.clip_by_global_norm(max_norm)"
+                )
+                right = (
+                    f"{clip} in the chain, before the optimizer (of a Hugging Face Trainer: max_grad_norm=0 as well)"
+                )
+                raise RuntimeError(explain(f"torch.nn.utils.{name} on an attached model", self.why, right))
+            frame = frame.f_back
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self.data.clone().as_subclass(self.plain).requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class Writes(NamedTuple):
+    """How often a tensor may have been written into."""
+
+    version: int
+    lent: int
+
+
+def writes(tensors: Iterable[Tensor]) -> list[Writes]:
+    """Of each tensor."""
+    with torch.DisableTorchFunctionSubclass():
+        return [Writes(0 if p.is_inference() else version(p), p.lent if isinstance(p, Partial) else 0) for p in tensors]
+
+
+def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
+    """Exchange the class of a parameter, which stays the object it was; what is returned undoes it.
+
+    As `torch.nn.parameter` does for lazy modules. A parameter of a class of the user's gets one that is of
+    both, unless that one has a `__torch_function__`, of which a tensor has only one.
+    """
+    plain: Any = type(p)
+    if plain is not nn.Parameter:
+        if not isinstance(p, nn.Parameter) or plain.__torch_function__ is not nn.Parameter.__torch_function__:
+            return lambda: None
+        cls = type(f"{cls.__name__}{plain.__name__}", (cls, plain), {})
+    p.__class__ = cls
+    vars(p).update(attributes, plain=plain)
+
+    def undo() -> None:
+        p.__class__ = plain
+        for name in (*attributes, "plain", "lent"):
+            vars(p).pop(name, None)
+
+    return undo

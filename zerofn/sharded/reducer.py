@@ -1,0 +1,225 @@
+"""Gradients leave during backward: bucket after bucket, in an order that no rank's graph can change.
+
+Backward has no end that could be observed: an unused parameter never fires, checkpointing nests backwards, a
+kept graph runs again. So nothing here waits for one. A bucket is sent once all of its leaves have a
+gradient and the bucket before it is on its way; whatever is left, `settle` sends. A *round* is one pass over
+all buckets, with the first gradient that waits of each leaf. Those of later backwards queue: added up beforehand
+they would be fewer messages, but how many had come by then is a matter of time, and so would be the last bits
+of the sum. What must be equal on all ranks is the number of rounds. The first one needs no agreement, since
+`settle` always completes it. Before every further one ranks tell each other whether they want it, and nobody
+waits long for the answer before `settle`: until then another rank may be in a collective of the user's, which
+waits for this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.tree import Leaf
+from ..core.views import Like, Wire, cut
+from ..ranks.collectives import all_gather_into
+from ..ranks.group import Group
+
+# Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
+IN_FLIGHT = 2
+# Gradients of one leaf that may wait before backward does.
+DEPTH = 2
+# Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
+# under way or waiting: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
+# way there by a collective of the user's that waits for this very rank.
+PATIENCE = 1.0
+
+
+class Stream:
+    """Reduces the gradients of resident parameters as they arrive.
+
+    Args:
+        wire: what carries them, on a group of this stream's own.
+        control: a group for the agreement at `settle`, apart from the buckets under way.
+        leaves: trainable leaves, in the order in which backward is expected to reach them.
+        like: what the gradient of each is.
+        done: takes a reduced gradient to its place; called in a fixed order.
+        marks: names of the numbers that `settle` compares.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        control: Group,
+        leaves: list[Leaf],
+        like: dict[str, Like],
+        done: Callable[[Leaf, Tensor], None],
+        marks: tuple[str, ...],
+    ):
+        self.marks = marks
+        self.wire, self.control, self.like, self.done = wire, control, like, done
+        self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
+        self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
+        self.pending: dict[str, deque[Tensor]] = {}
+        self.missing = [len(b) for b in self.buckets]
+        self.next = 0
+        self.rounds = 0
+        # The question whether there is a round after `rounds`, once it is asked, and the answers.
+        self.question: tuple[Any, Tensor, Tensor] | None = None
+        self.allowed = 1
+        self.patience = PATIENCE
+        self.dropping = False
+        self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has arrived since all was settled."""
+        return not (self.pending or self.rounds or self.next)
+
+    def arrived(self, path: str, grad: Tensor) -> None:
+        """A gradient of this rank. It belongs to the stream from now on."""
+        queue = self.pending.setdefault(path, deque())
+        queue.append(grad)
+        if len(queue) == 1:
+            self.missing[self.home[path]] -= 1
+        while self.missing[self.next] == 0 and self._may_begin(len(queue) > DEPTH):
+            self._send()
+
+    def _may_begin(self, behind: bool) -> bool:
+        """Whether the next bucket's round is one that all ranks know of; asks them if it is not."""
+        if self.rounds < self.allowed:
+            return True
+        if self.question is None:
+            self._ask(True, {})
+        assert self.question is not None
+        if self.question[0].is_completed() or (behind and self._comes(self.question[0])):
+            self._answer()
+        return self.rounds < self.allowed
+
+    def _comes(self, work: Any) -> bool:
+        """Wait for an operation, but not for ever: see `PATIENCE`. Whether it is done."""
+        deadline = time.monotonic() + self.patience
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                # Most likely the program is one where it happens at each step.
+                self.patience /= 4
+                return False
+            time.sleep(5e-5)
+        return True
+
+    def _ask(self, more: bool, marks: dict[str, int]) -> None:
+        mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
+        mine = mine.to(self.control.device)
+        every = mine.new_empty(self.control.size * len(mine))
+        self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
+
+    def _answer(self) -> list[list[int]]:
+        """What all ranks said; another round is allowed if any wants one."""
+        assert self.question is not None
+        work, every, mine = self.question
+        work.wait()
+        self.question = None
+        rows = every.reshape(-1, len(mine)).tolist()
+        self.allowed += any(row[0] for row in rows)
+        return rows
+
+    def _send(self) -> None:
+        """Send the next bucket with what has arrived for it."""
+        bucket = self.buckets[self.next]
+        grads = [self._oldest(leaf.path) for leaf in bucket]
+        first, numels = self.like[bucket[0].path], self._numels(bucket)
+        with torch.no_grad():
+            flat = [None if g is None else g.reshape(-1) for g in grads]
+            buffer = self.wire.pack(flat, bucket, numels, self.wire.reduce_dtype or first.dtype, first.device)
+        del grads, flat
+        work, out = self.wire.send(buffer, async_op=True)
+        # The buffer must live until the work is done.
+        self.flying.append((work, out, buffer, self.next))
+        self.missing[self.next] = sum(leaf.path not in self.pending for leaf in bucket)
+        self.next = (self.next + 1) % len(self.buckets)
+        self.rounds += self.next == 0
+        self._hold_back()
+
+    def _oldest(self, path: str) -> Tensor | None:
+        queue = self.pending.get(path)
+        if queue is None:
+            return None
+        grad = queue.popleft()
+        if not queue:
+            del self.pending[path]
+        return grad
+
+    def _hold_back(self) -> None:
+        """Keep few buckets under way."""
+        while len(self.flying) > IN_FLIGHT and self._comes(self.flying[0][0]):
+            self._land()
+
+    def _land(self) -> None:
+        work, out, _, i = self.flying.popleft()
+        work.wait()
+        bucket = self.buckets[i]
+        if self.dropping:
+            return
+        with torch.no_grad():
+            for leaf, g in zip(bucket, self.wire.unpack(out, bucket, self._numels(bucket)), strict=True):
+                if g is not None:
+                    # Parts of one buffer, which all leaves of the bucket keep alive together.
+                    self.done(leaf, g)
+
+    def _numels(self, bucket: list[Leaf]) -> list[int]:
+        return [self.like[leaf.path].numel for leaf in bucket]
+
+    def settle(self, marks: dict[str, int]) -> None:
+        """Send what is left, on every rank as many rounds, and wait for all of it.
+
+        Args:
+            marks: numbers that must be equal on all ranks, by name: those of `self.marks`.
+
+        Raises:
+            RuntimeError: on every rank, if a number differs; each rank's value is named.
+        """
+        while True:
+            while self.rounds < self.allowed:
+                self._send()
+            if self.question is None:
+                self._ask(bool(self.pending), marks)
+            rows = self._answer()
+            if self.rounds == self.allowed:
+                break
+        while self.flying:
+            self._land()
+        self.rounds, self.allowed = 0, 1
+        check_marks([row[1:] for row in rows], list(marks), self.control)
+
+    def discard(self, marks: dict[str, int]) -> None:
+        """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
+        self.pending.clear()
+        self.missing = [len(b) for b in self.buckets]
+        self.dropping = True
+        try:
+            self.settle(marks)
+        finally:
+            self.dropping = False
+
+
+def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
+    """The largest `value` of any rank, after a check that all ranks have the same marks."""
+    mine = torch.tensor([value, *marks.values()], dtype=torch.int64, device=control.device)
+    every = mine.new_empty(control.size * len(mine))
+    all_gather_into(every, mine, control)
+    rows = every.reshape(control.size, len(mine)).tolist()
+    check_marks([row[1:] for row in rows], list(marks), control)
+    return max(row[0] for row in rows)
+
+
+def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
+    """Raise on every rank, naming each rank's value, if one differs."""
+    for i, name in enumerate(names):
+        found = [row[i] for row in rows]
+        if len(set(found)) > 1:
+            told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
+            raise RuntimeError(
+                f"ranks disagree on {name} ({told}). Every rank must make the same calls of step() and "
+                "zero_grad(), as many micro-batches included; give ranks without data an empty batch."
+            )

@@ -1,0 +1,71 @@
+"""What `p.grad` would keep between steps, where gradients leave to be reduced and it is `None`.
+
+A loop that never clears gradients adds them up in torch. Here those of the last step are gone: to keep them would also
+sum for a loop that clears behind `if p.grad is not None:`, without a word, so the second step is refused.
+`zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no
+backward reaches; these can be given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from .._errors import explain
+from ..core.tree import Leaves
+
+
+class Uncleared:
+    """The gradients of one attached model between its steps.
+
+    Args:
+        zero: the zero gradient of a leaf, by path.
+    """
+
+    def __init__(self, zero: Callable[[str], Tensor]):
+        self.zero = zero
+        self.had: set[str] = set()
+        self.zeros: set[str] = set()
+        self.used = False
+        self.warned = False
+
+    def take(self, grads: Leaves) -> Leaves:
+        """The gradients of a step as torch would have them.
+
+        Raises:
+            RuntimeError: those of the last step were not cleared.
+        """
+        if self.used and grads:
+            raise RuntimeError(
+                explain(
+                    "opt.step() with gradients that were never cleared since the last step",
+                    "torch adds them to those of this step; here they have left to be reduced, and are used up",
+                    "opt.zero_grad() after opt.step(); or opt.backward(loss), which drops what the last step has used",
+                )
+            )
+        self.used = bool(grads)
+        self.had.update(grads)
+        return grads | {path: self.zero(path) for path in sorted(self.zeros - grads.keys())}
+
+    def clear(self, to_none: bool, more: Iterable[str] = ()) -> None:
+        """Gradients are cleared, those of `more` as well."""
+        self.used = False
+        self.zeros = set() if to_none else self.had | set(more)
+        self.had = set(self.zeros)
+
+    def missed(self) -> None:
+        """Somebody reads `p.grad` where it has left; told once."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                explain(
+                    "p.grad is read between backward and step, and is None",
+                    "the gradient has left during backward: what edits it, or asks whether there is one, has no effect",
+                    "a transform in the chain: zf.clip_by_value(c), or one of your own by zf.leafwise; or\n"
+                    "zf.shard() instead of zf.reduce_scatter() or zf.all_reduce(), and no in_backward=True",
+                ),
+                UserWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,1 @@
+"""States outside of a run: tables, checkpoints, export."""

@@ -1,0 +1,248 @@
+"""`save` and `load`: a state on disk, by path, for any number of ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain
+from ..core.entries import Entry, before, entries, rebuild
+from ..core.state import State
+from ..core.tree import tree_map
+from ..eager.optimizer import Optimizer
+from ..eager.param_groups import packed
+from .buffers import buffers_of, check_can_be_saved, check_can_be_written, tell_of_missing
+from .buffers import without as without_buffers
+from .buffers import write as write_buffers
+from .fit import differences, dtype_name, misfit_message, name_of, source
+from .replicas import check_replicas, group_of, meet, row_major
+from .windows import share_windows
+
+# What a transform of another library may keep besides tensors.
+PLAIN = (bool, int, float, str, type(None))
+
+
+def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
+    """Write a checkpoint; one that is there is replaced.
+
+    Every tensor is kept by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), whole or in
+    the pieces that ranks have, so any number of ranks can load it. A save that fails or dies at any moment
+    leaves the checkpoint that was there: the new one takes its place in a single step, at the end. It needs
+    room for both until then.
+
+    With a sharded state every rank calls it, and all must see the same file system. Where parts of a job train
+    a model each (a pipeline over one axis of a mesh), all call it together, each part with its own directory.
+
+    Args:
+        directory: where; made if it is not there.
+        state: of `zf.init` or of a step, or an attached model's `opt`.
+
+    What is kept, and what is yours to keep beside it:
+
+    =====================================  ===========================================================
+    of a state                             parameters, the states of all transforms, counters
+    of `opt`, besides (in no state)        persistent buffers of the module, such as BatchNorm's running
+                                           means; learning rates of `param_groups`, as a scheduler of
+                                           torch.optim has set them
+    never                                  the scheduler's own `state_dict()`, random number generators, the
+                                           place in the data, gradients, `get_extra_state` of modules
+    =====================================  ===========================================================
+
+    Buffers are those of the first rank, as where it alone saves a `state_dict()`; loading gives them to all. A
+    model that is trained by functions of a state keeps its buffers by itself.
+
+    Raises:
+        TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
+        OSError: the disk is full or the directory cannot be written. Nothing is lost.
+        RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
+            late is waited for as long as it is seen to compute, and else for the 25 seconds that
+            ZEROFN_TOGETHER_TIMEOUT in the environment may set otherwise. Nothing is written.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.adamw(lr=1e-3)
+    >>> state = zf.init(tx, {"w": torch.arange(3.0)})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(3)}))
+    >>> loaded.params["w"]
+    tensor([0., 1., 2.])
+    """
+    from .dcp_writer import Piece, save_pieces
+
+    groups = [_numbers(packed(g)) for g in state.param_groups] if isinstance(state, Optimizer) else None
+    given = state_of(state, "zf.save(directory, {})")
+    placement = given.layout.placement
+    meet("zf.save(directory, state)", placement)
+    group = group_of(placement, directory)
+    buffers = buffers_of(state._model) if isinstance(state, Optimizer) else []
+    tensors, values = _contents(given, buffers)
+    if isinstance(state, Optimizer):
+        check_can_be_saved(state._model, buffers)
+    check_replicas(given, group)
+    pieces: dict[str, Piece] = {}
+    # Ranks may have other buffers than each other, as under DistributedDataParallel: those of the first are saved.
+    for e in [*entries(given), *(buffers if group.rank == 0 else ())]:
+        if isinstance(e.value, Tensor):
+            name = name_of(e, group.rank if e.owner in placement.apart else None)
+            pieces[name] = Piece(row_major(e.value), e.offset or 0, e.shape)
+    header = {
+        "zerofn": _version(),
+        "torch": torch.__version__,
+        "ranks": placement.together,
+        "values": values,
+        "param_groups": groups,
+        "buffers": [e.key for e in buffers] if isinstance(state, Optimizer) else None,
+        "tensors": tensors,
+    }
+    try:
+        save_pieces(pieces, Path(directory), group, header)
+    except TimeoutError:
+        raise  # of the lock: no disk has failed
+    except OSError as error:
+        raise _unwritten(directory, error) from error
+
+
+def _contents(state: State, buffers: list[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the table of contents says of each tensor but its places, by name; and plain values."""
+    placement = state.layout.placement
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    bad = []
+    for e in [*entries(state), *buffers]:
+        if e.key in tensors or e.key in values:
+            bad.append((e.key, "two entries have this name; give the transform another: tx.named('other')"))
+        elif isinstance(e.value, Tensor) and e.value.is_meta:
+            bad.append((e.key, "is on the meta device and has no data"))
+        elif isinstance(e.value, Tensor):
+            apart = e.owner in placement.apart
+            for rank in range(placement.together if apart else 1):
+                about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape)}
+                tensors[name_of(e, rank if apart else None)] = about
+        elif isinstance(e.value, PLAIN):
+            values[e.key] = e.value
+        else:
+            bad.append((e.key, f"a {type(e.value).__name__} cannot be saved"))
+    if bad:
+        right = "a state of tensors, numbers and text, each under a name of its own"
+        raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
+    return tensors, values
+
+
+def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
+    """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
+
+    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers. Every piece that is read is
+    checked against its checksum.
+
+    Args:
+        directory: of `zf.save`.
+        like: a state of the same pipeline and model: `zf.init(tx, params)`. It gives structure, devices and
+            dtypes, and is not written. The number of ranks may be another than when it was saved. Or an
+            attached model's `opt`, which is written, in place, once everything has been read, with its
+            param_groups and the module's buffers. A checkpoint without buffers (of a state, or of an older
+            version) leaves those as they are, with a warning.
+
+    Returns:
+        The state; with `like=opt`, `opt.state`.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
+            path; of another format version; truncated or changed.
+        RuntimeError: only some ranks call it, as for `save`.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.adamw(lr=1e-3)
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(2)}))
+    >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
+    (1, True)
+    """
+    from .dcp_reader import Piece, load_pieces
+
+    model = state_of(like, "zf.load(directory, like={})")
+    placement = model.layout.placement
+    meet("zf.load(directory, like=state)", placement)
+    group = group_of(placement)
+    wanted = entries(model)
+    buffers = buffers_of(like._model) if isinstance(like, Optimizer) else []
+    new: dict[str, Tensor] = {}
+    flat: dict[str, Tensor] = {}
+    for e in [*wanted, *buffers]:
+        if isinstance(e.value, Tensor):
+            device = "cpu" if e.value.is_meta else e.value.device
+            pinned = device != "cpu" and e.value.device.type == "cpu" and e.value.is_pinned()
+            x = new[e.key] = torch.empty_like(e.value, device=device, pin_memory=pinned, requires_grad=False)
+            flat[e.key] = x.view(-1) if x.is_contiguous() else x.new_empty(x.numel())
+
+    def choose(manifest: dict[str, Any]) -> dict[str, Piece]:
+        saved = buffers if manifest.get("buffers") is not None else []
+        # A state has no buffers, and does not mind those of the module from which it was saved.
+        bad = differences([*wanted, *saved], manifest if isinstance(like, Optimizer) else without_buffers(manifest))
+        if bad:
+            raise ValueError(misfit_message(directory, bad))
+        late = {e.key: x for e in wanted if e.key not in manifest["tensors"] and (x := before(e)) is not None}
+        for key, x in late.items():
+            flat[key].fill_(x)
+        return {
+            source(e, manifest, placement, group.rank): Piece(flat[e.key], e.offset or 0, e.shape)
+            for e in [*wanted, *saved]
+            if e.key in new and e.key not in late
+        }
+
+    manifest = load_pieces(Path(directory), group, choose)
+    if manifest["ranks"] != placement.together:
+        own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"] and before(e) is None]
+        share_windows(own, flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
+    for key, x in new.items():
+        if not x.is_contiguous():
+            x.copy_(flat[key].view(x.shape))
+    state = rebuild(model, lambda e: new[e.key] if e.key in new else manifest["values"][e.key])
+    if not isinstance(like, Optimizer):
+        return state
+    if manifest.get("buffers") is None:
+        tell_of_missing(directory, buffers, manifest)
+        buffers = []
+    check_can_be_written(buffers, new)
+    like.load_state(state, manifest["param_groups"])
+    write_buffers(buffers, new)
+    return like.state
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as JSON can hold it."""
+    return tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, group)
+
+
+def state_of(given: Any, where: str) -> State:
+    state = given.state if isinstance(given, Optimizer) else given
+    if not isinstance(state, State):
+        wrong = where.format(type(given).__name__)
+        raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
+    return state
+
+
+def _version() -> str:
+    try:
+        return version("zerofn")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _unwritten(directory: Any, error: OSError) -> OSError:
+    """The error of a disk, with what has become of the checkpoint."""
+    notes = getattr(error, "__notes__", [])
+    where = "".join(f" {note}" for note in notes if note.startswith("on rank"))
+    fate = "".join(f"; {note}" for note in notes if not note.startswith("on rank"))
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    right = "free space; room is needed for the old and the new checkpoint" if full else "another directory"
+    message = explain(f"zf.save({str(directory)!r}) could not write{where}", f"{error.strerror or error}{fate}", right)
+    return type(error)(error.errno, message) if error.errno else type(error)(message)

@@ -1,0 +1,271 @@
+"""`describe` and `plan`: what a state holds and what that costs, after or before it is allocated."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import shape_only
+from .._errors import explain
+from ..core.entries import Entry, entries
+from ..core.executor import counter
+from ..core.pipeline import pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Placement, Tree, make_layout, tree_map
+from ..core.views import Ranks
+from ..module.attach_checks import check_initialised
+from ..ranks.group import Group
+
+# Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
+MAX_LINES = 12
+MAX_PATH = 44
+
+
+class Row(NamedTuple):
+    """One tensor of a state.
+
+    Attributes:
+        transform: the transform that keeps it; `"params"`, or `"state"` for the state's own counters.
+        slot: what it is to the transform, for instance `"exp_avg"`; `""` for a parameter.
+        path: the leaf it belongs to; `""` where it belongs to none.
+        global_shape: over all ranks.
+        local_shape: what this rank holds.
+        dtype: of the elements.
+        device: where they are.
+        bytes: what this rank holds.
+    """
+
+    transform: str
+    slot: str
+    path: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """What `describe` and `plan` return: data in `rows`, a table in `str`.
+
+    Attributes:
+        rows: a `Row` for each tensor.
+        parameters: elements of all leaves over all ranks, tied ones once.
+        placement: how the state lies over ranks.
+    """
+
+    rows: tuple[Row, ...]
+    parameters: int
+    placement: Placement
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def by_transform(self) -> dict[str, int]:
+        """Bytes of this rank by transform, `"params"` and `"state"` among them."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[row.transform] = found.get(row.transform, 0) + row.bytes
+        return found
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of this rank over the parameters of all ranks."""
+        return self.bytes / self.parameters if self.parameters else 0.0
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def describe(state: State) -> Table:
+    """What a state holds: every tensor's path, shapes, dtype, device and bytes, by transform.
+
+    In print, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line,
+    and what is left of a wide tree is counted; `rows` has every tensor.
+
+    Args:
+        state: of `zf.init`, of a step, or `opt.state`.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1, momentum=0.9), {"w": torch.zeros(256, 4), "b": torch.zeros(4)})
+    >>> table = zf.describe(state)
+    >>> table.bytes, table.by_transform["params"], table.rows[1].path
+    (8264, 4112, 'w')
+    """
+    if not isinstance(state, State):
+        right = "zf.describe(zf.init(tx, params)), or zf.describe(opt.state) of an attached model"
+        raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
+    return _table(state)
+
+
+def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
+    """The table of a state before anything is allocated: exactly what `describe` will say of it.
+
+    Args:
+        tx: the pipeline.
+        params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. Meta tensors do:
+            `with torch.device("meta"): model = Model()`.
+        world_size: ranks that the pipeline's sharding will find.
+        rank: the one whose part is shown. The first holds the most. With a mesh of several axes, the one of
+            this place along the axis that shards.
+
+    Raises:
+        ValueError: no such rank or world.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
+    >>> table = zf.plan(tx, {"w": torch.empty(1_000_000, 1000, device="meta")}, world_size=1)
+    >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
+    (16, 4000000009)
+    """
+    for name, value, low, high in (("world_size", world_size, 1, 1 << 30), ("rank", rank, 0, world_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+            why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
+            raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
+    trainable = {}
+    if isinstance(params, nn.Module):
+        # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
+        params = OrderedDict(params.named_parameters(remove_duplicate=False))
+        check_initialised(params, "plan")
+        trainable = {path: p.requires_grad for path, p in params.items()}
+    with shape_only() as fake:
+        # Tied leaves are told by identity, so each tensor gets one stand-in.
+        known: dict[int, Tensor] = {}
+        stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
+        layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
+        pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
+        stored = {leaf.path: pipe.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
+        return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout))
+
+
+def _ranks_of(world_size: int, rank: int) -> Ranks:
+    """The groups that a rank of such a world would open; none is."""
+
+    def group(function: str, mesh: Any) -> Group:
+        size = world_size if mesh is None else mesh.size()
+        if world_size % size:
+            right = f"zf.plan(tx, params, world_size={size})"
+            why = f"{function} has a mesh of {size} ranks, which must divide the world"
+            raise ValueError(explain(f"plan(world_size={world_size})", why, right))
+        return Group(rank % size, size)
+
+    return group
+
+
+def _table(state: State) -> Table:
+    rows = tuple(_row(e) for e in entries(state) if isinstance(e.value, Tensor))
+    return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement)
+
+
+def _row(e: Entry) -> Row:
+    x = e.value
+    size = x.numel() * x.element_size()
+    return Row(e.owner or "state", e.slot, e.path, e.shape, tuple(x.shape), x.dtype, str(x.device), size)
+
+
+def readable(size: float) -> str:
+    """Bytes for people.
+
+    >>> [readable(n) for n in (0, 1023, 1536, 5 * 1024**2, 3 * 1024**4)]
+    ['0 B', '1023 B', '1.5 KiB', '5.0 MiB', '3.0 TiB']
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def _sum(rows: list[Row]) -> str:
+    return readable(sum(row.bytes for row in rows))
+
+
+def _lines(table: Table) -> Iterator[str]:
+    head = ("path", "global shape", "local shape", "dtype", "device", "bytes")
+    sections: list[tuple[str, list[tuple[str, ...]]]] = []
+    for owner, rows in groupby(table.rows, key=lambda r: r.transform):
+        rows = list(rows)
+        cells = [line for _, group in groupby(rows, key=lambda r: r.slot) for line in _slot(list(group))]
+        sections.append((f"{owner}: {_sum(rows)}", cells))
+    lines = [head, *(line for _, cells in sections for line in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def laid(cells: Iterable[str]) -> str:
+        *texts, size = cells
+        left = (text.ljust(width) for text, width in zip(texts, widths, strict=False))
+        return "  ".join(["", *left, size.rjust(widths[-1])]).rstrip()
+
+    yield laid(head)
+    for title, cells in sections:
+        yield title
+        yield from map(laid, cells)
+    p, cost = (
+        table.placement,
+        f"{table.parameters:,} parameters, {table.bytes_per_parameter:.2f} bytes per parameter",
+    )
+    where = f", shard {p.rank} of {p.size}" if p.size > 1 else ""
+    yield f"total{where}: {readable(table.bytes)}, {cost}"
+
+
+def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
+    """The lines of one slot: runs of like leaves together, and the tail of a wide tree as a count."""
+    if len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
+        # A counter for each leaf: their paths have been read above.
+        row = rows[0]
+        return [(_name(row.slot, f"x{len(rows)}"), "-", "-", _dtype(row.dtype), row.device, _sum(rows))]
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        alike = (re.sub(r"\d+", "*", row.path), row.global_shape, row.local_shape, row.dtype, row.device)
+        groups.setdefault(alike, []).append(row)
+    shown = list(groups.values())
+    rest = [row for group in shown[MAX_LINES - 1 :] for row in group] if len(shown) > MAX_LINES else []
+    lines = [_line(group) for group in (shown[: MAX_LINES - 1] if rest else shown)]
+    if rest:
+        lines.append((_name(rest[0].slot, f"... {len(rest)} more"), "", "", "", "", _sum(rest)))
+    return lines
+
+
+def _line(group: list[Row]) -> tuple[str, ...]:
+    row = group[0]
+    path = row.path if len(group) == 1 else f"{_span([r.path for r in group])} x{len(group)}"
+    shapes = _shape(row.global_shape), _shape(row.local_shape)
+    return _name(row.slot, path), *shapes, _dtype(row.dtype), row.device, _sum(group)
+
+
+def _name(slot: str, path: str) -> str:
+    if len(path) > MAX_PATH:
+        path = f"{path[: MAX_PATH // 2 - 2]}...{path[-(MAX_PATH // 2) + 1 :]}"
+    return f"{slot} {path}".strip()
+
+
+def _span(paths: list[str]) -> str:
+    """Paths that differ in numbers only, as one: `blocks.{0..11}.weight`."""
+    numbers = [re.findall(r"\d+", path) for path in paths]
+    texts = re.split(r"\d+", paths[0])
+    out = texts[0]
+    for found, text in zip(zip(*numbers, strict=True), texts[1:], strict=True):
+        values = sorted({int(n) for n in found})
+        out += (found[0] if len(values) == 1 else f"{{{values[0]}..{values[-1]}}}") + text
+    return out
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "-"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""Whether a checkpoint is one of a state, and under which names it keeps what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves
+from ..core.entries import Entry, before
+from ..core.tree import Placement
+
+
+def name_of(e: Entry, rank: int | None) -> str:
+    return e.key if rank is None else f"{e.key}@{rank}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def source(e: Entry, manifest: dict[str, Any], placement: Placement, rank: int) -> str:
+    """Under which name an entry of `like` stands in the checkpoint."""
+    if e.key in manifest["tensors"]:
+        return e.key
+    # Of another number of ranks the first one's, to which the others' are added.
+    return name_of(e, rank if manifest["ranks"] == placement.together else 0)
+
+
+def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every path in which a checkpoint is not one of this state, and how."""
+    saved = {_base(name, manifest): about for name, about in manifest["tensors"].items()}
+    found = {**dict.fromkeys(manifest["values"]), **saved}
+    bad = []
+    for e in wanted:
+        if e.key not in found:
+            if before(e) is None:
+                bad.append((e.key, "missing: the checkpoint does not have it"))
+            continue
+        about = found.pop(e.key)
+        if (about is None) == isinstance(e.value, Tensor):
+            there, here = ("a plain value", "a tensor") if about is None else ("a tensor", "a plain value")
+            bad.append((e.key, f"{there} in the checkpoint, {here} here"))
+        elif about is not None:
+            bad += [(e.key, reason) for reason in _misfits(e, about)]
+    return bad + [(key, "unexpected: only the checkpoint has it") for key in found]
+
+
+def _base(name: str, manifest: dict[str, Any]) -> str:
+    """A name without its rank. A key may hold the sign itself, but then not for rank after rank."""
+    base, _, rank = name.rpartition("@")
+    apart = rank.isdecimal() and all(f"{base}@{r}" in manifest["tensors"] for r in range(manifest["ranks"]))
+    return base if apart and manifest["ranks"] > 1 else name
+
+
+def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:
+    found = []
+    shape, dtype = tuple(about["shape"]), about["dtype"]
+    # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all.
+    vacant = e.offset is not None and e.value.numel() == 0 and shape == (0,)
+    if shape != tuple(e.shape) and not vacant:
+        found.append(f"shape {shape} in the checkpoint, {tuple(e.shape)} here")
+    if dtype != dtype_name(e.value.dtype):
+        found.append(f"{dtype} in the checkpoint, {dtype_name(e.value.dtype)} here")
+    return found
+
+
+def misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
+    right = "zf.load(directory, like=zf.init(tx, params)) with the pipeline and the model that saved it"
+    if all(" in the checkpoint, " in reason and not reason.startswith("shape") for _, reason in bad):
+        right += (
+            "; dtypes are never changed silently. To change the pipeline, load with the old one and begin anew:\n"
+            "         old = zf.load(directory, like=zf.init(old_tx, params))\n"
+            "         state = zf.init(new_tx, zf.full_params(old_tx, old))"
+        )
+    if all(key.startswith("buffers/") for key, _ in bad):
+        right = "the model that saved it; without its buffers, opt.load_state(zf.load(directory, like=opt.state))"
+    return bad_leaves(f"the checkpoint in {directory} does not fit this state", bad, right)

@@ -1,0 +1,159 @@
+"""The table of contents of a checkpoint: one JSON file, whose replacement is the moment a save takes effect.
+
+A checkpoint is a directory of data files and `zerofn.json`. Data files get new names at each save and are
+never written again; the table that names them is replaced in one step when all are on disk, and only then
+are those of the checkpoint before deleted. So a save that dies at any moment leaves the last complete one.
+Renaming a whole directory into place would not do: it cannot replace one that has files, and fails on a
+mount point and on most network file systems.
+
+From the replacement on (`Table.place`) nothing that the table names is deleted, whatever fails. What can be left
+behind are files that no table names; the next save removes them. Names are told apart by their form, and one
+that is not of it is never touched.
+
+Nothing here is pickled: whoever can write a pickle that is loaded can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .._errors import explain
+from .files import NotAFile, create, discard, open_regular, sync_directory
+
+NAME = "zerofn.json"
+FORMAT = "zerofn checkpoint"
+VERSION = 2  # 1 knew no buffers
+DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
+TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
+
+
+class Table:
+    """A new table of contents on its way into its place.
+
+    Attributes:
+        placed: whether it is there: `None` while that cannot be told.
+    """
+
+    def __init__(self, directory: Path, token: str):
+        self.directory = directory
+        self.token = token
+        self.temporary = directory / f"{NAME}.{token}.tmp"
+        self.placed: bool | None = False
+
+    def write(self, body: dict[str, Any]) -> None:
+        """Under a name of its own, durably."""
+        body = {"format": FORMAT, "version": VERSION, **body}
+        with create(self.temporary) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            json.dump({**body, "checksum": _checksum(body)}, text, indent=1)
+            text.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.directory)
+
+    def place(self) -> None:
+        """In the place of the old one, in one step. This is the moment at which a save takes effect."""
+        # An interrupt may come when the system has replaced it and this function does not know yet.
+        self.placed = None
+        os.replace(self.temporary, self.directory / NAME)
+        self.placed = True
+
+    def withdraw(self) -> bool:
+        """After a failure: whether it is certain that the new table is not in place, and will not be."""
+        if self.placed is None:
+            # What can be taken away under its old name was not put in place, and what cannot, may have been.
+            try:
+                os.unlink(self.temporary)
+                self.placed = False
+            except OSError:
+                names = named(self.directory)
+                self.placed = None if names is None else any(name.startswith(self.token) for name in names)
+        elif not self.placed:
+            discard(self.temporary)
+        return self.placed is False
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """The table of the last complete save.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or of another format version.
+    """
+    try:
+        with open_regular(directory / NAME) as file:
+            text = file.read().decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(_why_not(directory)) from None
+    except (UnicodeDecodeError, NotAFile) as error:
+        raise damaged(directory / NAME, str(error)) from None
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise damaged(directory / NAME, str(error)) from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
+    if body.get("version") not in range(1, VERSION + 1):
+        raise ValueError(
+            explain(
+                f"the checkpoint in {directory} has format version {body.get('version')!r}",
+                f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}",
+                f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have",
+            )
+        )
+    if body.pop("checksum", None) != _checksum(body):
+        raise damaged(directory / NAME, "its checksum does not fit")
+    return body
+
+
+def damaged(file: Path, why: str) -> ValueError:
+    """The error for a file that is not what was written."""
+    right = "an older checkpoint, or a copy of this one; nothing was loaded"
+    return ValueError(explain(f"the checkpoint file {file} is damaged", why, right))
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _why_not(directory: Path) -> str:
+    names = {p.name for p in directory.iterdir()} if directory.is_dir() else set()
+    if not directory.exists():
+        why = "there is no such directory"
+    elif not directory.is_dir():
+        why = "that is a file; a checkpoint is a directory"
+    elif ".metadata" in names:
+        why = "it holds a checkpoint of torch.distributed.checkpoint that zf.save did not write"
+    elif any(DATA_FILE.fullmatch(name) for name in names):
+        why = "its first save was cut off before it was complete"
+    else:
+        why = f"it has no {NAME}"
+    return explain(f"no checkpoint in {directory}", why, f"zf.save({str(directory)!r}, state) first")
+
+
+def named(directory: Path) -> set[str] | None:
+    """The data files that the table in place names; `None` where none can be read, whatever the reason."""
+    try:
+        return {chunk[2] for about in read(directory)["tensors"].values() for chunk in about["chunks"]}
+    except Exception:
+        return None
+
+
+def remove(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
+    """Remove files of saves, and give the reasons why some could not be.
+
+    Args:
+        directory: of the checkpoint.
+        which: whether to remove one, by its name. It is asked about names of the form that saves give.
+    """
+    try:
+        files = [f for f in directory.iterdir() if DATA_FILE.fullmatch(f.name) or TEMPORARY.fullmatch(f.name)]
+    except OSError as error:
+        return [error]
+    failed = [discard(f) for f in files if which(f.name) and (f.is_symlink() or not f.is_dir())]
+    return [error for error in failed if error is not None]

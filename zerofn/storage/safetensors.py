@@ -1,0 +1,115 @@
+"""`export_safetensors`: the full model in a file of the format that others read."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.entries import Entry, entries
+from ..core.state import State
+from ..eager.optimizer import Optimizer
+from ..ranks.backend import gather_objects
+from ..ranks.collectives import all_gather_into
+from ..ranks.group import Group
+from .checkpoint import state_of
+from .replace import put_in_place
+from .replicas import group_of, meet
+
+
+def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
+    """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
+
+    Of tied names the first is written, the others stand in the metadata as the name they are tied to:
+    `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
+    Buffers of a module, such as running means, are no parameters and not in a state.
+
+    With a sharded state every rank calls it; the first writes, and needs memory for the whole model.
+
+    Args:
+        path: of the file.
+        state: of `zf.init` or of a step, or an attached model's `opt`.
+        of: `"params"`, or the name of an `ema` for the averages.
+
+    Raises:
+        ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
+        OSError: it cannot be written. A file that was there is as it was.
+        RuntimeError: only some ranks call it, as for `zf.save`.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> from safetensors.torch import load_file
+    >>> state = zf.init(zf.adamw(lr=1e-3), {"w": torch.arange(2.0)})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.export_safetensors(f"{directory}/model.safetensors", state)
+    ...     load_file(f"{directory}/model.safetensors")
+    {'w': tensor([0., 1.])}
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(
+            explain(
+                "zf.export_safetensors(...)",
+                "the package safetensors is not installed",
+                "pip install 'zerofn[safetensors]'",
+            )
+        ) from error
+    given = state_of(state, "zf.export_safetensors(path, {})")
+    meet("zf.export_safetensors(path, state)", given.layout.placement)
+    owner, slot = ("params", "") if of == "params" else (of, "average")
+    found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
+    if not found:
+        names = [name for name, own in given.transforms.items() if "average" in own]
+        raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
+    group = group_of(given.layout.placement, path)
+    # An ema watches trainable leaves; frozen ones are as they are.
+    params = {e.path: e for e in entries(given) if e.owner == "params"}
+    tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}
+    failure = None
+    if group.rank == 0:
+        layout = given.layout
+        names = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
+        tied = {name: kept for name, kept in names.items() if name != kept}
+        try:
+            _write(Path(path), lambda temporary: save_file(tensors, temporary, {"format": "pt", **tied}))
+        except OSError as error:
+            failure = error
+    failure = gather_objects(failure, group)[0]
+    if failure is not None:
+        raise failure
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        shaky = put_in_place(path, write)
+    except OSError:
+        raise
+    except Exception as error:
+        # The format's own errors: it reports a full disk as one.
+        raise OSError(f"{path} could not be written: {error}") from error
+    if shaky is not None:
+        warnings.warn(f"{path} is in place, but may not survive a loss of power: {shaky}", stacklevel=3)
+
+
+def _gather(e: Entry, group: Group) -> Tensor:
+    """A whole tensor on the CPU of the first rank; an empty one elsewhere."""
+    x = e.value.detach()
+    if e.offset is not None:
+        numel = torch.Size(e.shape).numel()
+        places = gather_objects((e.offset, x.numel()), group)
+        width = max(n for _, n in places)
+        mine = x.new_zeros(width, device=group.device)
+        mine[: x.numel()] = x
+        rows = mine.new_empty((group.size, width))
+        all_gather_into(rows.view(-1), mine, group)
+        x = x.new_empty(numel if group.rank == 0 else 0, device="cpu")
+        if group.rank == 0:
+            for (offset, n), row in zip(places, rows, strict=True):
+                x[offset : offset + n] = row[:n]
+            x = x.view(e.shape)
+    return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)

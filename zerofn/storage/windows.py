@@ -1,0 +1,53 @@
+"""An accumulation window that is open in a checkpoint, for another number of ranks than saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.entries import Entry
+from .fit import name_of
+
+
+def share_windows(
+    own: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
+) -> None:
+    """Give every rank the mean of what each of the ranks that saved had for itself, on its way to a reduction.
+
+    The reduction is a mean over ranks, and the mean of equal things is any of them: so it comes out as it would have.
+    One rank's are read at a time.
+
+    Args:
+        own: what ranks had for themselves.
+        flat: by key, what to write into; holds the first rank's.
+        manifest: of the checkpoint.
+        read: fills the pieces that its argument gives for a manifest.
+    """
+    from .dcp import Piece
+
+    if not own:
+        return
+    ranks = manifest["ranks"]
+    total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in own}
+    here = flat
+    for rank in range(ranks):
+        if rank:
+            here = {e.key: torch.empty_like(flat[e.key]) for e in own}
+            names = {name_of(e, rank): Piece(here[e.key], 0, e.shape) for e in own}
+            if read(lambda _, names=names: names) != manifest:
+                raise ValueError("the checkpoint was written anew while it was read; load it again.")
+        for e in own:
+            seen = here.get(e._replace(slot="seen").key)
+            # `accumulate` does not clear a sum that it has forgotten.
+            if seen is None or bool(seen.any()):
+                total[e.key] += here[e.key].to(total[e.key].dtype)
+    for key, x in total.items():
+        into = flat[key]
+        into.copy_(x / ranks if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // ranks)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64

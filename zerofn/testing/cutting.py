@@ -1,0 +1,266 @@
+"""A pipeline over pieces of leaves in one process: what each rank of a cut would compute, without ranks.
+
+Numbers of the whole tree (a norm, an overflow) are written down in the run over whole leaves and handed out in the runs
+over pieces, as ranks would hand them to each other. So nothing is left that a sum in another order could change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves
+from ..core.compose import chain
+from ..core.entries import Entry, entries
+from ..core.executor import counter
+from ..core.order import effect
+from ..core.pipeline import Pipeline, pipeline
+from ..core.spec import as_it_is
+from ..core.state import State
+from ..core.transform import OF_PIECES, Transform
+from ..core.tree import Layout, Leaf, Leaves, Tree, make_layout
+from ..core.update import apply
+from ..core.views import over_ranks
+from ..ranks.group import Group
+from ..transforms.sgd import sgd
+from ..transforms.wires import Sharding
+
+# By path: the flat range of a leaf that a rank holds.
+Spans = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Pieces(Sharding):
+    """A sharding that cuts where it is told, and talks to nobody.
+
+    Attributes:
+        spans: of this rank.
+    """
+
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        return self.spans[leaf.path]
+
+
+class Numbers:
+    """A reduction over ranks that are run one after the other.
+
+    Attributes:
+        given: what each call was given, with its name.
+        answers: of the run over whole leaves; `None` in that run itself.
+    """
+
+    def __init__(self, answers: Sequence[tuple[str, Tensor]] | None = None):
+        self.given: list[tuple[str, Tensor]] = []
+        self.answers = answers
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._ask("sum", x)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self._ask("mean", x)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._ask("max", x)
+
+    def _ask(self, kind: str, x: Tensor) -> Tensor:
+        self.given.append((kind, x.clone()))
+        if self.answers is None:
+            return x
+        i = len(self.given) - 1
+        asked = self.answers[i][0] if i < len(self.answers) else "nothing"
+        if asked != kind:
+            raise ValueError(f"number {i} that ranks exchange is a {kind} on pieces, and {asked} on whole leaves")
+        return self.answers[i][1].clone()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a state.
+
+    Attributes:
+        states: after each micro-step.
+        numbers: that were asked of other ranks.
+    """
+
+    states: list[State]
+    numbers: Numbers
+
+
+def draw_cut(layout: Layout, ranks: int, seed: int) -> list[Spans]:
+    """Ranges of every leaf for so many ranks, anywhere: uneven ones, empty ones, all of a leaf at one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Spans] = [{} for _ in range(ranks)]
+    for leaf in layout.leaves:
+        inner = torch.randint(0, leaf.numel + 1, (ranks - 1,), generator=generator).sort().values.tolist()
+        for spans, low, high in zip(found, [0, *inner], [*inner, leaf.numel], strict=True):
+            spans[leaf.path] = low, high
+    return found
+
+
+def run_pieces(
+    tx: Transform,
+    params: Tree,
+    gradients: Sequence[Leaves],
+    step_options: Mapping[str, Any],
+    piece: tuple[int, Sequence[Spans]] | None = None,
+    whole: Run | None = None,
+) -> Run:
+    """Micro-steps over whole leaves, or over one rank's pieces of them.
+
+    Args:
+        tx: with an optimizer. Its own layout over ranks is left out.
+        params: whole.
+        gradients: whole, for each micro-step.
+        step_options: of the context.
+        piece: the rank and the cut.
+        whole: the run over whole leaves, for its numbers.
+    """
+    parts = [p for p in tx.members if not effect(p).over_ranks]
+    if piece is not None:
+        rank, cut = piece
+        stage = Pieces(Group(rank, len(cut), tuple(range(len(cut)))), spans=cut[rank])
+        # A name with a dot is one that no transform of a user's can have.
+        view = over_ranks(stage, resident=False)
+        parts.insert(0, Transform(".pieces", needs="element", view_fn=lambda *_: view, through=as_it_is))
+    layout, tensors = make_layout(params)
+    pipe = pipeline(chain(*parts), layout, "check_transform")
+    state = _start(pipe, tensors)
+    numbers = Numbers(None if whole is None else whole.numbers.given)
+    states = []
+    for grads in gradients:
+        mine = {leaf.path: _part(pipe, grads[leaf.path], leaf) for leaf in layout.leaves}
+        context = replace(pipe.context(**step_options), reduction=numbers)
+        state, _ = apply(pipe, mine, state, context)
+        states.append(state)
+    return Run(states, numbers)
+
+
+def _start(pipe: Pipeline, tensors: Leaves) -> State:
+    stored = {leaf.path: pipe.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
+    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+
+
+def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
+    grad = grad.to(pipe.dtypes.gradient(leaf))
+    return (grad if pipe.sharding is None else pipe.sharding.store(grad, leaf)).clone()
+
+
+def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
+    """By name: what a rank has, and what it should have: its range of what a leaf has of its shape; else the same.
+
+    What another library keeps under names of its own is compared where it has one shape in both.
+    """
+    numels = {leaf.path: leaf for leaf in whole.layout.leaves}
+    theirs = {(e.owner, e.slot, e.path): e for e in entries(part) if e.owner != ".pieces"}
+    for e in entries(whole):
+        mine = theirs.pop((e.owner, e.slot, e.path), None)
+        name = f"{e.key}[{spans[e.path][0]}:{spans[e.path][1]}]" if e.path in spans and e.of_leaf else e.key
+        if mine is None:
+            yield name, "missing", e.value
+        elif not (isinstance(e.value, Tensor) and isinstance(mine.value, Tensor)):
+            yield name, mine.value, e.value
+        else:
+            yield from _of_leaf(name, e, mine.value, numels, spans)
+    for key, mine in theirs.items():
+        yield "/".join(key), mine.value, "nothing"
+
+
+def _of_leaf(
+    name: str, e: Entry, mine: Tensor, leaves: Mapping[str, Leaf], spans: Spans
+) -> Iterator[tuple[str, Any, Any]]:
+    if e.of_leaf:
+        low, high = spans[e.path]
+        cut = e.value.shape == leaves[e.path].shape and tuple(mine.shape) == (high - low,)
+        yield name, mine, e.value.reshape(-1)[low:high] if cut else e.value
+    elif mine.shape == e.value.shape:
+        yield name, mine, e.value
+
+
+LAW = (
+    "flat pieces of leaves are updated as whole leaves are, each element from the same element of gradient, parameter "
+    "and state, and not from others, from its place, or from the shape of what is handed over."
+)
+
+
+def check_cut(
+    subject: Transform,
+    tx: Transform,
+    params: Tree,
+    gradients: Sequence[Leaves],
+    step_options: Mapping[str, Any],
+    cut: Sequence[Spans],
+    difference: Callable[[Any, Any], str | None],
+) -> None:
+    """Raise an `AssertionError` where what ranks make of the pieces of a cut is not what one makes of the whole.
+
+    Args:
+        subject: what the message is about.
+        tx: the pipeline it stands in.
+        params: whole.
+        gradients: whole, for each micro-step.
+        step_options: of the context.
+        cut: the ranges that each rank holds.
+        difference: tells how two entries of a state differ, if they do.
+    """
+    law = f"{subject!r} says needs={subject.needs!r}: {LAW} "
+    whole = run_pieces(tx, params, gradients, step_options)
+    pieces = []
+    for rank, spans in enumerate(cut):
+        try:
+            pieces.append(run_pieces(tx, params, gradients, step_options, (rank, cut), whole))
+        except Exception as error:
+            raise AssertionError(f"{law}On pieces it raised {type(error).__name__}: {error}") from error
+        for i, (mine, theirs) in enumerate(zip(pieces[-1].states, whole.states, strict=True), 1):
+            rows = [(name, difference(a, e)) for name, a, e in compared(theirs, mine, spans)]
+            if wrong := [(name, reason) for name, reason in rows if reason]:
+                right = 'needs="leaf", or each element from its own elements alone'
+                raise AssertionError(bad_leaves(f"{law}After micro-step {i}:", wrong, right))
+    check_numbers(subject, whole, pieces)
+
+
+def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
+    """What ranks put together is what one process has, but for the order of a sum."""
+    counts = {len(run.numbers.given) for run in (whole, *pieces)}
+    assert len(counts) == 1, f"{tx!r}: every rank asks for the same numbers. On pieces they are {sorted(counts)}."
+    for i, (kind, expected) in enumerate(whole.numbers.given):
+        given = torch.stack([run.numbers.given[i][1].double() for run in pieces])
+        found = {"sum": given.sum(0), "mean": given.mean(0), "max": given.amax(0)}[kind]
+        law = f"{tx!r}: the {kind} over pieces is that over whole leaves, number {i}."
+        torch.testing.assert_close(found, expected.double(), rtol=1e-4, atol=0, equal_nan=True, msg=law)
+
+
+def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
+    """Those parts that may be handed pieces, and the pipeline they make; of others what stands inside, one by one."""
+    parts = [p for p in tx.members if not effect(p).over_ranks]
+    fit = [p for p in parts if p.needs in OF_PIECES]
+    casts = [p for p in fit if effect(p).cast_by]
+    inside = [x for p in parts if p.needs not in OF_PIECES for x in _fit_inside(p)]
+    together = [(tx if len(fit) == len(tx.members) else chain(*fit), _optimized(fit))] if fit else []
+    return together + [(x, _optimized([*casts, x])) for x in inside]
+
+
+def singly(tx: Transform) -> list[tuple[Transform, Transform]]:
+    """Each part of a chain, and a pipeline of its own; of what holds others, each of those."""
+    casts = [p for p in tx.members if effect(p).cast_by]
+    return [(x, _optimized([*casts, x])) for p in tx.members if p not in casts for x in _innermost(p)]
+
+
+def _innermost(t: Transform) -> list[Transform]:
+    return [x for part in t.parts for x in _innermost(part)] or [t]
+
+
+def _fit_inside(t: Transform) -> list[Transform]:
+    return [t] if t.needs in OF_PIECES else [x for part in t.parts for x in _fit_inside(part)]
+
+
+def _optimized(parts: list[Transform]) -> Transform:
+    if any(p.facts.optimizes for p in parts):
+        return chain(*parts)
+    at = next((i for i, p in enumerate(parts) if p.facts.watches), len(parts))
+    return chain(*parts[:at], sgd(0.1), *parts[at:])

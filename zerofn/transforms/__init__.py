@@ -1,0 +1,1 @@
+"""The transforms of the library: one file, one transform."""

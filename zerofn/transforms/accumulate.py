@@ -1,0 +1,183 @@
+"""`accumulate`: the mean of the gradients of several micro-batches, held back until it is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import is_wrapped
+from .._errors import explain
+from ..extend import (
+    Context,
+    Facts,
+    Layout,
+    Leaves,
+    Prepared,
+    Spec,
+    Transform,
+    TransformState,
+    check_count,
+    check_flag,
+    concrete,
+    counter,
+    no_weight,
+    number,
+    transform,
+    weight_of,
+)
+
+
+@transform
+def accumulate(every: int, weighted: bool = False) -> Transform:
+    """Hold `every - 1` micro-steps back and let the mean gradient of all of them through at the last.
+
+    It is the one owner of that division: neither the loss nor `scale_loss` divides. The mean is over
+    the micro-steps that arrived, so closing a window early (`opt.set_boundary(True)`) is right too.
+    `accumulate(1)` is the identity and holds no buffer.
+
+    The buffer has the dtype of the gradients: `precision(grad_dtype=torch.float32)` makes it fp32, and so does
+    `weighted` of fp16.
+
+    Args:
+        every: micro-steps in a window.
+        weighted: weight each micro-batch by `weight=` of `step`, `zf.update` or `opt.step`, for
+            instance its number of tokens, so that a mean loss over unequal micro-batches is the mean
+            loss of the big batch: `sum(w_i * g_i) / sum(w_i)`.
+
+    Raises:
+        ValueError: `every` is no positive int, `weighted` no bool; at an update, a weight is missing or has no use.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> for g in (1.0, 3.0):
+    ...     state, metrics = zf.update(tx, {"w": torch.tensor([g])}, state)
+    ...     print(bool(metrics["updated"]), state.params["w"])
+    False tensor([0.])
+    True tensor([-2.])
+    """
+    check_count("accumulate", "every", every, "micro-batches")
+    check_flag("accumulate", "weighted", weighted)
+    if every == 1 and not weighted:
+        return Transform("accumulate", needs="element", through=_through)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {
+            "count": counter(),
+            "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, weighted)) for p, x in leaves.items()},
+            # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
+            "seen": {p: torch.tensor(False) for p in leaves},
+        }
+        return {**state, "weight": torch.zeros((), dtype=torch.float64)} if weighted else state
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        count = number(state["count"])
+        now = count + 1
+        due = (now >= every) if ctx.boundary is None else ctx.boundary
+        new: dict[str, Tensor] = {}
+        weight, total = None, now if ctx.averaged else 1
+        if weighted:
+            weight = _weight(ctx)
+            total = state["weight"] + weight
+            kept = total
+            if due is True and concrete(total):
+                # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
+                total = ctx.reduction.mean(total)
+            if due is True and concrete(total) and total == 0:
+                raise ValueError(
+                    explain(
+                        "accumulate(weighted=True) closed a window whose weights add up to 0",
+                        "a mean over nothing is not defined",
+                        "weight=max(number_of_tokens, 1), or leave such micro-batches out",
+                    )
+                )
+            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
+        if concrete(state["count"]):
+            new["count"] = counter(0 if due else now)
+        else:
+            new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
+        return Prepared(carry=(due, weight, number(torch.as_tensor(total))), state=new, emit=due)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
+        due, weight, total = carry
+        sums, seen = {}, {}
+        for path, old in state["sum"].items():
+            g = grads.get(path)
+            if g is not None:
+                addend = g if weight is None else _times(g.to(old.dtype), weight)
+                sums[path] = _add(old, addend, state["seen"][path], ctx)
+            # Closing the window is forgetting what was seen: the buffer need not be zeroed.
+            seen[path] = _seen(state["seen"][path], g is not None)
+        if due is False:
+            return grads, {"sum": sums, "seen": seen}
+        out = {}
+        for path, now in seen.items():
+            if is_wrapped(now) or bool(now):
+                whole = sums.get(path, state["sum"][path])
+                # A 0-d leaf would otherwise take the dtype of the weight.
+                out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
+                # What a closed window leaves behind is forgotten, but it is the same whether donated or not.
+                sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
+        return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
+
+    return Transform(
+        "accumulate",
+        needs="element",
+        facts=Facts(window=every, weighted=weighted),
+        through=_through,
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+    )
+
+
+def _through(spec: Spec) -> Spec:
+    return spec.after("summed_by")
+
+
+def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
+    """A number of tokens times a gradient ends above 65504, where fp16 does, and after the search for overflow."""
+    return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
+
+
+def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:
+    """`old + g`; the first of a window overwrites."""
+    if is_wrapped(seen):
+        return torch.where(seen, old + g, g.to(old.dtype))
+    own = ctx.own(old)
+    return own.add_(g) if bool(seen) else own.copy_(g)
+
+
+def _seen(before: Tensor, now: bool) -> Tensor:
+    return torch.ones_like(before) if now and (is_wrapped(before) or not bool(before)) else before
+
+
+def _closed(seen: Tensor, due: Any) -> Tensor:
+    return torch.zeros_like(seen) if due is True else torch.where(torch.as_tensor(due), torch.zeros_like(seen), seen)
+
+
+def _weight(ctx: Context) -> Any:
+    if ctx.weight is None:
+        raise ValueError(
+            explain(
+                "a step without weight= through accumulate(weighted=True)",
+                "unequal micro-batches cannot be averaged without knowing how large each is",
+                "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
+            )
+        )
+    weight = weight_of(ctx.weight)
+    if concrete(weight):
+        # Beside the counters, which are on the CPU.
+        weight = weight.cpu()
+        if not 0 <= float(weight) < float("inf"):
+            raise no_weight(ctx.weight)
+    return weight
+
+
+def _times(g: Tensor, weight: Tensor) -> Tensor:
+    """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
+    if concrete(weight):
+        return g * float(weight) if weight else torch.zeros_like(g)
+    return torch.where(weight == 0, torch.zeros_like(g), (g * weight).to(g.dtype))

@@ -1,0 +1,230 @@
+"""`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
+
+The multiplication and division themselves belong to the boundary of the model, where they make it a
+differentiable function with true gradients. What is left for the update half is to look for
+overflow, to hold the step, and to move the scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..extend import (
+    TINY,
+    Context,
+    Facts,
+    Layout,
+    Leaves,
+    Prepared,
+    Scope,
+    Spec,
+    Transform,
+    TransformState,
+    check_count,
+    check_number,
+    counter,
+    not_finite,
+    number,
+    transform,
+)
+
+# After so many overflows in a row at the smallest scale it is not the scale that overflows.
+STUCK = 50
+
+
+@transform
+def scale_loss(
+    scale: float | str = "dynamic",
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    hysteresis: int = 1,
+) -> Transform:
+    """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs none.
+
+    Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with
+    an infinite or NaN gradient on any rank changes nothing but this transform's own counters.
+
+    Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies. So:
+
+    * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward is not seen, nor
+      is an `autograd.Function`: it is given scaled cotangents, and wrong if its backward is not linear.
+    * Of `y, h = model(x)`, where `y` was computed from `h` inside, a hook on `h`, `h.retain_grad()` and
+      `torch.autograd.grad(y, h)` raise in a backward that comes by way of `y`, for `h` is not on it. So do those of
+      tensors that forward leaves in attributes, and of those that forward hooks are given (Grad-CAM).
+    * A tensor that gets out by another door (a closure, a list), or in, raises in backward.
+
+    `precision(param_dtype=torch.bfloat16)` without a scale knows none of this.
+
+    The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018): after an overflow
+    `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a
+    row `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven
+    before the scale backs off; growth refills it.
+
+    The metric `overflow_leaf` is the first leaf with such a gradient on any rank, as an index into
+    `state.layout.leaves`, or -1; `opt.overflow_leaf` of an attached model is its path. It costs nothing in a
+    step that did not overflow.
+
+    It never divides by the number of micro-batches: that is `accumulate`'s.
+
+    Args:
+        scale: `"dynamic"`, or a positive number that never changes.
+        init_scale: first dynamic scale.
+        growth_factor: at least 1.
+        backoff_factor: between 0 and 1, neither of them.
+        growth_interval: micro-steps.
+        min_scale: the dynamic scale never falls below.
+        hysteresis: overflows until the scale backs off.
+
+    Raises:
+        ValueError: a number out of its range, or infinite in float32, in which scales are kept.
+        FloatingPointError: at an update, once the scale has overflowed 50 times in a row at its
+            minimum: the leaf, the micro-step and the remedy are named.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> state, metrics = zf.update(tx, {"w": torch.tensor([torch.inf])}, state)
+    >>> bool(metrics["skipped"]), float(metrics["loss_scale"]), state.params["w"]
+    (True, 4.0, tensor([0.]))
+    """
+    dynamic = scale == "dynamic"
+    if isinstance(scale, str) and not dynamic:
+        raise ValueError(
+            explain(
+                f"scale_loss(scale={scale!r})",
+                "the only word it knows is 'dynamic'",
+                "scale_loss('dynamic') or scale_loss(1024.0)",
+            )
+        )
+    if not isinstance(scale, str):
+        check_number("scale_loss", "scale", scale, low=TINY)
+    check_number("scale_loss", "growth_factor", growth_factor, low=1.0)
+    check_number("scale_loss", "backoff_factor", backoff_factor, low=TINY, high=1.0)
+    check_number("scale_loss", "min_scale", min_scale, low=TINY)
+    check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
+    check_count("scale_loss", "growth_interval", growth_interval, "micro-steps")
+    check_count("scale_loss", "hysteresis", hysteresis, "overflows")
+
+    idle = {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+    }
+    idle["hysteresis"] = 1
+    given = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis
+    without_effect = [name for (name, value), now in zip(idle.items(), given, strict=True) if value != now]
+    if not dynamic and without_effect:
+        raise ValueError(
+            explain(
+                f"scale_loss({scale!r}, {', '.join(f'{n}=...' for n in without_effect)})",
+                "a static scale never changes, so these have no effect",
+                f"scale_loss({scale!r}), or scale_loss('dynamic', ...)",
+            )
+        )
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        first = torch.tensor(init_scale if dynamic else scale, dtype=torch.float32)
+        return {
+            "scale": first,
+            "good_steps": counter(),
+            "hysteresis_left": counter(hysteresis),
+            "skipped_steps": counter(),
+            "stuck_steps": counter(),
+        }
+
+    def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
+        finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
+        ok: Any = number(finite)
+        new = _advance(state, ok)
+        first = _first_overflow(grads, ok, ctx)
+        if ok is False and new["stuck_steps"] >= STUCK:
+            leaf = ctx.layout.leaves[int(first)].path
+            times, least = int(new["stuck_steps"]), min_scale if dynamic else scale
+            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))
+        ctx.report("loss_scale", new["scale"])
+        ctx.report("skipped", ~finite)
+        ctx.report("overflow_leaf", first)
+        ctx.report("skipped_steps", new["skipped_steps"])
+        return Prepared(state=new, emit=ok)
+
+    def _advance(state: TransformState, ok: Any) -> TransformState:
+        """One rule for Python bools and for tensors, through `torch.where`, so that `vmap` has it too."""
+        good = torch.as_tensor(ok)
+        zero = torch.zeros_like(state["good_steps"])
+        streak = torch.where(good, state["good_steps"] + 1, zero)
+        grow = good & (streak >= growth_interval)
+        backs_off = ~good & (state["hysteresis_left"] <= 1)
+        left = torch.where(good, state["hysteresis_left"], (state["hysteresis_left"] - 1).clamp(min=1))
+        at_minimum = state["scale"] <= (min_scale if dynamic else torch.inf)
+        scale_now = state["scale"]
+        if dynamic:
+            scale_now = torch.where(backs_off, (scale_now * backoff_factor).clamp(min=min_scale), scale_now)
+            # An infinite scale would overflow for ever: half of infinity is infinity.
+            grown = scale_now * growth_factor
+            scale_now = torch.where(grow & torch.isfinite(grown), grown, scale_now)
+        return {
+            "scale": scale_now,
+            "good_steps": torch.where(grow, zero, streak),
+            "hysteresis_left": torch.where(grow, torch.full_like(left, hysteresis), left),
+            "skipped_steps": state["skipped_steps"] + (~good).to(torch.int64),
+            "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
+        }
+
+    return Transform(
+        "scale_loss",
+        Scope.TREE,
+        needs="number",
+        facts=Facts(scales=True),
+        init_fn=init,
+        prepare_fn=prepare,
+        through=_through,
+    )
+
+
+def _through(spec: Spec) -> Spec:
+    twice = "the loss would be scaled twice; several models have a pipeline, and a scale, each"
+    spec.refuse("unscaled_by", twice, spec.once)
+    spec.refuse(
+        "changed_by",
+        "the gradient is still multiplied by the loss scale there, and overflow has not been looked for",
+    )
+    spec.refuse(
+        "summed_by",
+        "gradients under different loss scales would be added up, and one overflow would spoil the whole window",
+    )
+    return spec.after("unscaled_by")
+
+
+def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:
+    """Index of the first leaf, in the order of the layout, whose gradient is not finite on some rank; -1 if none.
+
+    Looked for only where `ok` is false: all ranks agree on that, so all take part in the exchange.
+    """
+    if ok is True:
+        return torch.tensor(-1)
+    count = len(ctx.layout.leaves)
+    found = torch.zeros((), dtype=torch.float64)
+    for i, leaf in enumerate(ctx.layout.leaves):
+        if leaf.path in grads:
+            finite = torch.isfinite(not_finite({leaf.path: grads[leaf.path]})).cpu()
+            found = torch.where(finite, found, found.clamp(min=count - i))
+    found = ctx.reduction.max(found).to(torch.int64)
+    return torch.where(found > 0, count - found, torch.full_like(found, -1))
+
+
+def _stuck_message(leaf: str, times: int, micro_step: int, scale: Any) -> str:
+    return explain(
+        f"{times} micro-steps in a row, the last being number {micro_step}, overflowed at the loss scale's "
+        f"minimum, {scale:g}",
+        f"the gradient of {leaf} is not finite, so the loss itself is not, or the model diverged",
+        "a lower learning rate, clip_by_global_norm(1.0) after scale_loss, or precision(param_dtype=torch.bfloat16)",
+    )

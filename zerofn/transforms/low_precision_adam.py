@@ -1,0 +1,177 @@
+"""`low_precision_adam`: AdamW whose parameters and moments are kept in 16 bits without losing small updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .._errors import bad_leaves, explain
+from ..extend import (
+    FIRST_FORMAT,
+    FORMAT,
+    FORMAT_ENTRY,
+    Context,
+    Layout,
+    LeafList,
+    Leaves,
+    Prepared,
+    ScalarOrSchedule,
+    Transform,
+    TransformState,
+    adam_,
+    check_dtype,
+    counter,
+    known_formats,
+    leaf_key,
+    like,
+    number,
+    optimizer,
+    transform,
+)
+from .adam import check_adam
+
+ROUNDINGS = ("stochastic", "nearest", "kahan")
+
+
+@transform
+def low_precision_adam(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    state_dtype: torch.dtype = torch.bfloat16,
+    rounding: str = "stochastic",
+    seed: int = 0,
+) -> Transform:
+    """AdamW (decoupled weight decay) on 16-bit states: fp32 arithmetic, one rounding where a number is stored.
+
+    A bf16 number has 8 bits: an update below half a unit in the last place is lost when rounded to
+    nearest, and most late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment never
+    decays under nearest rounding, since the change by a thousandth is below half a unit; it ratchets
+    upwards. So by default parameters and second moment are rounded *stochastically*: up or down with
+    the probabilities that make the mean right. Draws come from a counter of seed, update, path and
+    global element index, hence do not depend on sharding, buckets or resuming. The state's entry
+    `rounding_format` says how they are drawn from it: a run goes on, bit for bit, as it began.
+
+    Args:
+        lr: a non-negative number, or a function of the optimizer step.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, times lr.
+        state_dtype: dtype of both moments, bf16 or fp32.
+        rounding: of 16-bit parameters: `"stochastic"`; `"kahan"`, which keeps the lost low bits in a
+            buffer of the parameter's dtype (Kahan, 1965; 2 more bytes per parameter); `"nearest"`.
+        seed: of the stochastic rounding.
+
+    Raises:
+        ValueError: fp16 moments (their range ends at 6e-8, far above squared gradients), an unknown
+            rounding, or, when the state is made, a rounding without effect: every stored number is fp32.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(lr=0.1))
+    >>> state = zf.init(tx, {"w": torch.zeros(2)})
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, state)
+    >>> state.params["w"].dtype
+    torch.bfloat16
+    """
+    check_adam("low_precision_adam", lr, betas, eps, weight_decay)
+    if state_dtype is torch.float16:
+        raise ValueError(
+            explain(
+                "low_precision_adam(state_dtype=torch.float16)",
+                "squared gradients fall below fp16's smallest number, 6e-8, so the second moment would be zero",
+                "low_precision_adam(state_dtype=torch.bfloat16)",
+            )
+        )
+    check_dtype("low_precision_adam", "state_dtype", state_dtype, (torch.bfloat16, torch.float32))
+    if rounding not in ROUNDINGS:
+        known = ", ".join(map(repr, ROUNDINGS))
+        raise ValueError(
+            explain(
+                f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
+            )
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        # Of a longer one the draws would be those of its low bits.
+        why = "a seed is an int of 64 bits, as for torch.manual_seed"
+        raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
+
+    def moment(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x, dtype=state_dtype)
+
+    def update_group(group: LeafList) -> None:
+        adam_(
+            group.params,
+            group.grads,
+            group.slots["exp_avg"],
+            group.slots["exp_avg_sq"],
+            group.slots.get("compensation"),
+            step=group.count,
+            lr=group.lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=eps,
+            weight_decay=weight_decay,
+            rounding=rounding,
+            seed=seed,
+            keys=[leaf_key(p) for p in group.paths],
+            offsets=group.offsets,
+            form=_format(group.shared),
+        )
+
+    slots = {"exp_avg": moment, "exp_avg_sq": moment}
+    if rounding == "kahan":
+        slots["compensation"] = like
+    built = optimizer("low_precision_adam", lr, slots, update_group, {FORMAT_ENTRY: lambda: counter(FORMAT)})
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        wide = [
+            (p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64
+        ]
+        if wide:
+            right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"
+            raise ValueError(bad_leaves("low_precision_adam: too wide to be kept in 16 bits", wide, right))
+        _check_effect(leaves, rounding, state_dtype)
+        return built.init_fn(leaves, layout)
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        _format(state)
+        return built.prepare_fn(state, grads, params, ctx)
+
+    return replace(built, init_fn=init, prepare_fn=prepare)
+
+
+def _format(state: TransformState) -> Any:
+    """How the state's random bits are drawn: a number, or a tensor under `torch.func.vmap`.
+
+    A state without one was pickled before there were two formats.
+    """
+    form = number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
+    if not isinstance(form, torch.Tensor) and form not in known_formats():
+        raise ValueError(
+            explain(
+                f"a state of low_precision_adam with {FORMAT_ENTRY} {form}",
+                f"random bits are drawn by formats {known_formats()} here: a newer zerofn made it, or it is damaged",
+                "an update of zerofn; or begin anew: zf.init(tx, zf.full_params(tx, state))",
+            )
+        )
+    return form
+
+
+def _check_effect(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:
+    """A setting without effect is an error: fp32 numbers are not rounded."""
+    low = [p for p, x in leaves.items() if x.dtype in (torch.bfloat16, torch.float16)]
+    useless = (rounding == "kahan" and not low) or (
+        rounding == "stochastic" and not low and state_dtype == torch.float32
+    )
+    if useless and leaves:
+        rows = [(p, f"stored in {x.dtype}") for p, x in leaves.items()]
+        raise ValueError(
+            bad_leaves(
+                f"low_precision_adam(rounding={rounding!r}, state_dtype={state_dtype}) has nothing to round",
+                rows,
+                "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)",
+            )
+        )

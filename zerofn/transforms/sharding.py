@@ -1,0 +1,119 @@
+"""`shard`, `reduce_scatter` and `all_reduce`: where parameters and gradients live, as linear maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..extend import ONE_OF_TWO, Layout, Ranks, Spec, Transform, View, ViewOf, over_ranks, transform
+from .wires import Averaging, Sharding
+
+
+@transform
+def shard(mesh: Any = None) -> Transform:
+    """ZeRO-3: parameters, gradients and optimizer state live as shards; full parameters are gathered on use.
+
+    As FSDP2's `fully_shard`; Rajbhandari et al., 2020. A block's parameters are gathered when one of them is
+    used and freed when the next block's are; backward gathers them again. In the eager route `p` and `p.grad`
+    are then this rank's flat shard. Stands first in a chain: gradients are reduced in the compute dtype, or in
+    `precision(reduce_dtype=...)`.
+
+    Args:
+        mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.shard(), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
+    >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
+    (torch.Size([2, 2]), torch.Size([2, 2]))
+    """
+    return Transform("shard", needs="element", view_fn=_gathers_on_use(mesh), through=_to_shards)
+
+
+@transform
+def reduce_scatter(mesh: Any = None) -> Transform:
+    """ZeRO-2, or ZeRO-1 after an `accumulate`: gradients are reduced to shards, and so are optimizer states.
+
+    Full parameters stay resident and are gathered once after each update. Before `accumulate` every
+    micro-step sends its gradient and holds a shard of the sum; after it full gradients pile up and
+    one reduction is sent for the whole window.
+
+    Args:
+        mesh: a one-dimensional `DeviceMesh`; by default all ranks.
+
+    >>> import torch, zerofn as zf
+    >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
+    reduce_scatter(mesh=None)
+    """
+    return Transform("reduce_scatter", needs="element", view_fn=_gathers_after_a_step(mesh), through=_scattered)
+
+
+@transform
+def all_reduce(mesh: Any = None) -> Transform:
+    """Data parallelism: gradients are averaged over ranks that hold the same parameters.
+
+    After `shard` on another axis of the mesh it is hybrid sharding:
+    `chain(shard(mesh["shard"]), all_reduce(mesh["replicate"]), ...)`.
+
+    Args:
+        mesh: a one-dimensional `DeviceMesh`; by default all ranks.
+
+    >>> import torch, zerofn as zf
+    >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
+    all_reduce(mesh=None)
+    """
+    return Transform("all_reduce", needs="element", view_fn=_averages(mesh), through=_averaged)
+
+
+def _gathers_on_use(mesh: Any) -> ViewOf:
+    """Parameters that live as shards. The group is opened when a pipeline is made, never when a transform is built."""
+
+    def view(layout: Layout, ranks: Ranks) -> View:
+        return over_ranks(Sharding(ranks("shard", mesh)), resident=False)
+
+    return view
+
+
+def _gathers_after_a_step(mesh: Any) -> ViewOf:
+    def view(layout: Layout, ranks: Ranks) -> View:
+        return over_ranks(Sharding(ranks("reduce_scatter", mesh)), resident=True)
+
+    return view
+
+
+def _averages(mesh: Any) -> ViewOf:
+    def view(layout: Layout, ranks: Ranks) -> View:
+        return over_ranks(Averaging(ranks("all_reduce", mesh)), resident=True)
+
+    return view
+
+
+FULL_FIRST = "a full gradient would be averaged before it is cut into shards"
+OF_ITS_OWN = "each rank would see its own part of the gradient before it is reduced over ranks"
+BOTH_CUT = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scatter ZeRO-1 and ZeRO-2"
+
+
+def _to_shards(spec: Spec) -> Spec:
+    spec.refuse("scattered_by", BOTH_CUT, ONE_OF_TWO)
+    spec.refuse("sharded_by", "parameters are cut once", spec.once)
+    spec.refuse("changed_by", OF_ITS_OWN)
+    spec.refuse("summed_by", "under shard no rank ever holds a full gradient that could be accumulated")
+    spec.refuse("unscaled_by", "gradients would be unscaled before they are reduced, in the compute dtype")
+    spec.refuse(
+        "cast_by", "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live"
+    )
+    spec.refuse("averaged_by", FULL_FIRST)
+    return spec.after("sharded_by")
+
+
+def _scattered(spec: Spec) -> Spec:
+    spec.refuse("sharded_by", BOTH_CUT, ONE_OF_TWO)
+    spec.refuse("scattered_by", "gradients are cut once", spec.once)
+    spec.refuse("changed_by", OF_ITS_OWN)
+    spec.refuse("averaged_by", FULL_FIRST)
+    return spec.after("scattered_by")
+
+
+def _averaged(spec: Spec) -> Spec:
+    spec.refuse("averaged_by", "gradients are averaged once", spec.once)
+    spec.refuse("changed_by", OF_ITS_OWN)
+    return spec.after("averaged_by")

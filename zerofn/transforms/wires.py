@@ -1,0 +1,232 @@
+"""Wires over ranks: gather and reduce-scatter of flat shards, and the all-reduce of whole leaves.
+
+Every leaf is cut by itself, flat, into equal consecutive ranges; the last ranks' may be shorter or empty. So a
+shard depends on the leaf and the number of ranks alone, no padding is ever stored, and norms, checkpoints
+and rounding see exactly the leaf's elements.
+
+Gradients are averaged over ranks: each rank's loss is the mean over its own part of the batch. They
+are divided *before* they are summed, where fp16 cannot overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into
+
+
+def span(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The flat range of a leaf that a rank holds.
+
+    >>> [span(10, r, 4) for r in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    width = -(-numel // size)
+    return min(rank * width, numel), min((rank + 1) * width, numel)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The wire of `shard` and of `reduce_scatter`: gather; its transpose, the mean over ranks cut into shards.
+
+    Attributes:
+        group: the ranks that share a leaf.
+        reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
+    """
+
+    group: Group
+    reduce_dtype: torch.dtype | None = None
+    cuts: ClassVar[bool] = True
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
+        """The same over a group of the same ranks, with sums in that dtype."""
+        return replace(self, group=group, reduce_dtype=reduce_dtype)
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's flat range of the leaf."""
+        return span(leaf.numel, self.group.rank, self.group.size)
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        low, high = self.span(leaf)
+        return x.reshape(-1)[low:high] if self.group.size > 1 else x
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        batch = x.shape[:-1]
+        if batch and self.group.size > 1:
+            check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
+        rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
+        (full,) = self.gather([rows], [leaf])
+        return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        batch = g.shape[: g.ndim - len(leaf.shape)]
+        if batch and self.group.size > 1:
+            check_batch(batch, leaf.path, self.group)
+        rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
+        buffer = self.pack([rows], [leaf], [leaf.numel], self.reduce_dtype or g.dtype, g.device)
+        (mine,) = self.unpack(self.send(buffer)[1], [leaf], [leaf.numel])
+        assert mine is not None
+        return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
+
+    def gather(
+        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Full flat leaves (numel, ...) from this rank's shards of one dtype, in one collective.
+
+        Args:
+            parts: shards of this rank.
+            leaves: what they are shards of.
+            into: flat tensors to write to; new ones by default.
+        """
+        size = self.group.size
+        tail = parts[0].shape[1:]
+        widths = [_width(leaf, size) for leaf in leaves]
+        # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
+        rows = parts[0].new_empty((size, sum(widths), *tail))
+        mine = rows[self.group.rank]
+        for x, part in zip(parts, mine.split(widths), strict=True):
+            part[: len(x)] = x
+        all_gather_into(rows.reshape(-1, *tail), mine, self.group)
+        fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
+        for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
+            whole = len(full) // width if width else 0
+            full[: whole * width].view(whole, width, *tail).copy_(block[:whole])
+            if whole * width < len(full):
+                full[whole * width :] = block[whole, : len(full) - whole * width]
+        return list(fulls)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Full flat leaves, over the number of ranks, as (ranks, widths + flags, ...) rows to be summed.
+
+        A leaf without gradient here is sent as zeros; a flag for each leaf tells whether any rank had one.
+        """
+        size = self.group.size
+        tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
+        widths = [_width(leaf, size) for leaf in leaves]
+        rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
+        blocks = rows.split([*widths, len(leaves)], dim=1)
+        for x, leaf, width, block in zip(grads, leaves, widths, blocks, strict=False):
+            whole = leaf.numel // width if width else 0
+            if x is None:
+                block.zero_()
+                continue
+            _over(x[: whole * width].reshape(whole, width, *tail), size, block[:whole])
+            if whole < size:
+                block[whole:] = 0
+                rest = leaf.numel - whole * width
+                _over(x[whole * width :], size, block[whole, :rest])
+        _flag(blocks[-1], grads)
+        return rows
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Sum the rows over ranks; (work handle, this rank's row)."""
+        mine = buffer.new_empty(buffer.shape[1:])
+        return reduce_scatter_into(mine, buffer.reshape(-1, *buffer.shape[2:]), self.group, async_op), mine
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        """This rank's shard of every leaf; `None` where no rank had a gradient."""
+        widths = [_width(leaf, self.group.size) for leaf in leaves]
+        *blocks, flags = mine.split([*widths, len(leaves)], dim=0)
+        used = _used(flags)
+        lengths = [high - low for low, high in map(self.span, leaves)]
+        return [b[:n] if u else None for b, n, u in zip(blocks, lengths, used, strict=True)]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The wire of `all_reduce`: the identity; its transpose, the mean over ranks.
+
+    Leaves may be full or shards of another axis of the mesh: shapes are those of the tensors given.
+    """
+
+    group: Group
+    reduce_dtype: torch.dtype | None = None
+    cuts: ClassVar[bool] = False
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Averaging:
+        """The same over a group of the same ranks, with sums in that dtype."""
+        return replace(self, group=group, reduce_dtype=reduce_dtype)
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """All of it."""
+        return 0, leaf.numel
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return x
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return x
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        # A gradient without a batch has the shape of the leaf, or is a flat part of it.
+        if g.shape != leaf.shape and (g.ndim != 1 or not leaf.shape):
+            plain = g.shape[g.ndim - len(leaf.shape) :] == leaf.shape
+            check_batch(g.shape[: g.ndim - len(leaf.shape) if plain else -1], leaf.path, self.group)
+        mean = (g.to(self.reduce_dtype or g.dtype) / self.group.size).contiguous()
+        all_reduce_(mean, self.group)
+        return mean
+
+    def gather(
+        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """What every rank has already."""
+        return list(parts)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Leaves end to end, of the lengths they have on this rank, over the number of ranks; and a flag for each."""
+        flat = torch.empty(sum(numels) + len(leaves), dtype=dtype, device=device)
+        *blocks, flags = flat.split([*numels, len(leaves)])
+        for x, block in zip(grads, blocks, strict=True):
+            _ = block.zero_() if x is None else _over(x, self.group.size, block)
+        _flag(flags.unsqueeze(0), grads)
+        return flat
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Sum the buffer over ranks, in place."""
+        return all_reduce_(buffer, self.group, async_op=async_op), buffer
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        """The mean of every leaf; `None` where no rank had a gradient."""
+        *blocks, flags = mine.split([*numels, len(leaves)])
+        return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
+
+
+def _width(leaf: Leaf, size: int) -> int:
+    return -(-leaf.numel // size)
+
+
+def _over(x: Tensor, size: int, out: Tensor) -> None:
+    """`x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
+    if torch.promote_types(x.dtype, out.dtype) == x.dtype:
+        torch.div(x, size, out=out)
+    else:
+        out.copy_(x).div_(size)
+
+
+def _flag(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
+    for i, x in enumerate(fulls):
+        flags[:, i] = 0.0 if x is None else 1.0
+
+
+def _used(flags: Tensor) -> list[bool]:
+    # NaN is no answer here: an overflow in the leaf does not reach its flag.
+    return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
