@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.backend import as_distributed
 from ..ranks.group import Group
@@ -85,7 +86,7 @@ def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | No
 def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
     """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
     placement = state.layout.placement
-    spans = {leaf.path: placement.span(leaf.numel) for leaf in state.layout.leaves if leaf.path in values}
+    spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
     sharded = placement.size > 1 and bool(spans) and owner not in placement.apart
     sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
     rows = []
@@ -135,6 +136,14 @@ def over_ranks(state: State, shards: Group, rank: int) -> State:
         shards: the ranks that share a leaf.
         rank: this one among all that hold the state.
     """
+    if state.layout.placement.ranges:
+        raise ValueError(
+            explain(
+                "opt.state_dict() of leaves that a wire of one's own has cut",
+                "torch's distributed tensors know ranges of one length only",
+                "zf.save(directory, opt), which asks the wire",
+            )
+        )
     found = entries(state)
     cut = {i: e for i, e in enumerate(found) if e.offset is not None}
     whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards)

@@ -99,6 +99,9 @@ def segment(
                 signal = {}
                 break
         out.update(signal)
+    for p in prepared:
+        if p.close is not None:
+            p.close()
     held = any(p.emit is False for p in prepared)
     return (None if held else out), changed
 

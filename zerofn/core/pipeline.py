@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.norms import squared_norm
+from ..kernels.norms import leaf_norms, sum_of_squares
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from ..ranks.reduction import OverRanks
@@ -37,14 +37,23 @@ from .tree import Layout, Leaf, Leaves, Placement
 from .views import Dtypes, Like, Ranks, View, Wire, pull_all, reducing_in, view_all
 
 
-def _report_norm(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-    ctx.report("grad_norm", ctx.reduction.sum(squared_norm(grads)).sqrt())
-    return Prepared()
+def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+    norms: Leaves = {}
+
+    def close() -> None:
+        ctx.report("grad_norm", ctx.reduction.sum(sum_of_squares(norms)).sqrt())
+
+    return Prepared(norms, close=close)
+
+
+def _note_norms(grads: Leaves, state: TransformState, params: Leaves, norms: Leaves, ctx: Context):
+    norms.update(leaf_norms(grads))
+    return grads, state
 
 
 # Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
 # A name with a dot is one that no transform of a user's can have.
-GRAD_NORM = Transform(".grad_norm", Scope.TREE, needs="number", prepare_fn=_report_norm)
+GRAD_NORM = Transform(".grad_norm", needs="number", prepare_fn=_look_at_norm, update_fn=_note_norms)
 
 
 @dataclass(frozen=True)
@@ -296,7 +305,7 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     held = tuple(part.name for part in parts[:first] if part.facts.holds)
     late = bool(held) and any(view is not None and view.resident for view in views)
     stages = [view for view in views if view is not None]
-    layout = replace(layout, placement=_placement(stages, held if late else ()))
+    layout = replace(layout, placement=_placement(stages, layout, held if late else ()))
     check_pieces(parts, layout.placement.size, where)
     return Pipeline(tx, layout, parts, tuple(views), dtypes, late)
 
@@ -305,9 +314,11 @@ def _groups(stages: Sequence[View]) -> tuple[Group, ...]:
     return tuple(view.wire.group for view in stages if view.wire is not None)
 
 
-def _placement(stages: Sequence[View], apart: tuple[str, ...]) -> Placement:
+def _placement(stages: Sequence[View], layout: Layout, apart: tuple[str, ...]) -> Placement:
     """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
     groups = _groups(stages)
-    shards = next((view.wire.group for view in stages if view.wire is not None and view.wire.cuts), Group())
-    axes = tuple(g.ranks for g in groups)
-    return Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
+    wire = next((view.wire for view in stages if view.wire is not None and view.wire.cuts), None)
+    shards, axes = Group() if wire is None else wire.group, tuple(g.ranks for g in groups)
+    found = Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
+    spans = {} if wire is None else {leaf: wire.span(leaf) for leaf in layout.leaves}
+    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.numel)))

@@ -178,11 +178,14 @@ class Prepared:
         carry: handed to the update of every leaf.
         state: the shared entries of its state that change.
         emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
+        close: called once all leaves have been updated, for a number of the whole tree that only metrics show. What
+            is looked at bucket by bucket is in the cache for the update that follows.
     """
 
     carry: Any = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     emit: bool | Tensor = True
+    close: Callable[[], None] | None = None
 
 
 def no_state(leaves: Leaves, layout: Layout) -> TransformState:

@@ -60,6 +60,7 @@ class Placement:
         together: how many ranks hold this state between them, replicas among them.
         axes: the ranks along each axis that they lie on.
         apart: transforms whose state is each rank's own: sums of gradients that are not yet reduced.
+        ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
     """
 
     rank: int = 0
@@ -68,6 +69,11 @@ class Placement:
     # Where they lie and not how: a plan, made without ranks, has none.
     axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
+    ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+    def range_of(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's flat range of a leaf."""
+        return dict(self.ranges).get(leaf.path) or self.span(leaf.numel)
 
     def span(self, numel: int) -> tuple[int, int]:
         """This rank's range of a leaf of `numel` elements; the last ranks' may be short, or empty.

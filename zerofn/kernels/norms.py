@@ -66,9 +66,19 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 
     Summed in the order of paths: a tree in another kind of container has the same norm to the last bit.
     """
-    tensors = [leaves[p] for p in sorted(leaves) if leaves[p].numel()]
-    if not tensors:
+    return sum_of_squares(leaf_norms(leaves))
+
+
+def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of every leaf that has elements, by path, each 0-d; fp32 at least."""
+    paths = [path for path, x in leaves.items() if x.numel()]
+    return dict(zip(paths, _norms([leaves[p] for p in paths], 2.0), strict=True)) if paths else {}
+
+
+def sum_of_squares(norms_by_path: dict[str, Tensor]) -> Tensor:
+    """The squared norm of a tree from those of its leaves."""
+    norms = [norms_by_path[p] for p in sorted(norms_by_path)]
+    if not norms:
         return torch.zeros(())
-    norms = _norms(tensors, 2.0)
     wide = torch.float64 if all(n.dtype == torch.float64 for n in norms) else torch.float32
     return torch.stack(norms).to(wide).square().sum()

@@ -1,0 +1,120 @@
+"""Law 13: a transform made outside of the package from `zerofn.extend` alone behaves as the built-in, bit for bit.
+
+All files of `zerofn/transforms` are copied to a package of their own, under other names of modules, factories, classes
+and transforms. Pipelines of the copies and of the originals are run side by side in every stage and route.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import optree
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+from torch.func import functional_call
+
+import zerofn as zf
+
+BUILT_IN = Path(zf.__file__).parent / "transforms"
+NAMES = (
+    *("shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate", "clip_by_global_norm"),
+    *("clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "ema", "Sharding", "Averaging"),
+)
+STAGES = {
+    "data parallel": (lambda z: [z.all_reduce()], lambda z: []),
+    "ZeRO-1": (lambda z: [], lambda z: [z.reduce_scatter()]),
+    "ZeRO-2": (lambda z: [z.reduce_scatter()], lambda z: []),
+    "ZeRO-3": (lambda z: [z.shard()], lambda z: []),
+}
+MIDDLE = {
+    "fp32": lambda z: ([], [z.clip_by_global_norm(0.5), z.adamw(1e-2)]),
+    "fp16": lambda z: ([z.precision(param_dtype=torch.float16), z.scale_loss(init_scale=256.0)], [z.sgd(0.1, 0.9)]),
+    "bf16": lambda z: (
+        [z.precision(store_dtype=torch.bfloat16, grad_dtype=torch.float32)],
+        [z.clip_by_value(0.1), z.low_precision_adam(1e-2, rounding="stochastic"), z.ema(0.9)],
+    ),
+    "on the host": lambda z: ([], [z.offload(z.adam(1e-2))]),
+}
+
+
+def copy_to(directory):
+    """The copies, as a package called `copies` in a directory."""
+    package = directory / "copies"
+    package.mkdir()
+    words = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
+    for path in BUILT_IN.glob("*.py"):
+        text = path.read_text().replace("from ..", "from zerofn.")
+        (package / (words.sub(r"my_\1", path.stem) + ".py")).write_text(words.sub(r"my_\1", text))
+    lines = []
+    for path in package.glob("*.py"):
+        found = re.findall(r"^def (my_\w+)\(", path.read_text(), re.M)
+        lines += [f"from .{path.stem} import {name} as {name.removeprefix('my_')}" for name in found]
+    (package / "__init__.py").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("outside")
+    copy_to(directory)
+    sys.path.insert(0, str(directory))
+    yield
+    sys.path.remove(str(directory))
+    for name in [m for m in sys.modules if m.split(".")[0] == "copies"]:
+        del sys.modules[name]
+
+
+def train(z, stage, middle, route, rank):
+    """All tensors of the state after four micro-steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    first, late = STAGES[stage]
+    head, tail = MIDDLE[middle](z)
+    tx = zf.chain(*first(z), *head, z.accumulate(2), *late(z), *tail)
+    batches = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(rank))
+    if route == "eager":
+        opt = zf.attach(model, tx)
+        for x in batches:
+            model(x).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        state = opt.state
+    else:
+        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
+        dtype = torch.bfloat16 if middle == "bf16" else torch.float16 if middle == "fp16" else torch.float32
+        step = zf.make_step(lambda p, x: functional_call(model, p, (x.to(dtype),)).float().square().mean(), tx)
+        for x in batches:
+            state, _ = step(state, x)
+    # By their places: the copies have other names.
+    return [x.clone() for x in optree.tree_leaves([*state.transforms.values(), state.leaves])]
+
+
+def both(rank):
+    import copies  # type: ignore[import-not-found]
+
+    found = {}
+    for stage in STAGES:
+        for middle in MIDDLE:
+            for route in ("eager", "pure"):
+                built_in, outside = (train(z, stage, middle, route, rank) for z in (zf, copies))
+                assert len(built_in) == len(outside) > 0
+                moved = any(x.is_floating_point() and x.numel() and bool(x.any()) for x in outside)
+                same = all(torch.equal(x, y) for x, y in zip(built_in, outside, strict=True))
+                found[stage, middle, route] = moved and same
+    return found
+
+
+def on_a_rank():
+    import torch.distributed as dist
+
+    return both(dist.get_rank())
+
+
+def test_on_one_process(copies):
+    assert all(both(0).values())
+
+
+def test_on_two_ranks(copies):
+    for found in zf.launch(on_a_rank, 2, timeout=limit(120)):
+        assert found and not [k for k, same in found.items() if not same]

@@ -1,0 +1,88 @@
+"""The code of the pages in `docs/` runs, from the first block to the last; the sharding of one's own on ranks as well."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+from torch.func import functional_call
+
+import zerofn as zf
+
+PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+
+
+IMPORTS = "import torch\nimport zerofn as zf\nfrom zerofn.extend import Transform, transform\n"
+
+
+def run(text, first=""):
+    """What the blocks of Python in a text define."""
+    names = {"__name__": "__main__"}
+    code = first + "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    exec(compile(code, "page", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_block_runs(page):
+    run(page.read_text())
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1, bias=False))
+
+
+def batch(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def middle():
+    return [zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(1e-2)]
+
+
+def by_rows(directory):
+    """Parameters in full after six micro-steps, in both routes; and those of a checkpoint that was loaded again."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    page = next(p for p in PAGES if p.stem == "writing-a-transform")
+    shard_rows = run(page.read_text().partition("## A sharding")[2], IMPORTS)["shard_rows"]
+    tx, model = zf.chain(shard_rows(), *middle()), model_of()
+    state = zf.init(tx, {n: p.detach().clone() for n, p in model.named_parameters()})
+    plain = model_of()
+    step = zf.make_step(lambda p, x: functional_call(plain, p, (x,)).square().mean(), tx)
+    opt = zf.attach(model, tx)
+    parts = [tuple(p.shape) for p in model.parameters()]
+    for i in range(6):
+        model(batch(rank, i)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        state, _ = step(state, batch(rank, i))
+    zf.save(directory, opt)
+    again = zf.load(directory, like=zf.init(tx, {n: p.detach() for n, p in model_of().named_parameters()}))
+    with opt.gathered():
+        eager = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return parts, eager, zf.full_params(tx, state), zf.full_params(tx, again)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sharding_of_ones_own_is_right_on_ranks(size, tmp_path):
+    model = model_of()
+    opt = zf.attach(model, zf.chain(*middle()))
+    for i in range(6):
+        model(torch.cat([batch(r, i) for r in range(size)])).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for rank, (parts, *found) in enumerate(zf.launch(by_rows, size, str(tmp_path / "saved"), timeout=limit(60))):
+        each = -(-7 // size)
+        rows = min(each, 7 - each * rank)
+        assert parts == [(5 * rows,), (rows,), (7 if rank == 0 else 0,)]
+        for params in found:
+            for name, p in model.named_parameters():
+                # The mean over ranks is taken in another order than over one batch.
+                torch.testing.assert_close(params[name], p.detach(), rtol=1e-5, atol=1e-6)
