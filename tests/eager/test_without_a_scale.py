@@ -17,7 +17,7 @@ import zerofn as zf
 BF16 = torch.bfloat16
 PACKAGE = str(Path(zf.__file__).parent)
 # What a scale acts in.
-BOUNDARY = {"_crossing", "_closed", "_upstream", "_escape", "_backward_hooks"}
+BOUNDARY = {"crossing", "closed_graph", "upstream", "graph_check", "backward_hooks"}
 
 
 def run_by(fn: Callable[[], Any]) -> set[tuple[str, str]]:
@@ -85,9 +85,9 @@ def test_without_precision_nothing_at_all_runs(name):
 
 def test_with_a_scale_it_is_seen_to_run():
     found = {module for module, _ in of_a_step(zf.chain(zf.scale_loss(8.0), zf.adamw(1e-3)))}
-    assert found >= BOUNDARY - {"_backward_hooks"}
+    assert found >= BOUNDARY - {"backward_hooks"}
     found = {module for module, _ in of_a_step(zf.chain(zf.precision(output_dtype=BF16), zf.adamw(1e-3)))}
-    assert found >= {"_crossing", "_upstream"} and "_closed" not in found
+    assert found >= {"crossing", "upstream"} and "closed_graph" not in found
 
 
 def one_rank() -> set[tuple[str, str]]:
@@ -96,7 +96,7 @@ def one_rank() -> set[tuple[str, str]]:
 
 def test_on_ranks_nothing_of_the_boundary_runs():
     for found in zf.launch(one_rank, 2, timeout=limit(60)):
-        assert {module for module, _ in found} >= {"_units"}
+        assert {module for module, _ in found} >= {"gather_on_use"}
         assert not {entry for entry in found if entry[0] in BOUNDARY}
 
 

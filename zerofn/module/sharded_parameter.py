@@ -86,10 +86,10 @@ class Parted(Partial):
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
             written = 1 if _in_place(name) else 0
-            if written and isinstance(args[0], Parted) and not args[0].is_whole():
+            if written and args and isinstance(args[0], Parted) and not args[0].is_whole():
                 check_placed(name, args[0].path)
             if not is_dynamo_compiling() and (pointwise(name) or name == "__setitem__"):
-                if written and _is_part(args[0]):
+                if written and args and _is_part(args[0]):
                     return func(*_parts(name, args), **kwargs)
                 _check_beside_wholes(name, [*args, *kwargs.values()])
             args = (*args[:written], *(_whole(x) for x in args[written:]))

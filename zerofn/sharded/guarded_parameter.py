@@ -25,9 +25,10 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import eagerly, version
 from .._errors import explain
 
-OURS = f"{__package__}."
+PACKAGE = __name__.partition(".")[0]
+OURS = f"{PACKAGE}."
 # Who reads `.grad` and knows what to do where there is none.
-LIBRARIES = ("torch", __package__)
+LIBRARIES = ("torch", PACKAGE)
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
