@@ -1,4 +1,4 @@
-"""The code of the pages in `docs/` runs, from the first block to the last; the sharding of one's own on ranks as well."""
+"""The code of the pages in `docs/` runs, from the first block to the last; the sharding on ranks as well."""
 
 from __future__ import annotations
 
