@@ -124,6 +124,18 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {**ADAM, "seed": Seed(), "state_dtype": None, "rounding": None},
         {},
     ),
+    "muon": (
+        zf.muon,
+        {
+            "lr": LR,
+            "momentum": Number(high=1),
+            "nesterov": Flag(),
+            "steps": Count(),
+            "weight_decay": Number(),
+            "dtype": None,
+        },
+        {},
+    ),
     "clip_by_global_norm": (zf.clip_by_global_norm, {"max_norm": POSITIVE}, {}),
     "clip_by_value": (zf.clip_by_value, {"max_value": POSITIVE}, {}),
     "ema": (zf.ema, {"decay": Number(high=1)}, {}),

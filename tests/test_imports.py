@@ -27,6 +27,7 @@ FOLDERS = {_name(path) for path in PACKAGE.rglob("__init__.py")} - {"testing"}
 PUBLIC = [
     *("chain", "shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate"),
     *("clip_by_global_norm", "clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "masked"),
+    *("muon", "export_safetensors", "extend"),
     *("partition", "ema", "schedules", "init", "make_step", "bind", "vjp", "update", "full_params", "attach"),
     *("guest", "leafwise", "launch", "describe", "plan", "save", "load", "from_deepspeed"),
 ]

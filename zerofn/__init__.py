@@ -7,7 +7,8 @@
 >>> state, metrics = step(state, torch.ones(2))
 """
 
-from . import schedules
+from . import extend as extend
+from . import schedules as schedules
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.compose import masked as masked
@@ -39,6 +40,7 @@ from .transforms.clip import clip_by_value as clip_by_value
 from .transforms.ema import ema as ema
 from .transforms.loss_scale import scale_loss as scale_loss
 from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
+from .transforms.muon import muon as muon
 from .transforms.offload import offload as offload
 from .transforms.precision import precision as precision
 from .transforms.sgd import sgd as sgd

@@ -1,4 +1,4 @@
-"""Where leaves are cut over ranks, transforms that must see whole ones are refused, and elementwise ones are right.
+"""Where leaves are cut over ranks: transforms that must see the whole tree are refused, and all others are right.
 
 The reference is plain torch in float64 and one process, on the data of all ranks.
 """
@@ -105,27 +105,23 @@ ELEMENTWISE = {
 OF_LEAVES = {
     "muon": (lambda: (muon(), zf.sgd(1.0)), every_step(muon_formula)),
     "lars": (lambda: (lars(), zf.sgd(1.0)), every_step(lars_formula)),
-    "guest": (lambda: (clipped(),), by_torchopt(clipped)),
+    "muon in offload": (lambda: (zf.offload(muon()), zf.sgd(1.0)), every_step(muon_formula)),
+    "lars in masked": (lambda: (zf.masked(lars(), lambda path: True), zf.sgd(1.0)), every_step(lars_formula)),
+    "rows": (
+        lambda: (zf.leafwise(lars_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
+        every_step(lars_formula),
+    ),
 }
+OF_TREES = {"guest": (lambda: (clipped(),), by_torchopt(clipped))}
 # Nested; what is named in the message.
 NESTED = {
-    "offload": (lambda: (zf.offload(muon()), zf.sgd(1.0)), "muon_formula needs whole leaves"),
-    "masked": (lambda: (zf.masked(lars(), lambda path: "0" in path), zf.sgd(1.0)), "lars_formula in masked needs"),
-    "partition": (
-        lambda: (zf.partition({"a": zf.chain(muon(), zf.sgd(1.0)), "b": zf.adamw(0.1)}, lambda p: "ab"["bias" in p]),),
-        "muon_formula in partition needs whole leaves (needs='leaf')",
-    ),
     "offload of masked": (
         lambda: (zf.offload(zf.masked(clipped(), lambda path: True)), zf.sgd(1.0)),
         "ChainedGradientTransformation in masked needs the whole tree (needs='tree')",
     ),
-    "row": (
-        lambda: (zf.leafwise(lars_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
-        "lars_formula needs whole rows (needs='row')",
-    ),
     "two": (
-        lambda: (muon(), lars(), zf.sgd(1.0)),
-        "muon_formula needs whole leaves (needs='leaf'), lars_formula needs",
+        lambda: (muon(), zf.guest(clipped(), needs="leaf"), Transform("by_hand"), zf.sgd(1.0)),
+        "needs whole leaves (needs='leaf'), by_hand needs the whole tree",
     ),
     "built by hand": (
         lambda: (Transform("by_hand"), zf.sgd(1.0)),
@@ -208,7 +204,7 @@ class Table(dict):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-ELEMENTWISE, OF_LEAVES = Table(ELEMENTWISE), Table(OF_LEAVES)
+ELEMENTWISE, OF_LEAVES, OF_TREES = Table(ELEMENTWISE), Table(OF_LEAVES), Table(OF_TREES)
 
 
 def every_of(front):
@@ -226,8 +222,11 @@ def everything():
                 out["element", front, name, route] = train(front, parts, route)
         for name, (parts, _) in OF_LEAVES.items() if front != "none" else ():
             for route in ("eager", "pure"):
+                out["leaf", front, name, route] = train(front, parts, route)
+        for name, (parts, _) in OF_TREES.items() if front != "none" else ():
+            for route in ("eager", "pure"):
                 if front not in CUT:
-                    out["leaf", front, name, route] = train(front, parts, route)
+                    out["tree", front, name, route] = train(front, parts, route)
                     continue
                 refused[front, name, route] = message(lambda f=front, p=parts, r=route: train(f, p, r))
     for name, (parts, _) in NESTED.items():
@@ -259,7 +258,8 @@ def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
     for rank, (found, _) in enumerate(ranks):
         assert found
         for (kind, front, name, route), got in found.items():
-            want = reference(ELEMENTWISE if kind == "element" else OF_LEAVES, name, every_of(front))
+            table = {"element": ELEMENTWISE, "leaf": OF_LEAVES, "tree": OF_TREES}[kind]
+            want = reference(table, name, every_of(front))
             # Float64; a sum over ranks in another order.
             worst = max(float((got[n] - want[n]).abs().max()) for n in want)
             if not worst < 1e-10:
@@ -269,11 +269,11 @@ def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
 
 def test_what_must_see_more_is_refused_by_name(ranks):
     for _, refused in ranks:
-        assert len(refused) == len(CUT) * len(OF_LEAVES) * 2 + len(NESTED) * 4
+        assert len(refused) == len(CUT) * len(OF_TREES) * 2 + len(NESTED) * 4
         for (front, name, route), text in refused.items():
             assert text.startswith("zf.attach with" if route == "eager" else "zf.init with"), (front, name, route, text)
             assert f"leaves cut over {SIZE} ranks\n  why:   " in text
-            if name in NESTED and name not in OF_LEAVES:
+            if name in NESTED:
                 assert NESTED[name][1] in text
             assert 'zf.leafwise(needs="element") or zf.guest(transformation, needs="element")' in text
             cut = "shard" if "shard" in front else "reduce_scatter"
@@ -282,17 +282,31 @@ def test_what_must_see_more_is_refused_by_name(ranks):
 
 @pytest.mark.parametrize("route", ["eager", "pure"])
 @pytest.mark.parametrize("front", list(FRONTS))
-@pytest.mark.parametrize("name", list(OF_LEAVES))
+@pytest.mark.parametrize("name", [*OF_LEAVES, *OF_TREES])
 def test_on_one_process_nothing_is_cut_and_all_is_right(name, front, route):
-    got, want = train(front, OF_LEAVES[name][0], route, range(SIZE)), reference(OF_LEAVES, name, every_of(front))
+    table = OF_LEAVES if name in OF_LEAVES else OF_TREES
+    got, want = train(front, table[name][0], route, range(SIZE)), reference(table, name, every_of(front))
     for path, x in want.items():
         torch.testing.assert_close(got[path], x, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("front", CUT)
 @pytest.mark.parametrize("name", list(OF_LEAVES))
-def test_a_plan_refuses_what_ranks_would(name, front):
+def test_a_plan_shows_states_at_their_owners(name, front):
     tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
+    others = ("params", "state", "sgd", "accumulate")
+    rows = [r for r in zf.plan(tx, Net(), world_size=1).rows if r.transform not in others]
+    whole = {(r.transform, r.slot, r.path): r.bytes for r in rows}
+    found = [zf.plan(tx, Net(), world_size=4, rank=rank) for rank in range(4)]
+    assert len(whole) == 5
+    for key, size in whole.items():
+        here = [next(r.bytes for r in plan.rows if (r.transform, r.slot, r.path) == key) for plan in found]
+        assert sorted(here) == [0, 0, 0, size]
+
+
+@pytest.mark.parametrize("front", CUT)
+def test_a_plan_refuses_what_ranks_would(front):
+    tx = zf.chain(*FRONTS[front](), *OF_TREES["guest"][0]())
     zf.plan(tx, Net(), world_size=1)
     with pytest.raises(ValueError, match=r"zf.plan with .* and leaves cut over 4 ranks"):
         zf.plan(tx, Net(), world_size=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ class Entry(NamedTuple):
         shape: of the whole tensor over all ranks.
         offset: flat index in the whole of this process's first element; `None` where it holds all of it.
         of_leaf: whether it belongs to a leaf.
+        elsewhere: whether another rank has all of it, the owner of the leaf.
     """
 
     owner: str
@@ -38,6 +39,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int | None = None
     of_leaf: bool = True
+    elsewhere: bool = False
 
     @property
     def key(self) -> str:
@@ -86,6 +88,8 @@ def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | No
 def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
     """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
     placement = state.layout.placement
+    if owner in placement.owned:
+        return list(_at_owners(state, owner, slot, values))
     spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
     sharded = placement.size > 1 and bool(spans) and owner not in placement.apart
     sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
@@ -98,6 +102,26 @@ def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any])
     if None in values:
         rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
     return rows
+
+
+def _at_owners(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> Iterator[Entry]:
+    """The entries of a transform that is run on whole leaves: an owner has all of a leaf's, the others nothing."""
+    ranks, here = dict(state.layout.placement.owners), state.layout.placement.rank
+    for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
+        yield _at_owner(Entry(owner, slot, path, x, _shape(x)), ranks[path] == here)
+    if None in values:
+        e = Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False)
+        # A leaf's own state may be a tree: its path stands in the middle then.
+        path = next((part for part in slot.split("/") if part in ranks), None)
+        yield e if path is None else _at_owner(e, ranks[path] == here)
+
+
+def _at_owner(e: Entry, here: bool) -> Entry:
+    if not isinstance(e.value, Tensor):
+        return e
+    if here:
+        return e._replace(offset=0)
+    return e._replace(value=e.value.new_empty(0), offset=e.value.numel(), elsewhere=True)
 
 
 def _flat(x: Any, low: int, high: int) -> bool:
@@ -116,9 +140,18 @@ def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
     for i, e in enumerate(found):
         # A transform may have the name "params".
         owner = None if i < len(state.leaves) else e.owner
-        new[owner, e.slot, e.path if e.of_leaf else None] = fn(e)
+        value = fn(e)
+        if not e.elsewhere:
+            new[owner, e.slot, e.path if e.of_leaf else None] = value
     transforms = {
-        owner: unflatten(flatten(own)[1], [new[owner, *_split(keys, paths)] for keys in tree_keys(own)])
+        owner: unflatten(
+            flatten(own)[1],
+            # What is elsewhere keeps its shape.
+            [
+                new.get((owner, *_split(keys, paths)), x)
+                for keys, x in zip(tree_keys(own), flatten(own)[0], strict=True)
+            ],
+        )
         for owner, own in state.transforms.items()
     }
     leaves = {path: new[None, "", path] for path in state.leaves}
@@ -136,10 +169,10 @@ def over_ranks(state: State, shards: Group, rank: int) -> State:
         shards: the ranks that share a leaf.
         rank: this one among all that hold the state.
     """
-    if state.layout.placement.ranges:
+    if state.layout.placement.ranges or state.layout.placement.owned:
         raise ValueError(
             explain(
-                "opt.state_dict() of leaves that a wire of one's own has cut",
+                "opt.state_dict() of leaves that a wire of one's own has cut, or of states at the owners of leaves",
                 "torch's distributed tensors know ranges of one length only",
                 "zf.save(directory, opt), which asks the wire",
             )

@@ -60,11 +60,12 @@ def leafwise(
         needs: how much of a leaf an update must see to be right. `"element"`: each element of what is returned comes
             from the same element of gradient, parameter and state alone. Then under `shard` and `reduce_scatter`
             it is handed flat pieces of leaves, of shape `(n,)` and some of them empty. `"leaf"`: a norm, a
-            mean, a sort, a matrix product, the shape or the place in the leaf matters. Then it is refused under
-            `shard` and `reduce_scatter` by `zf.init`, `zf.attach` and `zf.plan` where leaves are really cut, that is on
-            more than one rank; on one rank, and under `all_reduce` on any number, it is right.
-            `"row"`, which only looks along the dimensions behind the first, is refused there too, since
-            leaves are cut in the middle of rows. `zerofn.testing.check_transform` finds one that says too little.
+            mean, a sort, a matrix product, the shape or the place in the leaf matters. Where leaves are cut over
+            several ranks, each leaf then has an owner: pieces of gradient and parameter travel there, it is updated
+            whole, and the result comes back cut; its state lives at the owner. `zf.save` keeps it for any number of
+            ranks, `opt.state_dict()` refuses it. `"row"` only looks along the dimensions behind the first; it is run
+            at the owner as well, since leaves are cut in the middle of rows. `zerofn.testing.check_transform` finds one
+            that says too little.
 
     A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
     it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it.

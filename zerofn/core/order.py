@@ -69,8 +69,8 @@ def check_pieces(parts: Sequence[Transform], ranks: int, where: str) -> None:
             "product or the shape of a piece is another one, and the update would be wrong without a word",
             'zf.leafwise(needs="element") or zf.guest(transformation, needs="element") where it is made, if each '
             "element of the update comes from the same element of gradient, parameter and state alone;\n"
-            f"zf.all_reduce() in place of {cut} if not: data parallel, nothing is cut. (A later version is to run "
-            "whole leaves at one rank each.)",
+            f"zf.all_reduce() in place of {cut} if not: data parallel, nothing is cut. What needs a whole leaf and "
+            "is written with zf.leafwise is run at one rank for each leaf.",
         )
     )
 

@@ -23,6 +23,7 @@ from ..ranks.reduction import OverRanks
 from .compose import as_transform, complete
 from .linear_map import LeafView, over
 from .order import check_complete, check_pieces
+from .owners import Owners, at_owners, may_be_owned
 from .transform import (
     Context,
     OneProcess,
@@ -306,8 +307,21 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     late = bool(held) and any(view is not None and view.resident for view in views)
     stages = [view for view in views if view is not None]
     layout = replace(layout, placement=_placement(stages, layout, held if late else ()))
+    wire = next((view.wire for view in stages if view.wire is not None and view.wire.cuts), None)
+    if wire is not None:
+        parts, layout = _with_owners(parts, layout, wire)
     check_pieces(parts, layout.placement.size, where)
     return Pipeline(tx, layout, parts, tuple(views), dtypes, late)
+
+
+def _with_owners(parts: tuple[Transform, ...], layout: Layout, wire: Wire) -> tuple[tuple[Transform, ...], Layout]:
+    """Those that need whole leaves are run at the owners of leaves."""
+    owned = tuple(part.name for part in parts if may_be_owned(part))
+    if not owned:
+        return parts, layout
+    at = Owners(wire, tuple(leaf for leaf in layout.leaves if leaf.trainable))
+    placement = replace(layout.placement, owned=owned, owners=tuple(at.rank_of.items()))
+    return tuple(at_owners(p, at) if p.name in owned else p for p in parts), replace(layout, placement=placement)
 
 
 def _groups(stages: Sequence[View]) -> tuple[Group, ...]:

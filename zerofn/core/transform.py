@@ -74,6 +74,9 @@ NEEDS = ("element", "number", "row", "leaf", "tree")
 # What is right where leaves are cut over ranks, flat, in consecutive ranges.
 OF_PIECES = ("element", "number")
 
+# What is right at the owner of a leaf.
+OF_LEAVES = ("row", "leaf")
+
 
 def most(needs: Iterable[str]) -> str:
     """What a transform needs that holds others with these needs.

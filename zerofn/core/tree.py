@@ -60,6 +60,8 @@ class Placement:
         together: how many ranks hold this state between them, replicas among them.
         axes: the ranks along each axis that they lie on.
         apart: transforms whose state is each rank's own: sums of gradients that are not yet reduced.
+        owned: transforms that are run on whole leaves, each at its owner.
+        owners: by path, the owner, one of those that share a leaf.
         ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
     """
 
@@ -70,6 +72,8 @@ class Placement:
     axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
+    owned: tuple[str, ...] = ()
+    owners: tuple[tuple[str, int], ...] = ()
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of a leaf."""

@@ -152,8 +152,10 @@ def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
     return outlasting("reduce_scatter", _scatter_single, out, inp, op=add, group=group.pg, async_op=True)
 
 
-def begin_exchange(out: Tensor, inp: Tensor, group: Group) -> Any:
-    return outlasting("all_to_all", dist.all_to_all_single, out, inp, group=group.pg, async_op=True)
+def begin_exchange(
+    out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None
+) -> Any:
+    return outlasting("all_to_all", dist.all_to_all_single, out, inp, outs, ins, group=group.pg, async_op=True)
 
 
 def begin_reduce(t: Tensor, op: str, group: Group) -> Any:

@@ -61,6 +61,16 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     return work if async_op else work.wait() and None
 
 
+def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], group: Group) -> None:
+    """Sends `ins[r]` numbers of `inp` to rank r, one rank after the other; `outs[r]` come from it. Both are flat."""
+    if group.size == 1:
+        out.copy_(inp)
+        return
+    # Also where this rank has nothing to send or to get: others may.
+    group.traffic.count("all_to_all", group.size, inp.numel() * inp.element_size())
+    run(raw.begin_exchange(out, inp, group, outs, ins), "all_to_all", group, False)
+
+
 def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
     """Reduces `t` over the ranks in place; `op` is "sum", "max" or "min"."""
     if op not in raw.REDUCE:

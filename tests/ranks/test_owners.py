@@ -1,0 +1,197 @@
+"""Transforms that need whole leaves, where leaves are cut over ranks: each leaf is updated at its owner.
+
+The reference is one process on the data of all ranks, and `torch.optim.Muon`.
+"""
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+from torch.func import functional_call
+
+import zerofn as zf
+from zerofn.transforms import muon as module
+
+F64 = torch.float64
+STAGES = {
+    0: (lambda: [zf.all_reduce()], lambda: []),
+    1: (lambda: [], lambda: [zf.reduce_scatter()]),
+    2: (lambda: [zf.reduce_scatter()], lambda: []),
+    3: (lambda: [zf.shard()], lambda: []),
+}
+
+
+@zf.leafwise(init=lambda p: {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": torch.zeros(())}, optimizer=True)
+def lamb(grad, param, state, *, lr=1e-2, b1=0.9, b2=0.999):
+    """You et al., 2020."""
+    t = state["t"] + 1
+    m = b1 * state["m"] + (1 - b1) * grad
+    v = b2 * state["v"] + (1 - b2) * grad**2
+    u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-6) + 0.01 * param
+    ratio = param.norm() / u.norm().clamp(min=1e-8)
+    return param - lr * torch.where(ratio > 0, ratio, 1.0) * u, {"m": m, "v": v, "t": t}
+
+
+def matrices(path):
+    return "matrix" if path in ("0.weight", "2.weight", "4.weight") else "rest"
+
+
+@zf.leafwise
+def centred(grad, param):
+    return grad - grad.mean()
+
+
+LAST = {
+    "muon": lambda: [zf.partition({"matrix": zf.muon(lr=0.02, weight_decay=0.1), "rest": zf.adamw(1e-2)}, matrices)],
+    "lamb": lambda: [lamb(lr=0.01)],
+    "lamb on the host": lambda: [zf.offload(lamb(lr=0.01))],
+    "gradient": lambda: [zf.clip_by_global_norm(1.0), centred(), zf.adamw(1e-2)],
+    "masked": lambda: [zf.masked(centred(), lambda path: "weight" in path), zf.sgd(0.05, momentum=0.9)],
+}
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)).to(F64)
+
+
+def batch(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank), dtype=F64)
+
+
+def loss_of(model, params, x):
+    return functional_call(model, params, (x,)).square().mean() + functional_call(model, params, (x,)).mean()
+
+
+def chain(stage, last, every):
+    first, late = STAGES[stage]
+    return zf.chain(*first(), zf.accumulate(every), *late(), *LAST[last]())
+
+
+def train(tx, route, data, steps):
+    model = make()
+    if route == "eager":
+        opt = zf.attach(model, tx)
+        for i in range(steps):
+            x = data(i)
+            (model(x).square().mean() + model(x).mean()).backward()
+            opt.step()
+            opt.zero_grad()
+        with opt.gathered():
+            return [p.detach().clone() for p in model.parameters()], opt
+    state = zf.init(tx, {n: p.detach().clone() for n, p in model.named_parameters()})
+    step = zf.make_step(lambda p, x: loss_of(model, p, x), tx)
+    for i in range(steps):
+        state, _ = step(state, data(i))
+    return list(zf.full_params(tx, state).values()), state
+
+
+def on_ranks(stage):
+    import torch.distributed as dist
+
+    rank, found = dist.get_rank(), {}
+    for last in LAST:
+        for route in ("eager", "pure"):
+            every = 2 if route == "eager" else 1
+            found[last, route], _ = train(chain(stage, last, every), route, lambda i: batch(rank, i), 30)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_thirty_steps_are_those_of_one_process(stage, size):
+    found = zf.launch(on_ranks, size, stage, timeout=limit(120))
+    for last in LAST:
+        for route in ("eager", "pure"):
+            tx = zf.chain(zf.accumulate(2 if route == "eager" else 1), *LAST[last]())
+            whole, _ = train(tx, route, lambda i: torch.cat([batch(r, i) for r in range(size)]), 30)
+            start = list(make().parameters())
+            assert all((p - q).abs().max() > 1e-3 for p, q in zip(whole, start, strict=True))
+            for got in found:
+                for x, y in zip(got[last, route], whole, strict=True):
+                    # Float64. A mean over ranks is taken in another order than over a batch.
+                    torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+
+
+def counted(stage):
+    """Shapes that the iteration has seen in one step; bytes of the exchanges; elements of states of this rank."""
+    seen, real = [], module.orthogonal
+    module.orthogonal = lambda u, *rest: seen.append(tuple(u.shape)) or real(u, *rest)
+    tx = chain(stage, "muon", 1)
+    _, state = train(tx, "pure", lambda i: batch(0, i), 1)
+    from zerofn.core.entries import entries
+
+    held = {(e.slot, e.path): e.value.numel() for e in entries(state) if e.slot.endswith("momentum")}
+    return seen, held
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
+    for stage in (1, 2, 3):
+        found = zf.launch(counted, size, stage, timeout=limit(60))
+        assert sorted(shape for seen, _ in found for shape in seen) == [(2, 6), (6, 7), (7, 5)]
+        total = {key: [held[key] for _, held in found] for key in found[0][1]}
+        assert sorted(map(sorted, total.values())) == sorted(sorted([n] + [0] * (size - 1)) for n in (12, 42, 35))
+
+
+def saved(directory, last, stage):
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tx = chain(stage, last, 1)
+    _, state = train(tx, "pure", lambda i: batch(rank, i), 3)
+    zf.save(directory, state)
+    return list(zf.full_params(tx, state).values())
+
+
+def loaded(directory, last, stage):
+    tx, model = chain(stage, last, 1), make()
+    state = zf.load(directory, like=zf.init(tx, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    before = [p.clone() for p in zf.full_params(tx, state).values()]
+    step = zf.make_step(lambda p, x: loss_of(model, p, x), tx)
+    # The same data on all ranks, so that their number does not matter.
+    for i in range(3):
+        state, _ = step(state, batch(9, i))
+    return before, list(zf.full_params(tx, state).values())
+
+
+@pytest.mark.parametrize("last", ["muon", "lamb"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
+    directory = str(tmp_path / "saved")
+    was = zf.launch(saved, 3, directory, last, 3, timeout=limit(60))[0]
+    found = [zf.launch(loaded, 2, directory, last, 3, timeout=limit(60))[1], loaded(directory, last, 0)]
+    found.append(zf.launch(loaded, 3, directory, last, 2, timeout=limit(60))[2])
+    for before, after in found:
+        for x, y in zip(before, was, strict=True):
+            assert torch.equal(x, y)
+        for x, y, p in zip(after, found[1][1], was, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
+            assert (x - p).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_that_of_torch(nesterov, monkeypatch):
+    # torch's iteration is in bf16, where the order of two roundings shows in the first digits.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    torch.manual_seed(0)
+    start = {"a": torch.randn(8, 5, dtype=F64), "b": torch.randn(3, 9, dtype=F64)}
+    theirs = {k: x.clone().requires_grad_() for k, x in start.items()}
+    opt = torch.optim.Muon(theirs.values(), lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+    tx = zf.muon(lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+    state = zf.init(tx, start)
+    for _ in range(5):
+        grads = {k: torch.randn_like(x) for k, x in start.items()}
+        for k, p in theirs.items():
+            p.grad = grads[k].clone()
+        opt.step()
+        state, _ = zf.update(tx, grads, state)
+    for k, p in theirs.items():
+        assert (p - start[k]).abs().max() > 0.05
+        # Float64; products are added up in another order.
+        torch.testing.assert_close(state.params[k], p.detach(), rtol=0, atol=1e-12)
+
+
+def test_muon_is_for_matrices():
+    state = zf.init(zf.muon(), {"w": torch.zeros(2, 2), "b": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"muon is for matrices\n  b: of shape \(2,\)\n.*partition"):
+        zf.update(zf.muon(), {"w": torch.ones(2, 2), "b": torch.ones(2)}, state)

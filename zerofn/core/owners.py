@@ -1,0 +1,191 @@
+"""Whole leaves where leaves are cut over ranks: each leaf has an owner, who updates it.
+
+Parameters stay cut. For an update the pieces of a leaf's gradient and parameter travel to its owner, which runs the
+transform on whole leaves as one process would, and the result comes back cut. States live at the owner alone. A matrix
+is worked on once in the whole job, and what travels is an all-to-all each way: a rank sends what it has of others'
+leaves and gets what others have of its own. The alternative, to gather every leaf on every rank, costs as many bytes
+times the number of ranks, and the work of each leaf on all of them.
+
+On other ranks than the owner a state has its shape and no memory: one element, expanded. So the structure of a state is
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import is_shape_only
+from ..ranks.collectives import exchange_into
+from .transform import OF_LEAVES, Context, Scope, Transform, TransformState
+from .tree import Layout, Leaf, Leaves, tree_map
+from .views import Wire
+
+
+def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
+    """By path: the rank that updates the leaf. Chosen by the sizes of leaves and the number of ranks alone.
+
+    The largest first, each to the rank that has the least.
+
+    >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
+    >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
+    >>> owners(leaves, 2)
+    {'a': 0, 'b': 1, 'c': 1, 'd': 0}
+    """
+    load = [0] * size
+    found: dict[str, int] = {}
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
+        found[leaf.path] = min(range(size), key=lambda rank: load[rank])
+        # A leaf without elements is work too, or one rank would have all of them.
+        load[found[leaf.path]] += leaf.numel + 1
+    return found
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The exchange between pieces and whole leaves.
+
+    Attributes:
+        wire: how leaves are cut.
+        leaves: all of them, in one order on all ranks.
+    """
+
+    wire: Wire
+    leaves: tuple[Leaf, ...]
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        """By path: the owner."""
+        return owners(self.leaves, self.wire.group.size)
+
+    @cached_property
+    def spans(self) -> list[dict[str, tuple[int, int]]]:
+        """For each rank, by path: the flat range of a leaf that it has."""
+        group = self.wire.group
+        wires = [self.wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
+        return [{leaf.path: wire.span(leaf) for leaf in self.leaves} for wire in wires]
+
+    def mine(self, paths: Any) -> list[str]:
+        """Those of this rank."""
+        return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
+
+    def to_owners(self, pieces: Leaves) -> Leaves:
+        """Whole leaves of this rank from the pieces of all. The same paths on every rank."""
+        out: Leaves = {}
+        for leaves in self._by_dtype(pieces):
+            like = pieces[leaves[0].path]
+            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == self.wire.group.rank]
+            sent = [[pieces[leaf.path] for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+            lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
+            got = self._exchange(sent, lengths, like)
+            for i, leaf in enumerate(mine):
+                full = like.new_empty(leaf.numel)
+                for rank in self._ranks:
+                    low, high = self.spans[rank][leaf.path]
+                    full[low:high] = got[rank][i]
+                out[leaf.path] = full.view(leaf.shape)
+        return out
+
+    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
+        """This rank's pieces of all leaves from the whole ones that owners have.
+
+        Args:
+            wholes: of this rank.
+            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+        """
+        out: Leaves = {}
+        here = self.wire.group.rank
+        for leaves in self._by_dtype(like):
+            first = like[leaves[0].path]
+            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == here]
+            flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
+            sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
+            theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+            got = self._exchange(sent, [[self._length(here, x) for x in of_rank] for of_rank in theirs], first)
+            for of_rank, parts in zip(theirs, got, strict=True):
+                out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
+        return {path: out[path] for path in like}
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.wire.group.size)
+
+    def _length(self, rank: int, leaf: Leaf) -> int:
+        low, high = self.spans[rank][leaf.path]
+        return high - low
+
+    def _by_dtype(self, tensors: Leaves) -> list[list[Leaf]]:
+        """Leaves that travel in one message each."""
+        found: dict[Any, list[Leaf]] = {}
+        for leaf in self.leaves:
+            if leaf.path in tensors:
+                found.setdefault((tensors[leaf.path].dtype, tensors[leaf.path].device), []).append(leaf)
+        return list(found.values())
+
+    def _exchange(self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor) -> list[list[Tensor]]:
+        """Send a list of flat tensors to each rank; what each rank has sent, of these lengths."""
+        flat = torch.cat([like.new_empty(0), *(x.reshape(-1) for parts in sent for x in parts)])
+        totals = [sum(of_rank) for of_rank in lengths]
+        out = like.new_empty(sum(totals))
+        exchange_into(out, flat, totals, [sum(x.numel() for x in parts) for parts in sent], self.wire.group)
+        return [list(got.split(of_rank)) for got, of_rank in zip(out.split(totals), lengths, strict=True)]
+
+
+def may_be_owned(t: Transform) -> bool:
+    """Whether it needs whole leaves and no more, and none of another library is inside."""
+    return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
+
+
+def _inside(t: Transform) -> list[Transform]:
+    return [x for part in t.parts for x in (part, *_inside(part))]
+
+
+def at_owners(part: Transform, at: Owners) -> Transform:
+    """The same transform, run at the owners of leaves."""
+
+    def init(pieces: Leaves, layout: Layout) -> TransformState:
+        metas = {x.path: torch.empty(x.shape, dtype=pieces[x.path].dtype, device="meta") for x in at.leaves}
+        if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
+            return part.init_fn({p: pieces[p].new_empty(m.shape) for p, m in metas.items()}, layout)
+        wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
+        # Of leaves that are not this rank's, what a state would be.
+        everywhere, own = part.init_fn(metas, layout), part.init_fn(wholes, layout)
+        device = next(iter(pieces.values())).device
+        return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        given = {path: params[path] for path in grads}
+        wholes, own = at.to_owners(given), _of(state, set(at.mine(grads)), {x.path for x in at.leaves})
+        out, new = part.update_fn(at.to_owners(grads), own, wholes, carry, replace(ctx, offsets={}))
+        if out is None:
+            return None, _laid_over(state, new)
+        return at.to_pieces(out, given if part.facts.optimizes else grads), _laid_over(state, new)
+
+    return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
+
+
+def _without_memory(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
+
+
+def _of(state: Any, own: set[str], paths: set[str]) -> Any:
+    """Of every entry by path, those of some leaves."""
+    if not isinstance(state, dict):
+        return state
+    if state.keys() & paths and state.keys() <= paths:
+        return {path: x for path, x in state.items() if path in own}
+    return {key: _of(x, own, paths) for key, x in state.items()}
+
+
+def _laid_over(old: Any, new: Any) -> Any:
+    """A state with the entries that another one has."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _laid_over(old[key], x) if key in old else x for key, x in new.items()}}
+    return new

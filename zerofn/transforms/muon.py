@@ -1,0 +1,103 @@
+"""`muon`: momentum made orthogonal, for matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves
+from ..extend import (
+    LeafList,
+    ScalarOrSchedule,
+    Transform,
+    check_count,
+    check_dtype,
+    check_flag,
+    check_lr,
+    check_number,
+    like,
+    optimizer,
+    transform,
+)
+
+# Of the quintic `a x + b x^3 + c x^5`, which takes singular values between 0 and 1 near to 1 in few steps.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@transform
+def muon(
+    lr: ScalarOrSchedule = 1e-3,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    steps: int = 5,
+    weight_decay: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Transform:
+    """Momentum whose singular values are made nearly equal, by Newton-Schulz iteration (Jordan et al., 2024).
+
+    `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`, then `steps`
+    times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315);
+    `p *= 1 - lr * weight_decay`; `p -= lr * sqrt(max(1, rows / columns)) * x`. As `torch.optim.Muon`, whose iteration
+    is in bf16 (`dtype`).
+
+    For matrices alone. Give the other leaves to another optimizer by `zf.partition`. It needs whole leaves: where
+    leaves are cut over ranks, each matrix is gathered at one rank, its owner, and is worked on once in the whole job.
+
+    Args:
+        lr: a non-negative number, or a function of the optimizer step.
+        momentum: of the average of gradients, from 0 to below 1.
+        nesterov: whether the gradient is added to it once more.
+        steps: of the iteration.
+        weight_decay: decoupled.
+        dtype: of the iteration; that of the gradient by default. torch.bfloat16 is published, and fast on a GPU.
+
+    Raises:
+        ValueError: at a step, a leaf is no matrix; every such leaf is named.
+
+    >>> import torch, zerofn as zf
+    >>> of = {"matrix": zf.muon(lr=0.02), "rest": zf.adamw(lr=1e-3)}
+    >>> tx = zf.partition(of, lambda path: "rest" if path == "b" else "matrix")
+    >>> state = zf.init(tx, {"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+    >>> state, _ = zf.update(tx, {"w": torch.eye(2, 3), "b": torch.ones(2)}, state)
+    >>> bool((state.params["w"].diagonal() < -0.01).all())
+    True
+    """
+    check_lr("muon", lr)
+    check_number("muon", "momentum", momentum, high=1.0)
+    check_number("muon", "weight_decay", weight_decay)
+    check_flag("muon", "nesterov", nesterov)
+    check_count("muon", "steps", steps, "iterations")
+    check_dtype("muon", "dtype", dtype, FLOATS)
+
+    def update(leaves: LeafList) -> None:
+        wrong = [
+            (path, f"of shape {tuple(p.shape)}")
+            for path, p in zip(leaves.paths, leaves.params, strict=True)
+            if p.ndim != 2
+        ]
+        if wrong:
+            right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
+            raise ValueError(bad_leaves("muon is for matrices", wrong, right))
+        for p, g, m in zip(leaves.params, leaves.grads, leaves.slots["momentum"], strict=True):
+            g = g.to(m.dtype)
+            m.lerp_(g, 1 - momentum)
+            x = orthogonal(g.lerp(m, momentum) if nesterov else m, steps, dtype or g.dtype)
+            p.mul_(1 - leaves.lr * weight_decay)
+            p.sub_(x.to(p.dtype) * (leaves.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5))
+
+    return replace(optimizer("muon", lr, {"momentum": like}, update), needs="leaf")
+
+
+def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """A matrix with the singular vectors of `u` and singular values near 1."""
+    a, b, c = COEFFICIENTS
+    x = u.to(dtype)
+    x = x.mT if u.shape[0] > u.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        y = x @ x.mT
+        x = a * x + (b * y + c * (y @ y)) @ x
+    return x.mT if u.shape[0] > u.shape[1] else x
