@@ -55,6 +55,10 @@ def not_bias(path):
     return "bias" not in path
 
 
+def matrices(path):
+    return "decay" if path in ("block.0.weight", "empty") else "rest"
+
+
 def label(path):
     return "rest" if "bias" in path else "decay"
 
@@ -100,6 +104,7 @@ CASES = {
     "low_precision_adam stochastic": zf.chain(STORED_BF16, zf.low_precision_adam(0.1)),
     "low_precision_adam kahan": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="kahan")),
     "low_precision_adam nearest": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="nearest")),
+    "muon": zf.partition({"decay": zf.muon(0.1), "rest": zf.sgd(0.1)}, matrices),
     "clip_by_value": zf.clip_by_value(0.5),
     "clip_by_global_norm": zf.clip_by_global_norm(0.5),
     "accumulate 1": zf.accumulate(1),

@@ -83,10 +83,11 @@ def muon(
             raise ValueError(bad_leaves("muon is for matrices", wrong, right))
         for p, g, m in zip(leaves.params, leaves.grads, leaves.slots["momentum"], strict=True):
             g = g.to(m.dtype)
-            m.lerp_(g, 1 - momentum)
-            x = orthogonal(g.lerp(m, momentum) if nesterov else m, steps, dtype or g.dtype)
+            # Not `lerp`, for which torch.func.vmap has no rule.
+            m.add_((g - m) * (1 - momentum))
+            x = orthogonal(g + (m - g) * momentum if nesterov else m, steps, dtype or g.dtype)
             p.mul_(1 - leaves.lr * weight_decay)
-            p.sub_(x.to(p.dtype) * (leaves.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5))
+            p.sub_(x.to(p.dtype) * (leaves.lr * max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5))
 
     return replace(optimizer("muon", lr, {"momentum": like}, update), needs="leaf")
 
