@@ -140,6 +140,10 @@ class Units:
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, from the two that are kept or gathered now."""
+        if writes([self.params[leaf.path] for leaf in self.units[i]]) != self.counts[i]:
+            # Somebody has written into a part between two calls, and a copy that is kept has old values.
+            for j in range(len(self.units[i])):
+                self.age(i, j)
         if i not in self.live:
             self.drop(ALIVE - 1)
             self.live[i] = self._perform(PARAMETERS, i, lambda: self._gather(i, self._mine(i)))
