@@ -4,46 +4,14 @@ import re
 
 import rank_programs as P
 import torch
+from small_parts import WIDTH, rows, said, two
 from time_limits import limit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import zerofn as zf
 
-WIDTH = 4
-
-
-def said(fn):
-    """The message of what `fn` raises, or what it returns."""
-    try:
-        return fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def rows(step, rank):
-    g = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, WIDTH, generator=g, dtype=torch.float64)
-
-
 # -- parts beside wholes -------------------------------------------------------------------------------------
-
-
-class Two(nn.Module):
-    """As many rows as ranks in one leaf; a leaf of two numbers; one of as many as a part of another."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Linear(WIDTH, 2)
-        self.same = nn.Linear(WIDTH, 2)
-
-    def forward(self, x):
-        return self.w(x) * torch.tanh(self.same(x))
-
-
-def two():
-    torch.manual_seed(0)
-    return Two().double()
 
 
 def inner_step(model, p, g):

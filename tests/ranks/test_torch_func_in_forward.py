@@ -5,27 +5,12 @@ import re
 import pytest
 import rank_programs as P
 import torch
+from small_parts import WIDTH, rows, said
 from time_limits import limit
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import zerofn as zf
-
-WIDTH = 4
-
-
-def said(fn):
-    """The message of what `fn` raises, or what it returns."""
-    try:
-        return fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def rows(step, rank):
-    g = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, WIDTH, generator=g, dtype=torch.float64)
-
 
 # -- torch.func ---------------------------------------------------------------------------------------------------
 

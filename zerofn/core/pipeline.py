@@ -35,7 +35,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaf, Leaves, Placement
-from .views import Dtypes, Like, Ranks, View, Wire, pull_all, reducing_in, view_all
+from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_in, view_all
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -95,12 +95,12 @@ class Pipeline:
     @cached_property
     def sharding(self) -> Wire | None:
         """How leaves are cut over ranks, if they are."""
-        return next((view.wire for view in self.stages if view.wire is not None and view.wire.cuts), None)
+        return cutter(self.stages)
 
     @cached_property
     def sharded_use(self) -> bool:
         """Whether even resident parameters are shards, gathered when they are used."""
-        return any(view.wire is not None and view.wire.cuts for view in self.stages[: self.cut])
+        return cutter(self.stages[: self.cut]) is not None
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -180,7 +180,7 @@ class Pipeline:
             scale: what to divide by at the end.
         """
         leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        whole = not any(s.wire is not None and s.wire.cuts for s in self.stages[: self._index(stages)])
+        whole = cutter(self.stages[: self._index(stages)]) is None
         like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
         for stage in stages:
             if scale is None or not stage.only_dtype:
@@ -306,8 +306,8 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     held = tuple(part.name for part in parts[:first] if part.facts.holds)
     late = bool(held) and any(view is not None and view.resident for view in views)
     stages = [view for view in views if view is not None]
-    layout = replace(layout, placement=_placement(stages, layout, held if late else ()))
-    wire = next((view.wire for view in stages if view.wire is not None and view.wire.cuts), None)
+    wire = cutter(stages)
+    layout = replace(layout, placement=_placement(stages, wire, layout, held if late else ()))
     if wire is not None:
         parts, layout = _with_owners(parts, layout, wire)
     check_pieces(parts, layout.placement.size, where)
@@ -328,10 +328,9 @@ def _groups(stages: Sequence[View]) -> tuple[Group, ...]:
     return tuple(view.wire.group for view in stages if view.wire is not None)
 
 
-def _placement(stages: Sequence[View], layout: Layout, apart: tuple[str, ...]) -> Placement:
+def _placement(stages: Sequence[View], wire: Wire | None, layout: Layout, apart: tuple[str, ...]) -> Placement:
     """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
     groups = _groups(stages)
-    wire = next((view.wire for view in stages if view.wire is not None and view.wire.cuts), None)
     shards, axes = Group() if wire is None else wire.group, tuple(g.ranks for g in groups)
     found = Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
     spans = {} if wire is None else {leaf: wire.span(leaf) for leaf in layout.leaves}

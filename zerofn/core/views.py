@@ -8,7 +8,7 @@ in the model between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -187,6 +187,11 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
     return None
 
 
+def cutter(views: Sequence[View]) -> Wire | None:
+    """The wire that cuts leaves over ranks, if one does."""
+    return next((view.wire for view in views if view.wire is not None and view.wire.cuts), None)
+
+
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:
     """The same view with sums over ranks in `dtype`."""
     assert view.wire is not None
@@ -242,8 +247,3 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
             if g is not None:
                 out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)
     return out
-
-
-def with_wire(view: View, wire: Wire) -> View:
-    """The same view over another wire."""
-    return replace(over_ranks(wire, view.resident))

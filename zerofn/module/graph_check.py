@@ -21,7 +21,7 @@ from .nested_tensors import map_tensors
 
 # Attributes that every module has.
 ORDINARY = tuple(nn.Module().__dict__)
-# What `storage.replace` looks into.
+# What `_replace` looks into.
 HOLDERS = frozenset((Tensor, tuple, list, dict))
 
 # Longer lists in attributes are vocabularies rather than losses.
