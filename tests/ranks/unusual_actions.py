@@ -36,11 +36,18 @@ class Env:
 
     def note(self, *tensors: Tensor | None) -> None:
         """What the program has seen, to be compared with what the reference has seen."""
-        self.log += [torch.full((1,), torch.nan) if t is None else t.detach().double().clone() for t in tensors]
+        self.log += [torch.full((1,), torch.nan) if t is None else bare(t.detach().double().clone()) for t in tensors]
 
     def out(self, x: Tensor | None = None) -> Tensor:
         y = self.model(self.draw() if x is None else x)
         return y[0] if isinstance(y, tuple) else y
+
+
+def bare(t: Tensor) -> Tensor:
+    """A hook on a module that is called inside of torch.func sees wrappers, which cannot be stored."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
 
 
 def loss_of(y: Tensor) -> Tensor:

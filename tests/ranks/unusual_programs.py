@@ -115,10 +115,14 @@ def draw(seed: int) -> Program:
         names.append("features")
     every = rng.choice([1, 1, 2])
     actions = tuple(("plain", *rng.choices(names, k=rng.randint(0, 2))) for _ in range(STEPS * every))
+    size, stage = rng.choice([1, 2, 2, 3]), rng.randrange(4)
+    if stage == 3 and size > 1 and {"momentum", "clamp"} & set(habits):
+        # One rank alone then sees parts that others have written and parts that they have not: docstring of shard.
+        actions = tuple(tuple(a for a in step if a != "alone") for step in actions)
     return Program(
         seed,
-        size=rng.choice([1, 2, 2, 3]),
-        stage=rng.randrange(4),
+        size=size,
+        stage=stage,
         every=every,
         scale=scale,
         cast=rng.random() < 0.3,

@@ -37,6 +37,7 @@ from ..sharded.uncleared_gradients import Uncleared
 from ..sharded.written_in_forward import WRITTEN
 from .in_backward import InBackward
 from .master_weights import Copies
+from .written_by_hand import Wholes
 
 # What must be equal on all ranks at every step.
 MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()", KEPT, WRITTEN)
@@ -93,6 +94,7 @@ class Residence:
         asks = Asks(self._left, self._gone, self._cleared, self.uncleared.missed)
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
+        self.wholes = Wholes(pipe, params, self.control if context is None else None)
         if not pipe.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -262,15 +264,19 @@ class Residence:
                 if read(p) is not None:
                     # Put there by hand.
                     self._hand_over(path, p)
-            self.stream.settle(marks)
+            if self.stream.settle(marks, self.wholes.noticed()):
+                self.wholes.compare()
             grads, self.reduced = self.reduced, {}
             # The first of them is what streams.
             rest = tuple(s for s in self.pipe.stages[self.pipe.cut + 1 :] if not s.only_dtype)
             return self.uncleared.take(self.pipe.pull(rest, grads, self.state.leaves) if rest else grads)
         grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
-        if self.control is not None and not agree_on(len(grads), marks, self.control):
-            return {}
-        return grads
+        if self.control is None:
+            return grads
+        found, noticed = agree_on((len(grads), self.wholes.noticed()), marks, self.control)
+        if noticed:
+            self.wholes.compare()
+        return grads if found else {}
 
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
@@ -336,6 +342,7 @@ class Residence:
                 if x.data_ptr() != self.params[path].data_ptr():
                     self.params[path].copy_(x)
         self.copies.note()
+        self.wholes.note()
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

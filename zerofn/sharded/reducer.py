@@ -108,8 +108,8 @@ class Stream:
             time.sleep(5e-5)
         return True
 
-    def _ask(self, more: bool, marks: dict[str, int]) -> None:
-        mine = torch.tensor([more, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
+    def _ask(self, more: bool, marks: dict[str, int], noticed: bool = False) -> None:
+        mine = torch.tensor([more + 2 * noticed, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
         mine = mine.to(self.control.device)
         every = mine.new_empty(self.control.size * len(mine))
         self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
@@ -121,7 +121,7 @@ class Stream:
         work.wait()
         self.question = None
         rows = every.reshape(-1, len(mine)).tolist()
-        self.allowed += any(row[0] for row in rows)
+        self.allowed += any(row[0] & 1 for row in rows)
         return rows
 
     def _send(self) -> None:
@@ -170,11 +170,15 @@ class Stream:
     def _numels(self, bucket: list[Leaf]) -> list[int]:
         return [self.like[leaf.path].numel for leaf in bucket]
 
-    def settle(self, marks: dict[str, int]) -> None:
+    def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:
         """Send what is left, on every rank as many rounds, and wait for all of it.
 
         Args:
             marks: numbers that must be equal on all ranks, by name: those of `self.marks`.
+            noticed: something of this rank that the others are to know of.
+
+        Returns:
+            Whether any rank has noticed something.
 
         Raises:
             RuntimeError: on every rank, if a number differs; each rank's value is named.
@@ -183,7 +187,7 @@ class Stream:
             while self.rounds < self.allowed:
                 self._send()
             if self.question is None:
-                self._ask(bool(self.pending), marks)
+                self._ask(bool(self.pending), marks, noticed)
             rows = self._answer()
             if self.rounds == self.allowed:
                 break
@@ -191,6 +195,7 @@ class Stream:
             self._land()
         self.rounds, self.allowed = 0, 1
         check_marks([row[1:] for row in rows], list(marks), self.control)
+        return any(row[0] & 2 for row in rows)
 
     def discard(self, marks: dict[str, int]) -> None:
         """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
@@ -203,14 +208,15 @@ class Stream:
             self.dropping = False
 
 
-def agree_on(value: int, marks: dict[str, int], control: Group) -> int:
-    """The largest `value` of any rank, after a check that all ranks have the same marks."""
-    mine = torch.tensor([value, *marks.values()], dtype=torch.int64, device=control.device)
+def agree_on(values: tuple[int, ...], marks: dict[str, int], control: Group) -> list[int]:
+    """The largest of each value over ranks, after a check that all ranks have the same marks."""
+    n = len(values)
+    mine = torch.tensor([*values, *marks.values()], dtype=torch.int64, device=control.device)
     every = mine.new_empty(control.size * len(mine))
     all_gather_into(every, mine, control)
     rows = every.reshape(control.size, len(mine)).tolist()
-    check_marks([row[1:] for row in rows], list(marks), control)
-    return max(row[0] for row in rows)
+    check_marks([row[n:] for row in rows], list(marks), control)
+    return [max(row[i] for row in rows) for i in range(n)]
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:

@@ -261,4 +261,4 @@ def checksum(x: Tensor) -> int:
     bits = x.reshape(-1).view(torch.uint8)
     words = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     # Odd factors, or a permutation would have the same sum.
-    return int((words * torch.arange(1, 2 * len(words), 2, device=x.device)).sum()) & MASK
+    return int((words * (2 * torch.arange(len(words), device=x.device) + 1)).sum()) & MASK

@@ -17,6 +17,10 @@ def shard(mesh: Any = None) -> Transform:
     are then this rank's flat shard. Stands first in a chain: gradients are reduced in the compute dtype, or in
     `precision(reduce_dtype=...)`.
 
+    One rank may call the model alone (`if rank == 0: evaluate(model)`): the others send it their parts. Where forward
+    writes into parameters (a momentum encoder), some ranks may have written their parts by then and others not,
+    and that call sees a mixture: evaluate such a model on every rank.
+
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
 
@@ -35,7 +39,8 @@ def reduce_scatter(mesh: Any = None) -> Transform:
 
     Full parameters stay resident and are gathered once after each update. Before `accumulate` every
     micro-step sends its gradient and holds a shard of the sum; after it full gradients pile up and
-    one reduction is sent for the whole window.
+    one reduction is sent for the whole window. What is written into a parameter by hand must be the same on every
+    rank; the next step compares, and refuses what differs.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.

@@ -1,0 +1,72 @@
+"""Whole parameters of which each rank stores a part: what is written into one by hand must be the same on all ranks.
+
+Under `reduce_scatter` a model has whole parameters and each rank stores its part of them. What is written on one rank
+alone (`if rank == 0: model.load_state_dict(...)`) would become a mixture after the next step: the part of
+that rank new, those of the others old. Every rank knows of its own writes; whether anybody wrote rides on the
+exchange of each step, and only then are the values compared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._errors import bad_leaves
+from ..core.pipeline import Pipeline
+from ..core.tree import Leaves
+from ..ranks.collectives import all_gather_into
+from ..ranks.group import Group
+from ..sharded.guarded_parameter import writes
+from ..sharded.written_in_forward import checksum
+
+
+class Wholes:
+    """The whole parameters of an attached model that are stored in parts.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form.
+        control: a group for the comparison. None where updates run within backward: they write into parts before a
+            step could look at wholes.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves, control: Group | None):
+        resident = pipe.sharding is not None and not pipe.sharded_use
+        self.control = control if resident else None
+        self.params = params if self.control is not None else {}
+        self.note()
+
+    def note(self) -> None:
+        """They are what is stored."""
+        self.counts = writes(self.params.values())
+
+    def noticed(self) -> bool:
+        """Whether this rank has written into one, or has lent the memory of one, since."""
+        return writes(self.params.values()) != self.counts
+
+    def compare(self) -> None:
+        """Every rank comes here if any has noticed something.
+
+        Raises:
+            RuntimeError: on every rank, where values differ; each such parameter is named.
+        """
+        if self.control is None:
+            return
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
+        mine = torch.tensor(sums, dtype=torch.int64, device=self.control.device)
+        every = mine.new_empty(self.control.size * len(mine))
+        all_gather_into(every, mine, self.control)
+        rows = every.reshape(self.control.size, -1)
+        differ = (rows != rows[:1]).any(0).tolist()
+        bad = [
+            (path, "other values on other ranks, of which each rank stores a part")
+            for path, other in zip(self.params, differ, strict=True)
+            if other
+        ]
+        if bad:
+            right = (
+                "the write on every rank, with the same values\n"
+                "         or, after a write on rank 0: for p in model.parameters(): dist.broadcast(p.data, 0)"
+            )
+            raise RuntimeError(bad_leaves("parameters were written on some ranks only", bad, right))
+        self.note()
