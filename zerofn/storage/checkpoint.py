@@ -73,33 +73,20 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     >>> loaded.params["w"]
     tensor([0., 1., 2.])
     """
-    from .dcp_writer import Piece, save_pieces
+    from .dcp_writer import save_pieces
 
-    groups = [_numbers(packed(g)) for g in state.param_groups] if isinstance(state, Optimizer) else None
+    opt = state if isinstance(state, Optimizer) else None
+    groups = None if opt is None else [_numbers(packed(g)) for g in opt.param_groups]
     given = state_of(state, "zf.save(directory, {})")
-    placement = given.layout.placement
-    meet("zf.save(directory, state)", placement)
-    group = group_of(placement, directory)
-    buffers = buffers_of(state._model) if isinstance(state, Optimizer) else []
-    tensors, values = _contents(given, buffers)
-    if isinstance(state, Optimizer):
-        check_can_be_saved(state._model, buffers)
+    meet("zf.save(directory, state)", given.layout.placement)
+    group = group_of(given.layout.placement, directory)
+    buffers = [] if opt is None else buffers_of(opt._model)
+    header = _header(given, buffers)
+    header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers]}
+    if opt is not None:
+        check_can_be_saved(opt._model, buffers)
     check_replicas(given, group)
-    pieces: dict[str, Piece] = {}
-    # Ranks may have other buffers than each other, as under DistributedDataParallel: those of the first are saved.
-    for e in [*entries(given), *(buffers if group.rank == 0 else ())]:
-        if isinstance(e.value, Tensor):
-            name = name_of(e, group.rank if e.owner in placement.apart else None)
-            pieces[name] = Piece(row_major(e.value), e.offset or 0, e.shape)
-    header = {
-        "zerofn": _version(),
-        "torch": torch.__version__,
-        "ranks": placement.together,
-        "values": values,
-        "param_groups": groups,
-        "buffers": [e.key for e in buffers] if isinstance(state, Optimizer) else None,
-        "tensors": tensors,
-    }
+    pieces = _pieces(given, buffers, group.rank)
     try:
         save_pieces(pieces, Path(directory), group, header)
     except TimeoutError:
@@ -108,8 +95,22 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
         raise _unwritten(directory, error) from error
 
 
-def _contents(state: State, buffers: list[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the table of contents says of each tensor but its places, by name; and plain values."""
+def _pieces(state: State, buffers: list[Entry], rank: int) -> dict[str, Any]:
+    """What this rank writes, by name."""
+    from .dcp_writer import Piece
+
+    # Ranks may have other buffers than each other, as under DistributedDataParallel: those of the first are saved.
+    mine = [*entries(state), *(buffers if rank == 0 else ())]
+    apart = state.layout.placement.apart
+    return {
+        name_of(e, rank if e.owner in apart else None): Piece(row_major(e.value), e.offset or 0, e.shape)
+        for e in mine
+        if isinstance(e.value, Tensor)
+    }
+
+
+def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
+    """What the table of contents says of the whole, and of each tensor but its places."""
     placement = state.layout.placement
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -131,7 +132,8 @@ def _contents(state: State, buffers: list[Entry]) -> tuple[dict[str, Any], dict[
     if bad:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
-    return tensors, values
+    head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together}
+    return {**head, "values": values, "tensors": tensors}
 
 
 def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
@@ -174,14 +176,8 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     group = group_of(placement)
     wanted = entries(model)
     buffers = buffers_of(like._model) if isinstance(like, Optimizer) else []
-    new: dict[str, Tensor] = {}
-    flat: dict[str, Tensor] = {}
-    for e in [*wanted, *buffers]:
-        if isinstance(e.value, Tensor):
-            device = "cpu" if e.value.is_meta else e.value.device
-            pinned = device != "cpu" and e.value.device.type == "cpu" and e.value.is_pinned()
-            x = new[e.key] = torch.empty_like(e.value, device=device, pin_memory=pinned, requires_grad=False)
-            flat[e.key] = x.view(-1) if x.is_contiguous() else x.new_empty(x.numel())
+    new = {e.key: _empty(e.value) for e in [*wanted, *buffers] if isinstance(e.value, Tensor)}
+    flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in new.items()}
 
     def choose(manifest: dict[str, Any]) -> dict[str, Piece]:
         saved = buffers if manifest.get("buffers") is not None else []
@@ -215,6 +211,13 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
     like.load_state(state, manifest["param_groups"])
     write_buffers(buffers, new)
     return like.state
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Memory for what is read: where, and pinned as, the old tensor is; on the CPU for one of the meta device."""
+    device = "cpu" if like.is_meta else like.device
+    pinned = device != "cpu" and like.device.type == "cpu" and like.is_pinned()
+    return torch.empty_like(like, device=device, pin_memory=pinned, requires_grad=False)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import sys
 import time
 from typing import Any
 
-from .fork_server import NUMBER, fork_rank
+from .fork_loop import NUMBER
+from .fork_server import fork_rank
 from .rank import NOTE
 from .serialization import load, read, scratch
 
