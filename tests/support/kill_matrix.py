@@ -1,6 +1,6 @@
 """Cut off saves at many moments and count what is on disk then: the old state, the new one, or neither.
 
-    python tests/kill_matrix.py --moments 1000 --seed 0
+    python tests/support/kill_matrix.py --moments 1000 --seed 0
 
 Each moment is a save in processes of its own, which are killed, interrupted, or whose disk fails; another process
 then reads what is there. It must be, to the bit, what was there or what was to be; after a save that returned it must

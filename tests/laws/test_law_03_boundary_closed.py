@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_pipelines import BF16, F16, F32, F64, kinds, module, seeds
 
 import zerofn as zf
 from zerofn.testing import assert_trees_close, assert_trees_equal, random_like
-
-from .strategies import BF16, F16, F32, F64, kinds, module, seeds
 
 scales = st.sampled_from([zf.scale_loss(2.0**7), zf.scale_loss(init_scale=2.0**12), zf.scale_loss(2.0**-3), None])
 

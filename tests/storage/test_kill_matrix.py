@@ -1,4 +1,4 @@
-"""A few moments of each kind at which saves are cut off; `python tests/kill_matrix.py` makes a thousand."""
+"""A few moments of each kind at which saves are cut off; `python tests/support/kill_matrix.py` makes a thousand."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from time_limits import limit
 
-SCRIPT = Path(__file__).with_name("kill_matrix.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "kill_matrix.py"
 
 
 @pytest.mark.timeout(60)  # 15 s of computing, and much waiting for disks, on a machine that others use

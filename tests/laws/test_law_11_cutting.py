@@ -10,13 +10,12 @@ import torch
 import torchopt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_pipelines import BF16, F16, F32, F64, pipelines, seeds, trees
 
 import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
 from zerofn.testing import _Case, _completed, _cut_anywhere, _difference, check_transform, random_like, sample_params
 from zerofn.testing import cutting as _cutting
-
-from .strategies import BF16, F16, F32, F64, pipelines, seeds, trees
 
 element = functools.partial(zf.leafwise, needs="element")
 

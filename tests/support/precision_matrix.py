@@ -1,6 +1,6 @@
 """The matrix of dtypes as one table: what may be combined, what is refused and why, and which cells are run.
 
-The README's section is made from it: `python tests/precision_matrix.py --write README.md`.
+The README's section is made from it: `python tests/support/precision_matrix.py --write README.md`.
 """
 
 from __future__ import annotations
@@ -296,8 +296,9 @@ def markdown() -> str:
         "|---|---|",
         *(f"| {which} | {why} |" for which, _, _, why in REFUSED),
         "",
-        f"The other {total - refused:,} run: `ZEROFN_MATRIX=all python -m pytest tests/test_precision_matrix.py` "
-        f"trains each on {RANKS} ranks and compares the change of every parameter with float64 (17 minutes on 2 "
+        f"The other {total - refused:,} run: `ZEROFN_MATRIX=all python -m pytest "
+        f"tests/transforms/test_precision_matrix.py` trains each on {RANKS} ranks and compares the change of every "
+        "parameter with float64 (17 minutes on 2 "
         f"cores). The tests do so with {len(cells)} of them, chosen so that any three values that can meet do meet.",
         "",
         "State in bytes per parameter (parameter + gradient + two moments, and the compensation of `kahan`); "

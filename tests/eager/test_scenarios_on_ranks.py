@@ -8,12 +8,10 @@ how far parameters move.
 from __future__ import annotations
 
 import importlib
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ import zerofn as zf
 from zerofn.extend import Transform
 
 # At the end, since a directory of tests may hold a module of the same name as one of here.
-sys.path.append(str(Path(__file__).parents[1] / "eager"))
 parity = importlib.import_module("parity")
 zoo = importlib.import_module("models")
 S = importlib.import_module("test_scenarios")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "eager"))
 
 transformers = pytest.importorskip("transformers")
 import test_real_models as R  # noqa: E402

@@ -1,7 +1,8 @@
 """Random programs of unusual habits, at a drawn stage, on 1 to 3 ranks: each is right, or refused with what to write.
 
 What is silently wrong, a hang, the death of a rank and an error in other words fail. `ZEROFN_FUZZ=2000` runs so
-many programs, `ZEROFN_FUZZ_FIRST=500` begins at that seed. `python tests/ranks/test_fuzz_unusual.py 17` tells of one.
+many programs, `ZEROFN_FUZZ_FIRST=500` begins at that seed. Of one, seed 17, tells
+`PYTHONPATH=tests/support python tests/eager/test_fuzz_unusual.py 17`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import NamedTuple
 
+import optree
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -118,3 +119,16 @@ def module(kind, seed, dtype=F32):
 
 
 kinds = st.integers(0, 7)
+
+
+def loss(params, data):
+    """Alive in every leaf that has elements."""
+    pairs = zip(optree.tree_leaves(params), optree.tree_leaves(data), strict=True)
+    return sum(((p.float() * d).sum() + 0.3 * (p.float() ** 2 * d.abs()).sum() for p, d in pairs), torch.zeros(()))
+
+
+def run(tx, params, steps, donate=False, seed=0):
+    step, state = zf.make_step(loss, tx, donate=donate), zf.init(tx, params)
+    for i in range(steps):
+        state, _ = step(state, random_like(params, seed + i))
+    return state

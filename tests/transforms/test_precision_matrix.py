@@ -21,7 +21,7 @@ import zerofn as zf
 from zerofn.core.tree import flatten
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 EVERY = os.environ.get("ZEROFN_MATRIX") == "all"
 AT_ONCE = 600  # cells in one launch
 
@@ -160,7 +160,7 @@ def test_bf16_is_8_bytes_and_6_in_backward():
 
 def test_readme_shows_this_table():
     shown = matrix.section(README.read_text())
-    assert shown == matrix.markdown(), "python tests/precision_matrix.py --write README.md"
+    assert shown == matrix.markdown(), "python tests/support/precision_matrix.py --write README.md"
 
 
 # ---- bad input ----
@@ -378,7 +378,7 @@ def test_the_largest_finite_numbers_are_no_overflow(dtype):
 
 
 def test_loss_benchmark_keeps_what_it_has_and_pairs_by_seed(tmp_path, monkeypatch, capsys):
-    examples = Path(__file__).parent.parent / "examples"
+    examples = Path(__file__).parents[2] / "examples"
     monkeypatch.syspath_prepend(str(examples / "benchmarks"))
     monkeypatch.syspath_prepend(str(examples))
     import low_precision
@@ -401,7 +401,7 @@ def test_loss_benchmark_keeps_what_it_has_and_pairs_by_seed(tmp_path, monkeypatc
 
 def test_memory_benchmark_times_numbers_of_an_ordinary_size(monkeypatch):
     """Squares of gradients that are subnormal in fp32 (below 1e-38) take ten times as long to compute with."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "benchmarks"))
     from low_precision_memory import Model
 
     torch.manual_seed(0)
