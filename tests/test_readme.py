@@ -1,4 +1,4 @@
-"""The README's code runs, its commands name files that exist, and its first screen is short."""
+"""The README's code runs, files and pages that are named exist, and it is short."""
 
 from __future__ import annotations
 
@@ -41,17 +41,26 @@ def test_the_first_example_is_short():
     assert len(code) <= 30
 
 
-def test_the_refusal_it_shows_is_the_one_raised():
+def test_the_refusal_that_is_shown_is_the_one_raised():
     import zerofn as zf
 
+    page = (ROOT / "docs" / "choosing.md").read_text()
     with pytest.raises(ValueError, match="clip_by_global_norm comes before all_reduce") as error:
         zf.chain(zf.clip_by_global_norm(1.0), zf.all_reduce(), zf.adamw(lr=1e-3))
-    shown = re.findall(r"^# (.*)$", BLOCKS[1], re.M)
+    shown = re.findall(r"^# (.*)$", page.partition("```python")[2].partition("```")[0], re.M)
     told = str(error.value).splitlines()
     for line, real in zip(shown, told, strict=True):
         assert real.startswith(line.removesuffix(" ..."))
 
 
-def test_files_it_names_exist():
-    for name in re.findall(r"(?:examples|notebooks|tests)/[\w./]+\.(?:py|ipynb)", README):
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.stem)
+def test_files_that_pages_name_exist(page):
+    text = page.read_text()
+    for name in re.findall(r"(?:examples|notebooks|tests)/[\w./]+\.(?:py|ipynb)", text):
         assert (ROOT / name).is_file(), name
+    for link in re.findall(r"\]\(([\w./-]+\.md)\)", text):
+        assert (page.parent / link).is_file(), link
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < 130

@@ -1,6 +1,6 @@
 """The matrix of dtypes as one table: what may be combined, what is refused and why, and which cells are run.
 
-The README's section is made from it: `python tests/support/precision_matrix.py --write README.md`.
+`docs/precision.md` has a section made from it: `python tests/support/precision_matrix.py --write docs/precision.md`.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _run_cell(cell: Cell, rank: int) -> dict:
         raise RuntimeError(f"cell {cell}") from error
 
 
-# ---------------------------------------------------------------- the README's section
+# ---------------------------------------------------------------- the section of docs/precision.md
 
 
 def state_bytes(stored: str, gradients: str, moments: str, rounding: str) -> int:
@@ -319,16 +319,16 @@ OPEN, CLOSE = "<!-- matrix -->", "<!-- /matrix -->"
 
 
 def section(text: str) -> str | None:
-    """What stands between the markers of a README."""
+    """What stands between the markers of a page."""
     if OPEN not in text or CLOSE not in text:
         return None
     return text.split(OPEN)[1].split(CLOSE)[0].strip()
 
 
-def write(readme: Path) -> None:
-    text = readme.read_text()
+def write(page: Path) -> None:
+    text = page.read_text()
     before, rest = text.split(OPEN)
-    readme.write_text(f"{before}{OPEN}\n{markdown()}\n{CLOSE}{rest.split(CLOSE)[1]}")
+    page.write_text(f"{before}{OPEN}\n{markdown()}\n{CLOSE}{rest.split(CLOSE)[1]}")
 
 
 if __name__ == "__main__":

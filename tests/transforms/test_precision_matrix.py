@@ -21,7 +21,7 @@ import zerofn as zf
 from zerofn.core.tree import flatten
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 EVERY = os.environ.get("ZEROFN_MATRIX") == "all"
 AT_ONCE = 600  # cells in one launch
 
@@ -158,9 +158,9 @@ def test_bf16_is_8_bytes_and_6_in_backward():
     assert BYTES["bf16"] * 3 == 6
 
 
-def test_readme_shows_this_table():
-    shown = matrix.section(README.read_text())
-    assert shown == matrix.markdown(), "python tests/support/precision_matrix.py --write README.md"
+def test_the_page_shows_this_table():
+    shown = matrix.section(PAGE.read_text())
+    assert shown == matrix.markdown(), "python tests/support/precision_matrix.py --write docs/precision.md"
 
 
 # ---- bad input ----
