@@ -432,7 +432,7 @@ BAD = {
     "amp": ({"amp": {"enabled": True}}, "amp.enabled: not supported; use torch.autocast"),
     "offload_param": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        r"zero_optimization.offload_param.device: not supported; use zf.shard\(\)",
+        r"zero_optimization.offload_param.device: not supported; use {.device.: .none.}: parameters are sharded",
     ),
     "nvme": (
         {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

@@ -39,7 +39,9 @@ DTYPES = {
 CLIPPING = 1.0
 
 
-def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transform:
+def from_deepspeed(
+    config: Mapping[str, Any] | str | os.PathLike[str], auto: Mapping[str, Any] | None = None
+) -> Transform:
     """The pipeline that a DeepSpeed configuration describes; `print` shows what one would write by hand.
 
     | key | becomes |
@@ -60,10 +62,13 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
 
     Args:
         config: a dict, or the path of a JSON file.
+        auto: values for what is "auto" in the configuration, which the Hugging Face Trainer would fill in: by dotted
+            path, `{"optimizer.params.lr": 3e-4}`, or in the structure of the configuration. An "auto" batch size may
+            be left out where the others give it.
 
     Raises:
         ValueError: unknown or unsupported keys, each with its path and what to use instead; batch sizes
-            that contradict each other.
+            that contradict each other; an "auto" without a value, or a value where there is no "auto".
 
     >>> import zerofn as zf
     >>> config = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
@@ -75,7 +80,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
         adamw(lr=0.0003, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0),
     )
     """
-    reader = Reader(config)
+    reader = Reader(config, auto)
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
     dtypes, scale, low = _precision(reader)
@@ -97,10 +102,11 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
 
 def _batches(reader: Reader) -> int:
     """The micro-batches of a window, from any two of the three batch sizes."""
-    total, micro, every = (
-        reader.take(k, None, count)
-        for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    automatic = reader.left.get(keys[2]) == "auto"
+    total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
+    if automatic and every is None and (total is None or micro is None):
+        reader.ask(keys[2])
     if total is None or (micro is None and every is None):
         return 1 if every is None else every
     world = world_group().size

@@ -9,73 +9,46 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._errors import bad_leaves, explain
+from .deepspeed_keys import BLOCKS, INSTEAD, TUNING
 from .deepspeed_values import Check
-
-# How DeepSpeed is to run rather than what it is to compute; here it has no counterpart.
-TUNING = {
-    "": {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"}
-    | {"zero_force_ds_cpu_optimizer"},
-    "zero_optimization": {"overlap_comm", "reduce_bucket_size", "contiguous_gradients", "allgather_bucket_size"}
-    | {"allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size", "ignore_unused_parameters"}
-    | {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"}
-    | {"stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"},
-    "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
-    | {"pipeline_write"},
-    "fp16": {"auto_cast"},
-    "bf16": {"immediate_grad_update"},
-}
-
-BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimizer.params"} | {
-    "zero_optimization",
-    "zero_optimization.offload_optimizer",
-    "scheduler",
-    "scheduler.params",
-}
-
-INSTEAD = {
-    "amp": "torch.autocast around the forward, with zf.scale_loss() for fp16",
-    "activation_checkpointing": "torch.utils.checkpoint.checkpoint in the model",
-    "zero_optimization.offload_param": "zf.shard(): parameters are gathered on use; they have no offload",
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer: {'device': 'cpu'}",
-    "progressive_layer_drop": "a schedule of your own handed to the model",
-    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode",
-    "tensorboard": "opt.metrics, a dict of numbers after each step",
-    "wandb": "opt.metrics, a dict of numbers after each step",
-    "csv_monitor": "opt.metrics, a dict of numbers after each step",
-    "prescale_gradients": "nothing: gradients are averaged without overflow",
-    "gradient_predivide_factor": "nothing: gradients are averaged without overflow",
-    "torch_autocast.lower_precision_safe_modules": "communication_data_type, for all parameters",
-    "fp16.consecutive_hysteresis": "zf.scale_loss(hysteresis=...): a growth of the scale refills it",
-    "compile": "torch.compile on the model",
-    "checkpoint": "zf.save and zf.load",
-    "data_efficiency": "a sampler of your own",
-    "sparse_attention": "torch.nn.attention.flex_attention",
-}
 
 
 class Reader:
-    """A configuration from which keys are taken one by one, so that what is left over is known."""
+    """A configuration from which keys are taken one by one, so that what is left over is known.
 
-    def __init__(self, config: Any):
+    Args:
+        config: a mapping, or the path of a file.
+        auto: what stands for "auto", in the structure of the configuration or by dotted path.
+    """
+
+    def __init__(self, config: Any, auto: Mapping[str, Any] | None = None):
+        if auto is not None and not isinstance(auto, Mapping):
+            raise TypeError(f"from_deepspeed(config, auto={auto!r}): give a dict, as {{'optimizer.params.lr': 3e-4}}.")
         if isinstance(config, str | os.PathLike):
             config = _read(config)
         if not isinstance(config, Mapping):
             raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
         self.left: dict[str, Any] = dict(_leaves(config, ""))
+        self.auto: dict[str, Any] = dict(_leaves(auto or {}, ""))
+        # Paths of "auto" that nobody has given a value.
+        self.unknown: list[str] = []
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
 
-    def take(self, path: str, default: Any = None, check: Check | None = None) -> Any:
+    def take(self, path: str, default: Any = None, check: Check | None = None, needed: bool = True) -> Any:
         """The entry at a dotted path, which is then dealt with; the default where `check` has a reason against it.
 
-        A null is as if the key were absent, where there is no default.
+        A null is as if the key were absent, where there is no default; so is an "auto" that is not `needed`.
         """
         if path not in self.left:
             return default
         value = self.left.pop(path)
         if isinstance(value, str) and value == "auto":
-            self.refuse(path, "'auto' is filled in by the Hugging Face Trainer; write the number")
-            return default
+            if path not in self.auto:
+                if needed:
+                    self.ask(path)
+                return default
+            value = self.auto.pop(path)
         if check is not None and not (value is None is default) and (reason := check(value)):
             self.refuse(path, reason)
             return default
@@ -86,6 +59,10 @@ class Reader:
         found = {k: self.take(k) for k in list(self.left) if k.startswith(path + ".")}
         return {k[len(path) + 1 :]: v for k, v in found.items()}
 
+    def ask(self, path: str) -> None:
+        """Note an "auto" that somebody must give a value."""
+        self.unknown.append(path)
+
     def refuse(self, path: str, reason: str) -> None:
         """Note a bad key; `close` raises."""
         self.bad.append((path, reason))
@@ -95,6 +72,8 @@ class Reader:
         for path, value in self.left.items():
             head, _, name = path.rpartition(".")
             instead = next((INSTEAD[p] for p in (path, *_parents(path)) if p in INSTEAD), None)
+            if self._off(path):
+                continue
             if name in TUNING.get(head, ()):
                 self.idle.append(path)
             elif instead is None:
@@ -105,18 +84,29 @@ class Reader:
                 and (path, value) != ("gradient_predivide_factor", 1.0)
             ):
                 self.refuse(path, f"not supported; use {instead}")
+        self.bad += [
+            (p, "'auto' is filled in by the Hugging Face Trainer; here you give its value") for p in self.unknown
+        ]
+        self.bad += [(p, f"auto={{{p!r}: ...}}, but the configuration has no 'auto' there") for p in self.auto]
         if self.bad:
-            raise ValueError(
-                bad_leaves(
-                    "from_deepspeed: keys that have no pipeline",
-                    self.bad,
-                    "each as its line says, or the configuration without it",
-                )
-            )
+            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unknown)}}}"
+            asked = f"from_deepspeed(config, {values})" if self.unknown else ""
+            others = "each as its line says, or the configuration without it"
+            right = " and ".join(([asked] if asked else []) + ([others] if len(self.bad) > len(self.unknown) else []))
+            raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, right))
         if self.idle:
             warnings.warn(
                 f"from_deepspeed: {', '.join(self.idle)} say how DeepSpeed runs and have no effect here.", stacklevel=3
             )
+
+    def _off(self, path: str) -> bool:
+        """Whether a key belongs to a block that is switched off, as templates have them."""
+        heads = _parents(path)
+        top = path.partition(".")[0]
+        if top in INSTEAD and any(self.left.get(f"{head}.enabled") is False for head in heads):
+            return True
+        param = "zero_optimization.offload_param"
+        return path.startswith(f"{param}.") and self.left.get(f"{param}.device") in (None, "none")
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
