@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed configuration that have no transform: how it is to run, and what to use instead of what it does."""
+"""Keys of a DeepSpeed configuration that have no transform: how it is to run, and what to write instead."""
 
 from __future__ import annotations
 
