@@ -105,8 +105,7 @@ def _batches(reader: Reader) -> int:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     automatic = reader.left.get(keys[2]) == "auto"
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
-    known = every is not None or None not in (total, micro)
-    if automatic and not known:
+    if automatic and not (every or (total and micro)):
         reader.ask(keys[2])
     if total is None or (micro is None and every is None):
         return 1 if every is None else every
