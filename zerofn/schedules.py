@@ -7,44 +7,101 @@ tensor, which is what an ensemble under `torch.vmap` hands them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .core.arguments import check_count, check_number, plain
+from .core.pictures import curve
+
+# Steps of a schedule that a picture shows where it has no end of its own.
+SHOWN = 100
 
 
-@dataclass(frozen=True)
+def _repr(self: Any) -> str:
+    """As one would write it."""
+    return f"schedules.{self.written}"
+
+
+def _html(self: Any) -> str:
+    """A curve, to a little behind the last step at which it changes."""
+    steps = self.length + max(1, self.length // 10)
+    values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
+    return curve(values, f"{self!r}, {steps} steps")
+
+
+def _told(name: str, **given: Any) -> str:
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+
+
+@dataclass(frozen=True, repr=False)
 class Constant:
     """The same rate at every step."""
 
     value: float
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", self.written or _told("constant", value=self.value))
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes no more."""
+        return SHOWN
 
     def __call__(self, step: Any) -> Any:
         return self.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Linear:
     """From `start` to `end` in `steps` steps, then `end`."""
 
     start: float
     end: float
     steps: int
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "written", self.written or _told("linear", start=self.start, end=self.end, steps=self.steps)
+        )
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes no more."""
+        return self.steps
 
     def __call__(self, step: Any) -> Any:
         return self.start + (self.end - self.start) * _ramp(step, self.steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cosine:
     """Half a cosine from `peak` to `end` in `steps` steps, then `end` (Loshchilov & Hutter, 2017)."""
 
     peak: float
     steps: int
     end: float = 0.0
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "written", self.written or _told("cosine", peak=self.peak, steps=self.steps, end=self.end)
+        )
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes no more."""
+        return self.steps
 
     def __call__(self, step: Any) -> Any:
         x = math.pi * _ramp(step, self.steps)
@@ -53,13 +110,26 @@ class Cosine:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Piecewise:
     """`before` for the first `boundary` steps, then `after`, whose own step starts at zero."""
 
     before: Any
     boundary: int
     after: Any
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "written", self.written or f"Piecewise({self.before!r}, {self.boundary}, {self.after!r})"
+        )
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes no more."""
+        return self.boundary + getattr(self.after, "length", SHOWN)
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
@@ -67,13 +137,26 @@ class Piecewise:
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """`value * gamma ** (step // every)`."""
 
     value: float
     every: int
     gamma: float
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "written", self.written or _told("step", value=self.value, every=self.every, gamma=self.gamma)
+        )
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes no more."""
+        return 5 * self.every
 
     def __call__(self, step: Any) -> Any:
         past = step // self.every
@@ -113,7 +196,8 @@ def warmup(peak: float, steps: int) -> Linear:
     """
     peak, steps = _checked("warmup", peak=peak, steps=steps)
     # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
-    return Linear(peak / steps, peak, max(steps - 1, 1)) if steps > 1 else Linear(peak, peak, 1)
+    told = _told("warmup", peak=peak, steps=steps)
+    return Linear(peak / steps, peak, max(steps - 1, 1), told) if steps > 1 else Linear(peak, peak, 1, told)
 
 
 linear_warmup = warmup
@@ -140,7 +224,8 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     peak, warmup_steps, steps, end = _checked("warmup_cosine", **given)
     if warmup_steps >= steps:
         raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
-    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end))
+    told = _told("warmup_cosine", peak=peak, warmup_steps=warmup_steps, steps=steps, end=end)
+    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), told)
 
 
 def step(value: float, every: int, gamma: float = 0.1) -> Step:

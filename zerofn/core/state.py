@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from .._compat import register_pytree_node
+from .pictures import bars
 from .transform import TransformState
-from .tree import Layout, Leaves, Tree, register_global
+from .tree import Layout, Leaves, Tree, flatten, register_global
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,11 @@ class State:
             f"State({len(self.leaves)} leaves, {count} parameters, step={self.step.tolist()}, "
             f"transforms={list(self.transforms)})"
         )
+
+    def _repr_html_(self) -> str:
+        kept = {"params": self.leaves, **self.transforms}
+        sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
+        return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
 
 
 def _flatten(state: State) -> tuple[tuple[Any, ...], Layout]:

@@ -7,6 +7,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,6 +19,7 @@ from torch import Tensor
 from .._compat import is_wrapped
 from .._errors import bad_leaves
 from .gradients import READABLE, misshapen, split_grads, unreadable
+from .pictures import road
 from .spec import Through
 from .tree import Layout, Leaves, Tree, flatten, make_layout, unflatten
 from .views import ViewOf, no_view
@@ -312,11 +314,22 @@ class Transform:
         if self.in_turn:
             inner = ",\n".join(repr(p) for p in self.parts)
             return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
-        arguments = ", ".join(f"{k}={_show(v)}" for k, v in self.config.items())
+        arguments = ", ".join(f"{k}={_show(v)}" for k, v in self._given().items())
         function = getattr(self.factory, "__name__", self.name)
         name = self.base or self.name
         suffix = "" if name in (function, *(p.base or p.name for p in self.parts)) else f".named({name!r})"
         return f"{function}({arguments}){suffix}"
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments that are not what they would be if one left them out."""
+        known = {} if self.factory is None else inspect.signature(self.factory).parameters
+        return {k: v for k, v in self.config.items() if k not in known or not _same(v, known[k].default)}
+
+    def _repr_html_(self) -> str:
+        parts = self.parts if self.in_turn else (self,)
+        return road(
+            [("model", "what the model sees"), *((p.name, repr(p)) for p in parts), ("state", "what is stored")]
+        )
 
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
@@ -327,6 +340,11 @@ def _rebuild(
 ) -> Transform:
     built = factory.__rebuild__(config, parts)  # type: ignore[attr-defined]
     return built.renamed(name, base)
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether two arguments are one; a tensor is never a default."""
+    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
 
 
 def _show(value: Any) -> str:

@@ -74,10 +74,10 @@ def from_deepspeed(
     >>> config = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
     >>> zf.from_deepspeed(config | {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     chain(
-        reduce_scatter(mesh=None),
-        accumulate(every=4, weighted=False),
+        reduce_scatter(),
+        accumulate(every=4),
         clip_by_global_norm(max_norm=1.0),
-        adamw(lr=0.0003, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0),
+        adamw(lr=0.0003),
     )
     """
     reader = Reader(config, auto)

@@ -16,6 +16,7 @@ from .._compat import shape_only
 from .._errors import explain
 from ..core.entries import Entry, entries
 from ..core.executor import counter
+from ..core.pictures import bars
 from ..core.pipeline import pipeline
 from ..core.state import State
 from ..core.transform import Transform
@@ -87,6 +88,10 @@ class Table:
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        rows = [(name, readable(size), float(size)) for name, size in self.by_transform.items()]
+        return bars(rows, list(_lines(self))[-1])
 
 
 def describe(state: State) -> Table:

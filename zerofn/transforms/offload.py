@@ -49,7 +49,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.offload(zf.adamw(lr=0.1, weight_decay=0.0)))
     chain(
-        offload(transform=adamw(lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0), device='cpu'),
+        offload(transform=adamw(lr=0.1)),
     )
     """
     inner = as_transform(transform)

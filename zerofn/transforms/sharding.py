@@ -47,7 +47,7 @@ def reduce_scatter(mesh: Any = None) -> Transform:
 
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
-    reduce_scatter(mesh=None)
+    reduce_scatter()
     """
     return Transform("reduce_scatter", needs="element", view_fn=_gathers_after_a_step(mesh), through=_scattered)
 
@@ -64,7 +64,7 @@ def all_reduce(mesh: Any = None) -> Transform:
 
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
-    all_reduce(mesh=None)
+    all_reduce()
     """
     return Transform("all_reduce", needs="element", view_fn=_averages(mesh), through=_averaged)
 
