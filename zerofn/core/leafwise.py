@@ -83,7 +83,7 @@ def leafwise(
     >>> tx
     chain(
         sign(strength=2.0),
-        sgd(lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False),
+        sgd(lr=0.5),
     )
     >>> state = zf.init(tx, {"w": torch.zeros(2)})
     >>> state, _ = zf.update(tx, {"w": torch.tensor([3.0, -0.1])}, state)

@@ -77,7 +77,7 @@ def from_deepspeed(
         reduce_scatter(),
         accumulate(every=4),
         clip_by_global_norm(max_norm=1.0),
-        adamw(lr=0.0003),
+        adamw(lr=0.0003, weight_decay=0.0),
     )
     """
     reader = Reader(config, auto)

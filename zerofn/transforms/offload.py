@@ -49,7 +49,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.offload(zf.adamw(lr=0.1, weight_decay=0.0)))
     chain(
-        offload(transform=adamw(lr=0.1)),
+        offload(transform=adamw(lr=0.1, weight_decay=0.0)),
     )
     """
     inner = as_transform(transform)
