@@ -56,16 +56,17 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, bytes_in: Tensor) -> Tensor:
-        x = self.tokens(bytes_in) + self.positions.weight[: bytes_in.shape[1]]
+    def forward(self, bytes_in: Tensor, first: int = 0) -> Tensor:
+        """Logits of bytes that begin at position `first` of their sequence."""
+        x = self.tokens(bytes_in) + self.positions.weight[first : first + bytes_in.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte, in fp32 whatever the model computes in."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+def next_byte_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Mean cross-entropy in nats per byte, in fp32 whatever the model computes in; `"none"`: of each byte."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from lm_report import read_record
 
 # What may differ between a run and its continuation: the routes give the same bits, and a checkpoint fits any
 # ZeRO stage and number of ranks.
-FREE = {"out", "route", "zero", "world", "compare", "resume", "sample", "device"}
+FREE = {"out", "route", "zero", "world", "compare", "resume", "sample", "device", "sequence_parallel"}
 
 
 def positive(kind: type) -> type:
@@ -42,6 +42,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("runs/lm"), help="folder of the results (runs/lm)")
     p.add_argument("--route", choices=["pure", "eager"], default="eager", help="both give the same losses (eager)")
     p.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage under torchrun (0)")
+    p.add_argument(
+        "--sequence-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="ranks that share a sequence, with torchrun (1)",
+    )
     p.add_argument(
         "--compute",
         choices=["float32", "bfloat16"],
@@ -94,8 +101,12 @@ def check(o: argparse.Namespace, p: argparse.ArgumentParser) -> None:
     """Refuse what cannot run, before anything is allocated."""
     if o.d_model % o.heads:
         p.error(f"--d-model {o.d_model} must be a multiple of --heads {o.heads}.")
-    if o.batch % (WORLD * o.accumulate):
-        p.error(f"--batch {o.batch} must be a multiple of {WORLD} ranks times --accumulate {o.accumulate}.")
+    if WORLD % o.sequence_parallel:
+        p.error(f"--sequence-parallel {o.sequence_parallel} must divide the number of ranks, {WORLD}.")
+    groups = WORLD // o.sequence_parallel
+    if o.batch % (groups * o.accumulate):
+        ranks = f"{groups} groups of ranks" if o.sequence_parallel > 1 else f"{groups} ranks"
+        p.error(f"--batch {o.batch} must be a multiple of {ranks} times --accumulate {o.accumulate}.")
     if o.data is not None and not Path(o.data).is_file():
         p.error(f"--data {o.data}: no such file.")
     if o.compare and WORLD > 1:

@@ -124,7 +124,7 @@ def record_of(options: Namespace, history: History) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "threads": torch.get_num_threads(),
     }
-    settings = {k: v if isinstance(v, int | float | None) else str(v) for k, v in vars(options).items()}
+    settings = {k: v if isinstance(v, int | float | None) else str(v) for k, v in vars(options).items() if k != "parts"}
     return {"settings": settings, "versions": versions, **history.summary(), "history": asdict(history)}
 
 

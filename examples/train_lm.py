@@ -6,6 +6,7 @@
     python examples/train_lm.py --route pure      # functions of a state, no loss.backward(): the same losses
     python examples/train_lm.py --resume          # go on where Ctrl-C stopped it, bit for bit
     torchrun --nproc-per-node 2 examples/train_lm.py --zero 3
+    torchrun --nproc-per-node 2 examples/train_lm.py --sequence-parallel 2  # each rank half of every sequence
 
 The text is the language reference in the standard library, or `--data FILE`. `--out` receives a checkpoint,
 `loss.png` and `run.json`.
@@ -39,6 +40,7 @@ from lm_report import (
     record_of,
     write_record,
 )
+from lm_sequence import WHOLE, Parts
 from torch import Tensor
 from torch.func import functional_call
 
@@ -86,20 +88,21 @@ def fresh_model(o: Namespace) -> GPT:
 class PureRoute:
     """The step as a function `(state, batch) -> (state, metrics)`."""
 
-    def __init__(self, model: GPT, tx: zf.Transform):
+    def __init__(self, model: GPT, tx: zf.Transform, parts: Parts = WHOLE):
         self.state = zf.init(tx, dict(model.named_parameters()))
         # The state has parameters of its own; of the model only the code is needed.
-        self.model, self.tx = model.to("meta"), tx
+        self.model, self.tx, self.parts = model.to("meta"), tx, parts
         self.pure_step = zf.make_step(self.loss, tx, donate=True)
 
-    def forward(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(self.model, params, (x,))
+    def forward(self, params: dict[str, Tensor], x: Tensor, first: int = 0) -> Tensor:
+        return functional_call(self.model, params, (x, first))
 
     def loss(self, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return next_byte_loss(self.forward(params, x), y)
+        return self.parts.loss(self.forward(params, x, self.parts.first), y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        self.state, metrics = self.pure_step(self.state, x, y)
+        with self.parts.of(self.model):
+            self.state, metrics = self.pure_step(self.state, x, y)
         return metrics["loss"]
 
     def logits(self, x: Tensor) -> Tensor:
@@ -115,13 +118,14 @@ class PureRoute:
 class EagerRoute:
     """The step as PyTorch users write it, with a pipeline for an optimizer."""
 
-    def __init__(self, model: GPT, tx: zf.Transform):
-        self.model = model
+    def __init__(self, model: GPT, tx: zf.Transform, parts: Parts = WHOLE):
+        self.model, self.parts = model, parts
         self.opt = zf.attach(model, tx)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = next_byte_loss(self.model(x), y)
-        loss.backward()
+        with self.parts.of(self.model):
+            loss = self.parts.loss(self.model(x, self.parts.first), y)
+            loss.backward()
         self.opt.step()
         self.opt.zero_grad()
         return loss.detach()
@@ -172,7 +176,7 @@ class PlainAdamW:
 
 def micro_batches(text: Text, step: int, o: Namespace) -> list[tuple[Tensor, Tensor]]:
     """This rank's part of the batch of a step, cut into the micro-batches that are accumulated."""
-    x, y = (part[RANK::WORLD].to(o.device) for part in text.batch(o.seed, step, o.batch, o.seq))
+    x, y = (o.parts.cut(part).to(o.device) for part in text.batch(o.seed, step, o.batch, o.seq))
     return list(zip(x.chunk(o.accumulate), y.chunk(o.accumulate), strict=True))
 
 
@@ -208,7 +212,7 @@ def train(label: str, route: Any, text: Text, o: Namespace, history: History, sa
 
 def run_pipeline(model: GPT, text: Text, o: Namespace) -> tuple[History, dict[str, Any], bool]:
     """Train through the pipeline: what was measured, its summary, and whether all steps were done."""
-    route = {"pure": PureRoute, "eager": EagerRoute}[o.route](model, pipeline(o))
+    route = {"pure": PureRoute, "eager": EagerRoute}[o.route](model, pipeline(o), o.parts)
     history = History()
     checkpoint = o.out / "checkpoint"
     if o.resume:
@@ -241,6 +245,7 @@ def run_adamw(text: Text, o: Namespace) -> tuple[History, dict[str, Any]]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train and report; returns the record that is also written to `run.json`."""
     o = options(argv, __doc__)
+    o.parts = Parts(o.sequence_parallel, o.seq, o.device)
     text, model = Text.split(read_text(o.data), o.seq), fresh_model(o)
     o.parameters = sum(p.numel() for p in model.parameters())
     say(f"{o.parameters:,} parameters, {len(text.train):,} bytes of text, {o.device}, {o.route} route")

@@ -165,6 +165,7 @@ def test_ctrl_c_from_a_terminal(train_lm, tmp_path):
             "--batch 5 must be a multiple of 1 ranks times --accumulate 2",
         ),
         (["--data", "/no/such/file"], "--data /no/such/file: no such file"),
+        (["--sequence-parallel", "2"], "--sequence-parallel 2 must divide the number of ranks, 1"),
         (["--steps", "0"], "argument --steps: invalid positive int value: '0'"),
         (["--resume"], "--resume: there is no run in"),
     ],
@@ -201,14 +202,16 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
     assert sum(len(x) for x, _ in text.validation(4, 8)) == (len(text.held_out) - 9) // 8 + 1
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_stages_under_torchrun(train_lm, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "more"), [(1, []), (2, []), (3, []), (3, ["--sequence-parallel", "2"])], ids=["1", "2", "3", "parts"]
+)
+def test_zero_stages_under_torchrun(train_lm, tmp_path, stage, more):
     """The same command on two ranks: the run of one process, up to the order in which gradients are summed."""
     options = [*TINY, "--steps", "8", "--accumulate", "2"]
     alone = train_lm.main([*options, "--out", str(tmp_path / "alone")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     route = "pure" if stage == 1 else "eager"
-    script = [str(EXAMPLES / "train_lm.py"), *options, "--zero", str(stage), "--route", route]
+    script = [str(EXAMPLES / "train_lm.py"), *options, "--zero", str(stage), "--route", route, *more]
     command = [*torchrun, *script, "--out", str(tmp_path / "ranks")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=limit(120), env={**os.environ, "OMP_NUM_THREADS": "1"}

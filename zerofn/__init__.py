@@ -18,6 +18,7 @@ from .core.state import State as State
 from .core.transform import Transform as Transform
 from .eager.optimizer import Optimizer as Optimizer
 from .eager.optimizer import attach as attach
+from .module.sequence_parallel import sequence_parallel as sequence_parallel
 from .porting.deepspeed import from_deepspeed as from_deepspeed
 from .pure.api import bind as bind
 from .pure.api import full_params as full_params
@@ -27,6 +28,7 @@ from .pure.api import update as update
 from .pure.api import vjp as vjp
 from .ranks.local.launch import RankError as RankError
 from .ranks.local.launch import launch as launch
+from .ranks.sequence import sequence_mean as sequence_mean
 from .storage.checkpoint import load as load
 from .storage.checkpoint import save as save
 from .storage.describe import describe as describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -332,3 +333,17 @@ def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) 
             return begin(*args, **kwargs)
         finally:
             torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+
+
+def with_globals(fn: Any, names: dict[str, Any]) -> Any:
+    """A copy of a function of torch's own in Python that finds other things under some names of its module.
+
+    Raises:
+        RuntimeError: it knows none by these names, in this release of torch.
+    """
+    missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
+    if missing:
+        raise RuntimeError(f"{fn.__name__} of torch {torch.__version__} does not use {', '.join(missing)}")
+    copy = types.FunctionType(fn.__code__, {**fn.__globals__, **names}, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy

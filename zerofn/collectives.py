@@ -1,7 +1,8 @@
 """Differentiable collectives for functions of one's own, over a tensor or a dict of tensors.
 
 Each is a linear map between what the ranks hold, and the derivative of each is its partner: `all_gather` and
-`reduce_scatter`, `all_reduce` and `replicate`. They are right under plain autograd and under `torch.func`, to any
+`reduce_scatter`, `all_reduce` and `replicate`, `all_to_all` and itself.
+They are right under plain autograd and under `torch.func`, to any
 order, and every rank must make the same ones in the same order. Before each the ranks exchange three numbers, so that
 tensors which do not match are an error on every rank; parts of different lengths can be gathered. The transforms of
 a pipeline, `zf.shard` and the like, need none of this.
@@ -22,6 +23,7 @@ from .ranks.differentiable_trees import all_gather_tree as all_gather_tree
 from .ranks.differentiable_trees import all_reduce_tree as all_reduce_tree
 from .ranks.differentiable_trees import reduce_scatter_tree as reduce_scatter_tree
 from .ranks.differentiable_trees import replicate_tree as replicate_tree
+from .ranks.exchange import all_to_all as all_to_all
 from .ranks.group import Group as Group
 from .ranks.process_groups import mesh_group as mesh_group
 from .ranks.process_groups import world_group as world_group

@@ -155,7 +155,8 @@ def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
 def begin_exchange(
     out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None
 ) -> Any:
-    return outlasting("all_to_all", dist.all_to_all_single, out, inp, outs, ins, group=group.pg, async_op=True)
+    sent, got = _bytes_of(inp), _bytes_of(out)
+    return outlasting("all_to_all", dist.all_to_all_single, got, sent, outs, ins, group=group.pg, async_op=True)
 
 
 def begin_reduce(t: Tensor, op: str, group: Group) -> Any:

@@ -21,7 +21,7 @@ from .match import Cut, match
 def _gathered(x: Tensor, group: Group, dtype: torch.dtype, cut: Cut) -> Tensor:
     # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
     sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
-    match("all_gather", sent, group, cut, rows_differ=True)
+    match("all_gather", sent, group, cut, free=0)
     width = max(cut.rows)
     if not cut.even:
         sent = torch.cat([sent, sent.new_zeros((width - len(sent), *sent.shape[1:]))])
@@ -57,8 +57,8 @@ def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, cut: Cut 
     return sent.to(x.dtype)
 
 
-class _Linear(Function):
-    """What the four collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
+class Linear(Function):
+    """What the collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
 
     So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides
     along as the last one. The maps below differ in nothing else, but are written out: autograd and
@@ -71,12 +71,12 @@ class _Linear(Function):
         ctx.args, ctx.dtype = args, x.dtype
 
     @classmethod
-    def _vmap(cls, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
+    def batched(cls, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
         out = cls.apply(x.movedim(in_dims[0], -1), *args)
         return out, out.dim() - 1
 
 
-class _Gather(_Linear):
+class _Gather(Linear):
     @staticmethod
     def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
         return _gathered(x, group, dtype, cut)
@@ -92,10 +92,10 @@ class _Gather(_Linear):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Gather._vmap(in_dims, x, *args)
+        return _Gather.batched(in_dims, x, *args)
 
 
-class _Scatter(_Linear):
+class _Scatter(Linear):
     @staticmethod
     def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
         return _scattered(x, group, dtype, reduce_dtype, cut)
@@ -111,10 +111,10 @@ class _Scatter(_Linear):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Scatter._vmap(in_dims, x, *args)
+        return _Scatter.batched(in_dims, x, *args)
 
 
-class _Replicate(_Linear):
+class _Replicate(Linear):
     @staticmethod
     def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         return x.view_as(x)  # no copy; autograd refuses to have it changed in place
@@ -129,10 +129,10 @@ class _Replicate(_Linear):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Replicate._vmap(in_dims, x, *args)
+        return _Replicate.batched(in_dims, x, *args)
 
 
-class _Reduce(_Linear):
+class _Reduce(Linear):
     @staticmethod
     def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         return reduced(x, group, reduce_dtype)
@@ -147,7 +147,7 @@ class _Reduce(_Linear):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Reduce._vmap(in_dims, x, *args)
+        return _Reduce.batched(in_dims, x, *args)
 
 
 def all_gather(

@@ -41,7 +41,7 @@ class Cut:
         return len(set(self.rows)) == 1
 
 
-def match(op: str, x: Tensor, group: Group, cut: Cut, rows_differ: bool = False) -> None:
+def match(op: str, x: Tensor, group: Group, cut: Cut, free: int | None = None) -> None:
     """Compare what the ranks are about to send, and fill in their rows. Every rank of the group calls it.
 
     Args:
@@ -49,15 +49,14 @@ def match(op: str, x: Tensor, group: Group, cut: Cut, rows_differ: bool = False)
         x: what this rank sends.
         group: the ranks.
         cut: what is known of their parts.
-        rows_differ: whether `x`, and the leaves in it, may have other first dimensions on other ranks.
+        free: the dimension that may be longer or shorter on other ranks; where it is the first, that of leaves too.
 
     Raises:
         ValueError: on every rank, naming what each has, if anything else differs.
     """
-    free = 1 if rows_differ else 0
-    rows = x.shape[0] if x.dim() else -1
-    leaves = [(name, len(shape), shape[free:], dtype) for name, shape, dtype in cut.leaves]
-    fixed = (op, x.dim(), tuple(x.shape[free:]), str(x.dtype), leaves)
+    rows = x.shape[free or 0] if x.dim() else -1
+    leaves = [(name, len(shape), shape[free is not None :], dtype) for name, shape, dtype in cut.leaves]
+    fixed = (op, x.dim(), tuple(n for i, n in enumerate(x.shape) if i != free), str(x.dtype), leaves)
     mine = torch.tensor([_digest(fixed), rows, _digest(cut.leaves)], dtype=torch.int64, device=group.device)
     every = mine.new_empty(group.size * 3)
     all_gather_into(every, mine, group, what="match")
@@ -82,5 +81,8 @@ def _told(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group: Group)
         what = f"{theirs} of {{{tree}}}" if leaves else f"{theirs} of shape {shape}, {dtype}"
         holders.setdefault(what, []).append(rank)
     told = "\n".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in holders.items())
-    right = "the same call on every rank, with one dtype and one shape; all_gather takes any number of rows from each"
+    right = (
+        "the same call on every rank, with one dtype and one shape; all_gather takes any number of rows from each, "
+        "all_to_all any length of concat_dim"
+    )
     return explain(f"{op} of what differs between ranks", told, right)
