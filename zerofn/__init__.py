@@ -9,6 +9,7 @@
 
 from . import extend as extend
 from . import schedules as schedules
+from .analysis import curvature as curvature
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.compose import masked as masked

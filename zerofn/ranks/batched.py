@@ -21,6 +21,7 @@ from .group import Group
 
 PRODUCTS = """products with vectors that are laid out as state.params is, alone or under vmap:
 torch.func.jvp(torch.func.grad(fn_stored), (state.params,), (vector,))[1]
+or what such products tell: zf.curvature.max_eigenvalue, spectrum, trace
 or each rank's own Hessian, of full parameters, averaged:
 own = torch.func.hessian(fn)(zf.full_params(tx, state), x)
 mean = zf.collectives.all_reduce(own["w"]["w"], group) / group.size"""
