@@ -176,6 +176,14 @@ def test_nothing_but_tests_imports_testing():
     assert not [m for m in MODULES if "testing" in siblings(m)]
 
 
+def test_modules_and_the_version_are_there_after_the_import():
+    names = "zf.testing.check_transform.__name__, zf.collectives.all_to_all.__name__, zf.__version__"
+    code = f"import zerofn as zf; print({names})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert done.stdout.split() == ["check_transform", "all_to_all", zf.__version__]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", zf.__version__)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_exist(name):
     assert hasattr(zf, name)

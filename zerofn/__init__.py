@@ -7,6 +7,10 @@
 >>> state, metrics = step(state, torch.ones(2))
 """
 
+import importlib as _importlib
+from typing import Any as _Any
+
+from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
 from .analysis import curvature as curvature
@@ -50,3 +54,12 @@ from .transforms.sgd import sgd as sgd
 from .transforms.sharding import all_reduce as all_reduce
 from .transforms.sharding import reduce_scatter as reduce_scatter
 from .transforms.sharding import shard as shard
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _Any:
+    # Imported when it is asked for: training needs none of it.
+    if name == "testing":
+        return _importlib.import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

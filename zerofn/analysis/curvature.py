@@ -262,9 +262,10 @@ class _Hessian:
             raise RuntimeError(
                 explain(
                     f"zf.curvature.{where} of a loss without a second derivative",
-                    "an operation of the model has a first derivative only: a fused attention, or a function that is marked "
-                    "once_differentiable",
-                    "another form of it; in loss_fn, for attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):",
+                    "an operation of the model has a first derivative only: a fused attention, or a function that is "
+                    "marked once_differentiable",
+                    "another form of it; of attention, in loss_fn: "
+                    "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ...",
                 )
             )
         dtypes = [torch.promote_types(x.dtype, torch.float32) for x in wanted]
