@@ -23,6 +23,7 @@ from .core.state import State as State
 from .core.transform import Transform as Transform
 from .eager.optimizer import Optimizer as Optimizer
 from .eager.optimizer import attach as attach
+from .module.layer_drop import layer_drop as layer_drop
 from .module.sequence_parallel import sequence_parallel as sequence_parallel
 from .porting.deepspeed import from_deepspeed as from_deepspeed
 from .pure.api import bind as bind

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.arguments import check_count, check_number, plain
+from .core.arguments import TINY, check_count, check_number, plain
 from .core.pictures import curve
 
 # Steps of a schedule that a picture shows where it has no end of its own.
@@ -163,6 +163,29 @@ class Step:
         return self.value * self.gamma ** (past.double() if isinstance(past, Tensor) else past)
 
 
+@dataclass(frozen=True, repr=False)
+class LayerKeep:
+    """How likely a layer is kept: `1 - depth * (1 - theta) * (1 - exp(-gamma * step))`."""
+
+    theta: float
+    gamma: float
+    written: str = field(default="", compare=False)
+    __repr__ = _repr
+    _repr_html_ = _html
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", self.written or _told("layer_keep", theta=self.theta, gamma=self.gamma))
+
+    @property
+    def length(self) -> int:
+        """Steps after which it changes by no more than a hundredth of the way."""
+        return math.ceil(math.log(100.0) / self.gamma) if self.gamma else SHOWN
+
+    def __call__(self, step: Any, depth: float = 1.0) -> Any:
+        faded = torch.exp(-self.gamma * step.double()) if isinstance(step, Tensor) else math.exp(-self.gamma * step)
+        return 1.0 - depth * (1.0 - self.theta) * (1.0 - faded)
+
+
 def _ramp(step: Any, steps: int) -> Any:
     # In float64: a tensor of whole numbers divides to float32, and an ensemble would train at other rates.
     return (step.double() / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
@@ -236,6 +259,25 @@ def step(value: float, every: int, gamma: float = 0.1) -> Step:
     """
     value, every, gamma = _checked("step", value=value, every=every, gamma=gamma)
     return Step(value, every, gamma)
+
+
+def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
+    """How likely a layer is kept in progressive layer drop, by step and depth, for `zf.layer_drop`.
+
+    `theta(t) = (1 - theta) exp(-gamma t) + theta`, and `p = 1 - depth * (1 - theta(t))` for layer `i` of `L` with
+    `depth = i / L`, `i` from 1 (Zhang & He, 2020). At step 0 all are kept; the last ends at `theta`.
+
+    Args:
+        theta: what the last layer tends to, in (0, 1].
+        gamma: how fast; not negative, and 0 drops nothing. The paper takes 100 divided by the steps of a run.
+
+    >>> keep = layer_keep(0.5, 0.1)
+    >>> keep(0), round(keep(10, 1.0), 3), round(keep(10, 0.25), 3)
+    (1.0, 0.684, 0.921)
+    """
+    check_number("layer_keep", "theta", theta, low=TINY, high=1.0 + 1e-12)
+    check_number("layer_keep", "gamma", gamma)
+    return LayerKeep(plain(theta), plain(gamma))
 
 
 def _checked(function: str, **numbers: Any) -> list[Any]:

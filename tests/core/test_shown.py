@@ -64,6 +64,7 @@ SCHEDULES = {
     "cosine": schedules.cosine(1.0, 10, 0.1),
     "warmup_cosine": schedules.warmup_cosine(3e-4, 10, 100),
     "step": schedules.step(1.0, 10, 0.5),
+    "layer_keep": schedules.layer_keep(0.5, 0.01),
     "by hand": schedules.Piecewise(schedules.constant(0.1), 5, schedules.linear(0.1, 0.0, 20)),
 }
 

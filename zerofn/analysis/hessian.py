@@ -1,0 +1,140 @@
+"""Products of the Hessian of a loss with vectors, over parameters that may be cut over ranks.
+
+A Hessian is never made. The gradient is recorded once, and each product with a vector is one backward through it
+(Pearlmutter, 1994), as a double backward written by hand; memory is that of one such graph. Parameters that are cut
+over ranks stay cut, and so do the vectors: inner products are summed over ranks. Start vectors are drawn by seed,
+path and place in the leaf, so that they are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain, kind_of
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Leaves
+from ..kernels.rounding import leaf_key, random_bits
+from ..pure.api import bind, pipe_of
+
+# Of the counter generator: a stream that no rounding draws from.
+_STREAM = 77
+
+
+class Hessian:
+    """Products of the Hessian of a bound loss with vectors that lie as the stored parameters do."""
+
+    def __init__(self, loss_fn: Callable[..., Any], tx: Transform, state: State, batch: tuple, where: str):
+        self.pipe = pipe_of(tx, state, f"zf.curvature.{where}")
+        trainable = {leaf.path for leaf in state.layout.leaves if leaf.trainable}
+        self.leaves = {p: x.detach().requires_grad_(p in trainable) for p, x in state.leaves.items()}
+        self.paths = tuple(p for p in self.leaves if p in trainable)
+        with torch.enable_grad():
+            out = bind(loss_fn, tx, state)(state.layout.join(self.leaves), *batch)
+            loss = out[0] if isinstance(out, tuple) and len(out) == 2 else out
+            if not isinstance(loss, Tensor) or loss.ndim:
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
+                raise ValueError(
+                    explain(
+                        f"zf.curvature.{where} of a loss_fn that returns {kind}",
+                        "a Hessian is one of a number",
+                        "return loss.mean(), or (loss, aux)",
+                    )
+                )
+            wanted = [self.leaves[p] for p in self.paths]
+            first = (
+                torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if loss.requires_grad else ()
+            )
+        self.first = {p: g for p, g in zip(self.paths, first, strict=False) if g is not None and g.requires_grad}
+        if not self.first:
+            raise ValueError(
+                explain(
+                    f"zf.curvature.{where} of a loss whose gradient does not depend on the parameters",
+                    "its second derivative is zero, or not recorded: a linear loss, detach(), once_differentiable",
+                    "the loss that is trained, with all that is between it and the parameters recorded",
+                )
+            )
+        if not_differentiable(self.first.values()):
+            raise RuntimeError(
+                explain(
+                    f"zf.curvature.{where} of a loss without a second derivative",
+                    "an operation of the model has a first derivative only: a fused attention, or a function that is "
+                    "marked once_differentiable",
+                    "another form of it; of attention, in loss_fn: "
+                    "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ...",
+                )
+            )
+        dtypes = [torch.promote_types(x.dtype, torch.float32) for x in wanted]
+        self.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+        self.epsilon = max(torch.finfo(x.dtype).eps for x in wanted)
+
+    def blocks(self, names: Iterable[str] | None) -> dict[str, tuple[str, ...]]:
+        """By name, the paths of a block."""
+        if names is None:
+            return {"": self.paths}
+        names = [names] if isinstance(names, str) else list(names)
+        found = {n: tuple(p for p in self.paths if n in ("", p) or p.startswith(f"{n}.")) for n in names}
+        if bad := [n for n, paths in found.items() if not paths]:
+            raise ValueError(
+                explain(
+                    f"blocks={names}",
+                    f"{', '.join(map(repr, bad))} match{'es' * (len(bad) == 1)} no trainable parameter",
+                    f"beginnings of these paths: {', '.join(self.paths[:8])}{', ...' * (len(self.paths) > 8)}",
+                )
+            )
+        return found
+
+    def draw(self, paths: Iterable[str], seed: int, step: int, signs: bool) -> Leaves:
+        """A random vector: of signs, or uniform in (-1, 1)."""
+        found = {}
+        for p in paths:
+            x = self.leaves[p]
+            where = {"offset": self.pipe.offsets.get(p, 0), "stream": _STREAM, "device": x.device}
+            bits = random_bits(x.numel(), seed=seed, step=step, key=leaf_key(p), **where).view(x.shape)
+            found[p] = (bits & 1).to(x.dtype) * 2 - 1 if signs else (bits.double() / 2.0**31).to(x.dtype)
+        return found
+
+    def times(self, v: Leaves) -> Leaves:
+        """`H v`, in the block that `v` is of."""
+        through = [p for p in v if p in self.first]
+        inputs = [self.leaves[p] for p in v]
+        outs, vectors = [self.first[p] for p in through], [v[p] for p in through]
+        got = torch.autograd.grad(outs, inputs, vectors, retain_graph=True, allow_unused=True) if outs else ()
+        products = dict(zip(v, got, strict=False))
+        return {p: x if (x := products.get(p)) is not None else torch.zeros_like(v[p]) for p in v}
+
+    def inner(self, u: Leaves, v: Leaves) -> float:
+        """The inner product over all ranks."""
+        # In float64: of a million products of fp32 the sum has lost three digits.
+        own = sum((u[p].double() * v[p].double()).sum() for p in u)
+        return float(self.pipe.reduction.sum(torch.as_tensor(own)))
+
+    def unit(self, v: Leaves) -> Leaves:
+        norm = math.sqrt(self.inner(v, v))
+        return {p: x / norm for p, x in v.items()}
+
+    def number(self, x: Any) -> Tensor:
+        return torch.as_tensor(x).to(self.dtype)
+
+
+def not_differentiable(tensors: Iterable[Tensor]) -> bool:
+    """Whether the graph of tensors has a node that stands for a derivative that there is not.
+
+    To be seen before products are made: torch raises where such a node is run, and does not run those of
+    `once_differentiable`, from which no way leads on; what they hide would count as zero.
+    """
+    todo, seen = [x.grad_fn for x in tensors], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() in ("torch::autograd::Error", "torch::autograd::NotImplemented"):
+            return True
+        seen.add(node)
+        todo += [below for below, _ in node.next_functions]
+    return False
