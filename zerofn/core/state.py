@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from .._compat import register_pytree_node
+from .leaf_tensors import LeafTensors, assign
 from .pictures import bars
 from .transform import TransformState
 from .tree import Layout, Leaves, Tree, flatten, register_global
@@ -19,6 +21,9 @@ class State:
 
     Its structure, dtypes and shapes depend on the parameters and the transforms alone, so states
     stack: `torch.func.vmap(step)` over a stacked state trains an ensemble.
+
+    It is also what `opt.state` is to whoever expects that of `torch.optim`: a mapping from each parameter to a dict
+    of the tensors that transforms keep of it, `opt.state[model.weight]["exp_avg"]`. What is assigned is copied in.
 
     Attributes:
         leaves: stored parameters by path, tied ones once.
@@ -33,11 +38,45 @@ class State:
     step: Tensor
     micro_step: Tensor
     layout: Layout
+    _parameters: Leaves | None = None
 
     @property
     def params(self) -> Tree:
         """The stored parameters in the structure they were given in; under sharding, this rank's part."""
         return self.layout.join(self.leaves)
+
+    def keyed_by(self, parameters: Leaves) -> State:
+        """The same state as a mapping from these tensors, of a model whose parameters are not the stored ones."""
+        return replace(self, _parameters=parameters)
+
+    def _by_parameter(self) -> dict[Tensor, LeafTensors]:
+        keys = self.leaves if self._parameters is None else self._parameters
+        trainable = [leaf.path for leaf in self.layout.leaves if leaf.trainable]
+        return {keys[path]: LeafTensors(self.transforms, path) for path in trainable}
+
+    def __getitem__(self, parameter: Tensor) -> LeafTensors:
+        return self._by_parameter()[parameter]
+
+    def __setitem__(self, parameter: Tensor, tensors: Mapping[str, Any]) -> None:
+        assign(self[parameter], tensors)
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, Tensor) and parameter in self._by_parameter()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._by_parameter())
+
+    def __len__(self) -> int:
+        return len(self._by_parameter())
+
+    def keys(self) -> KeysView[Tensor]:
+        return self._by_parameter().keys()
+
+    def values(self) -> ValuesView[LeafTensors]:
+        return self._by_parameter().values()
+
+    def items(self) -> ItemsView[Tensor, LeafTensors]:
+        return self._by_parameter().items()
 
     def __repr__(self) -> str:
         count = sum(leaf.numel for leaf in self.layout.leaves)

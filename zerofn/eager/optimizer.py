@@ -167,11 +167,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> State:  # type: ignore[override]
-        """The pipeline's state. On one process its stored parameters are the model's own."""
+        """The pipeline's state. On one process its stored parameters are the model's own.
+
+        To libraries that expect that of `torch.optim` it is a mapping: `opt.state[model.weight]["exp_avg"]`.
+        """
         self._home.copies.carry_over()
         if self._home.in_backward is not None:
             self._home.in_backward.settle()
-        return self._home.state
+        return self._home.state.keyed_by(self._params)
 
     @property
     def _state(self) -> State:

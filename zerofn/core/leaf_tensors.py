@@ -1,0 +1,76 @@
+"""What transforms keep of one leaf, under the names of `torch.optim`: `opt.state[parameter]["exp_avg"]`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain, kind_of
+
+
+class LeafTensors(MutableMapping[str, Any]):
+    """The tensors that belong to one leaf, by name; to assign one copies it into the state.
+
+    A name is that of the slot, `"exp_avg"`; where several transforms have one of that name, each has its transform in
+    front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
+    """
+
+    def __init__(self, transforms: Mapping[str, Any], path: str):
+        self._path = path
+        found = [(keys, x) for name, own in transforms.items() for keys, x in _of_leaf(own, path, (name,))]
+        times = Counter(keys[-1] for keys, _ in found)
+        self._tensors = {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        mine = self._tensors.get(name)
+        if mine is value and mine is not None:
+            return
+        if not isinstance(mine, Tensor) or not isinstance(value, Tensor) or mine.shape != value.shape:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            held = {k: tuple(x.shape) if isinstance(x, Tensor) else kind_of(x) for k, x in self._tensors.items()}
+            why = f"of {self._path} the pipeline keeps {held or 'nothing'}, whose shapes are those of the pipeline"
+            wrong = f"opt.state[{self._path}][{name!r}] = {what}"
+            raise ValueError(explain(wrong, why, "a tensor of that shape, under one of these names"))
+        with torch.no_grad():
+            mine.copy_(value)
+
+    def __delitem__(self, name: str) -> None:
+        wrong, why = f"del opt.state[{self._path}][{name!r}]", "a state has the entries that its transforms have made"
+        raise TypeError(explain(wrong, why, f"opt.state[{self._path}][{name!r}].zero_()"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return repr(self._tensors)
+
+
+def assign(mine: LeafTensors, given: Any) -> None:
+    """Copy what another mapping has under the same names; all of them, or an error and nothing is changed."""
+    if not isinstance(given, Mapping) or set(given) != set(mine):
+        what = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else kind_of(given)
+        why = f"of this parameter the pipeline keeps {sorted(mine)}"
+        raise ValueError(explain(f"opt.state[parameter] = {what}", why, "a dict with these names, each a tensor"))
+    for name, x in given.items():
+        mine[name] = x
+
+
+def _of_leaf(own: Any, path: str, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What a transform's state has under `path`, with the names that lead there."""
+    if not isinstance(own, Mapping):
+        return
+    for key, x in own.items():
+        if key != path:
+            yield from _of_leaf(x, path, (*above, str(key)))
+        elif len(above) > 1 and not isinstance(x, Mapping):
+            yield above, x
