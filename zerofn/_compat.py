@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,6 +98,17 @@ def differentiating() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
     stack = _functorch.get_interpreter_stack() if functorch_active() else ()
     return any(level.key().name in ("Grad", "Jvp") for level in stack)
+
+
+# Inside, tensors are made as if no transform of torch.func were under way: it takes them for constants.
+beneath_functorch = temporarily_clear_interpreter_stack
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The plain tensor inside of those that transforms of torch.func have wrapped around it."""
+    while is_wrapped(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def is_wrapped(x: object) -> bool:
@@ -282,6 +295,30 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
 def saved_tensors_hooks() -> Any:
     """The hooks for saved tensors that this thread has entered last, as (pack, unpack); `None` where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _saving(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What an autograd node has saved for backward, before it is unpacked: each has `data` and `register_hooks`.
+
+    Nodes without such attributes, those of C++ that the user has written and of writes into views, show nothing.
+    """
+    found: list[Any] = []
+    for name in _saving(type(node)):
+        try:
+            one = getattr(node, name)
+        except RuntimeError:
+            # It has been let go: a backward has gone through already.
+            continue
+        if isinstance(one, tuple | list):
+            found.extend(one)
+        else:
+            found.append(one)
+    return found
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -430,7 +430,7 @@ def alive_in_a_penalty():
     opt = zf.attach(model, PIPES["scaled"]())
     x = torch.randn(3, 16)
     (model(x).square().mean() + sum(p.square().sum() for p in model.parameters())).backward()
-    return opt._home.units.most_alive
+    return opt._home.units.gathered.most_alive
 
 
 def test_a_penalty_holds_two_parameters_at_most():

@@ -88,7 +88,7 @@ def one(how: Callable[..., Tensor], tx: zf.Transform | None) -> dict[str, Any]:
     if isinstance(opt, torch.optim.SGD):
         found |= {n: p.grad for n, p in model.named_parameters()}
     else:
-        found["most"] = opt._home.units.most_alive if opt._home.units is not None else 0
+        found["most"] = opt._home.units.gathered.most_alive if opt._home.units is not None else 0
         before = {n: p.detach().clone() for n, p in Net().named_parameters()}
         opt.step()
         opt.detach()

@@ -38,8 +38,6 @@ RIGHT = {
     "jvp": lambda m, x: jvp(lambda t: layer(m, t), (x,), (torch.ones_like(x),))[1],
     "jacfwd": lambda m, x: vmap(jacfwd(lambda t: layer(m, t)))(x).sum(-1),
     "around": lambda m, x: torch.tanh(m.b(x)),
-}
-REFUSED = {
     "grad": lambda m, x: grad(lambda t: layer(m, t).sum())(x),
     "vjp": lambda m, x: vjp(lambda t: layer(m, t), x)[1](torch.ones_like(x))[0],
     "jacrev": lambda m, x: vmap(jacrev(lambda t: layer(m, t)))(x).sum(-1),
@@ -71,7 +69,7 @@ def functional_everywhere():
                 n, f, lambda m: zf.attach(m, zf.chain(zf.shard(), *middle, zf.sgd(0.1))), data
             )
         )
-        for name, fn in {**RIGHT, **REFUSED}.items()
+        for name, fn in RIGHT.items()
         for scaled, middle in ((False, ()), (True, (scale,)))
     }
 
@@ -83,12 +81,9 @@ def all_rows(step):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_transforms_of_torch_func_inside_of_forward(ranks):
     sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
-    want = {name: functional(name, fn, sgd, all_rows) for name, fn in {**RIGHT, **REFUSED}.items()}
+    want = {name: functional(name, fn, sgd, all_rows) for name, fn in RIGHT.items()}
     for found in zf.launch(functional_everywhere, ranks, timeout=limit()):
         for (name, scaled), got in found.items():
-            if name in REFUSED and ranks == 2:
-                assert re.search(r"torch.func.grad, vjp, jacrev or hessian in the forward(.|\n)*jacfwd", str(got)), got
-                continue
             assert not isinstance(got, str), f"{name} {scaled}: {got}"
             for n, x in want[name].items():
                 torch.testing.assert_close(got[n], x, rtol=1e-10, atol=1e-14, msg=f"{name} {n} {scaled}")

@@ -78,7 +78,7 @@ def count_alive(kind):
     left = full_weights()
     gc.enable()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    return seen, after, left, model.calls, opt._home.units.most_alive
+    return seen, after, left, model.calls, opt._home.units.gathered.most_alive
 
 
 @pytest.mark.parametrize("kind, calls", [("plain", LAYERS), ("saved", 2 * LAYERS), ("reentrant", 2 * LAYERS)])
@@ -196,7 +196,7 @@ def gathered_buffers():
     leaves = zf.core.tree.make_layout({"a": torch.ones(1), "b": torch.ones(50), "c": torch.ones(())})[0].leaves
     stage = zf.transforms.wires.Sharding(zf.ranks.process_groups.world_group())
     xs = {leaf.path: torch.arange(float(leaf.numel)) for leaf in leaves}
-    got = stage.gather([stage.store(xs[leaf.path], leaf) for leaf in leaves], leaves)
+    got = stage.join_parts(stage.send_parts([stage.store(xs[leaf.path], leaf) for leaf in leaves], leaves)[1], leaves)
     assert all(torch.equal(g, xs[leaf.path]) for g, leaf in zip(got, leaves, strict=True))
     return [g.untyped_storage().nbytes() for g in got]
 
@@ -233,21 +233,34 @@ def test_a_call_with_other_parameters_uses_those():
         assert "weight: given in shape (3,), in full it is (2, 3)" in message and "opt.gathered()" in message
 
 
-def functional_gradient():
-    model = nn.Linear(3, 1)
-    zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    with pytest.raises(RuntimeError) as error:
-        torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 3))
-    # The refused call has left nothing behind.
-    x = torch.ones(2, 3, requires_grad=True)
-    model(x).sum().backward()
-    return str(error.value), x.grad
+def functional_gradients(sharded):
+    """Derivatives by the input that torch.func takes of a call of the model, and an ordinary backward after them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 1))).double()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1))) if sharded else torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+    value = lambda x: model(x).sum()  # noqa: E731
+    found = [
+        torch.func.grad(value)(rows),
+        torch.func.vjp(model, rows)[1](torch.ones(2, 1, dtype=torch.float64))[0],
+        torch.func.jvp(value, (rows,), (torch.ones_like(rows),))[1],
+        torch.func.vmap(torch.func.hessian(value))(rows),
+        torch.func.vmap(torch.func.jacrev(model))(rows),
+    ]
+    x = rows.clone().requires_grad_()
+    # A penalty on a gradient that torch.func has taken is differentiated by the parameters.
+    (model(x).sum() + torch.func.grad(value)(x).square().sum()).backward()
+    opt.step()
+    _ = opt.detach() if sharded else None
+    return [*(f.detach() for f in found), x.grad, *(p.detach() for p in model.parameters())]
 
 
-def test_torch_func_over_a_sharded_model_is_refused_with_what_to_write():
-    for message, grad in zf.launch(functional_gradient, 2, timeout=limit()):
-        assert "sharded" in message and "zf.bind(fn, tx, state)" in message and "zf.vjp(fn, tx, state" in message
-        assert grad.any()
+def test_torch_func_over_a_sharded_model():
+    want = functional_gradients(sharded=False)
+    for found in zf.launch(functional_gradients, 2, True, timeout=limit()):
+        for got, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+            assert expected.abs().max() > 0
 
 
 def evaluated_without_autograd(first, later, param_dtype, backwards):

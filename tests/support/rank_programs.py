@@ -151,7 +151,7 @@ def eager(tx, program, steps, model, each=None):
         opt.step()
         opt.zero_grad()
         norms.append(float(opt.metrics["grad_norm"]) if "grad_norm" in opt.metrics else None)
-    most = opt._home.units.most_alive if opt._home.units is not None else 0
+    most = opt._home.units.gathered.most_alive if opt._home.units is not None else 0
     opt.detach()
     after = {n: p.detach().clone() for n, p in model.named_parameters()}
     return {"before": before, "after": after, "norms": norms, "most": most}

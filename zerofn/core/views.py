@@ -67,10 +67,12 @@ class Wire(Protocol):
         """The whole to this rank's part."""
         ...
 
-    def gather(
-        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Whole leaves, flat, from parts of one dtype, in one collective; written to `into` where it is given."""
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        """Gather parts of one dtype, of many leaves in one collective: (work handle or `None`, what comes)."""
+        ...
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Whole leaves, flat, from what has come, in memory of their own or written to `into`."""
         ...
 
     def pack(
@@ -225,7 +227,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
     # A caller who says where to write to has cut them already.
     for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
         flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
-        fulls = wire.gather([xs[leaf.path] for leaf in bucket], bucket, flat)
+        fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket, flat)
         out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
     return out
 

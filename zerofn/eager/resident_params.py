@@ -30,10 +30,11 @@ from ..module.forward_hooks import install, needs_sight
 from ..module.guards import label
 from ..ranks.group import Group
 from ..ranks.process_groups import channel, joint_channel
-from ..sharded.gather_on_use import KEPT, Units, split
+from ..sharded.gather_on_use import KEPT, Units
 from ..sharded.guarded_parameter import Asks, read, write
 from ..sharded.reducer import Stream, agree_on
 from ..sharded.uncleared_gradients import Uncleared
+from ..sharded.units import split
 from ..sharded.written_in_forward import WRITTEN
 from .in_backward import InBackward
 from .master_weights import Copies
@@ -85,12 +86,14 @@ class Residence:
                     p = params[leaf.path]
                     hook = functools.partial(self._hand_over, leaf.path)
                     self.undo.append(p.register_post_accumulate_grad_hook(hook).remove)
+        # Modules whose parameters are gathered.
+        self.blocks: list[nn.Module] = []
         self.units = self._units()
         self.sight: Sight | None = None
         if needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
-            self.undo.append(install(model, self.sight, paths))
+            self.undo.append(install(model, self.sight, paths, self.blocks))
         asks = Asks(self._left, self._gone, self._cleared, self.uncleared.missed)
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
         self.copies = Copies(pipe, params, lambda: self.state.leaves)
@@ -220,7 +223,7 @@ class Residence:
         if not pipe.sharded_use or self.control is None or pipe.sharding is None:
             return None
         group = self.groups[pipe.groups.index(pipe.sharding.group)]
-        units = split(self.model, pipe.layout.leaves, self.params)
+        units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
         control = channel(pipe.sharding.group)
         return Units(
             units,

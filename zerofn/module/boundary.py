@@ -18,6 +18,7 @@ from .._errors import bad_leaves
 from ..core.linear_map import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ..core.pipeline import Pipeline
 from ..sharded.gather_on_use import Units
+from ..sharded.saved_tensors import Walks
 from .closed_graph import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .graph_check import Attributes, Shown
@@ -29,8 +30,10 @@ from .upstream import RETURNED, SHOWN, Leaving
 class _Thread(threading.local):
     """What each thread that calls the model has for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Units | None) -> None:
         self.calls: list[Call] = []
+        # What their graphs have saved of parameters that were gathered.
+        self.walks = None if units is None else Walks(units)
         # By path and mode: the stored tensor, its view in the call under way, and where that was.
         self.seen: dict[tuple, tuple[Tensor, Tensor, int]] = {}
         # Calls of the model that have ended.
@@ -80,11 +83,13 @@ class Sight:
         self.model = weakref.ref(model)
         # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
         self.unchanged = unchanged
-        self.local = _Thread()
+        self.local = _Thread(units)
         self.spans = Spans()
         self.attributes = Attributes(self, list(model.modules()))
         # The hook that ends each module's calls, and the one that shows the user's hooks an output.
         self.ends: dict[int, int] = {}
+        # Modules whose graphs are walked when a call ends.
+        self.blocks: set[int] = set()
         self.shows: dict[int, int] = {}
         self.undo: list[Callable[[], Any]] = []
 
@@ -115,6 +120,8 @@ class Sight:
             self.local.calls.pop().undo.close()
         self.local.seen.clear()
         self.local.leaving = None
+        if self.local.walks is not None:
+            self.local.walks.open.clear()
 
     def begin(self) -> None:
         """Before a call from outside, or one that a backward repeats."""

@@ -17,7 +17,6 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import (
     CALL,
     backward_hooks,
-    differentiating,
     eagerly,
     forward_hooks,
     next_sequence,
@@ -35,7 +34,7 @@ from .boundary import Call, Sight, address
 from .crossing import crossing_of
 from .forward_errors import note
 from .graph_check import Shown
-from .nested_tensors import map_tensors
+from .nested_tensors import map_tensors, tensors_in
 from .parameter_dict import SeenParameters
 
 # fmt: off
@@ -86,15 +85,16 @@ class _Begin(Hook):
         super().__init__(functools.partial(_before, sight, turn))
         self.sight = sight
         self.plain = not recurrent and module is not sight.model()
+        self.block = id(module) in sight.blocks
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.plain and not is_dynamo_compiling():
-            calls = self.sight.local.calls
+            local = self.sight.local
             # Only ours is at the end of the call: no hook of the user's is to be shown anything.
-            quiet = not self.sight.scaled or (
-                len(forward_hooks(module)) == (id(module) in self.sight.ends) and not backward_hooks(module)
-            )
-            if quiet and calls and not any(call.module is module for call in calls):
+            quiet = not self.sight.scaled or not (_others(self.sight, module) or backward_hooks(module))
+            if quiet and local.calls and not any(call.module is module for call in local.calls):
+                if self.block and local.walks is not None:
+                    local.walks.begin(module)
                 return None
         return super().__call__(module, args, kwargs)
 
@@ -112,14 +112,16 @@ def needs_sight(pipe: Pipeline) -> bool:
     )
 
 
-def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[], None]:
+def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[nn.Module]) -> Callable[[], None]:
     """Make `model` see its parameters through `sight`; what is returned undoes it.
 
     Args:
         model: its parameters are the resident ones.
         sight: how they are seen.
         paths: `id(parameter)` to path.
+        blocks: modules whose parameters are gathered.
     """
+    sight.blocks = {id(m) for m in blocks}
     for module in model.modules():
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
@@ -128,6 +130,8 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
             sight.undo.append(functools.partial(_restore, module, plain))
         pre = _Begin(sight, module)
         sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+        if id(module) in sight.blocks:
+            sight.undo.append(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
     # Before any hook of the user's, who sees outputs in the dtype they have outside.
     _end(sight, model)
 
@@ -136,6 +140,18 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str]) -> Callable[[
             action()
 
     return uninstall
+
+
+def _end_block(sight: Sight, module: nn.Module, args: tuple, output: Any) -> None:
+    """Let go of what the graph of a block's call has saved of its parameters."""
+    walks = sight.local.walks
+    if walks is not None and walks.open:
+        walks.end(module, tensors_in(output))
+
+
+def _others(sight: Sight, module: nn.Module) -> bool:
+    """Whether a module has forward hooks that are not ours."""
+    return len(forward_hooks(module)) > (id(module) in sight.ends) + (id(module) in sight.blocks)
 
 
 def _end(sight: Sight, module: nn.Module) -> None:
@@ -161,14 +177,6 @@ def _before(
 ) -> tuple | None:
     """Note the call; at the outermost one, let the inputs in."""
     local = sight.local
-    if sight.units is not None and differentiating():
-        raise RuntimeError(
-            explain(
-                "torch.func.grad, vjp or jvp of a function that calls an attached sharded model",
-                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
-                "zf.bind(fn, tx, state) for torch.func, zf.vjp(fn, tx, state, *inputs), or plain torch.autograd.grad",
-            )
-        )
     if id(module) not in sight.ends:
         # Only now, for most modules are never called from outside, and to run it takes time.
         _end(sight, module)
@@ -190,13 +198,15 @@ def _before(
     call.error = sys.exception()
     if not local.calls:
         sight.begin()
+    if local.walks is not None and (not local.calls or id(module) in sight.blocks):
+        local.walks.begin(module)
     local.calls.append(call)
     if outermost and sight.units is not None:
         call.undo.enter_context(noting(sight.units))
     if turn is not None:
         call.undo.enter_context(turn)
         _fill(module)
-    if sight.scaled and len(forward_hooks(module)) > 1:
+    if sight.scaled and _others(sight, module):
         _show_to_hooks(sight, module)
     if not outermost:
         return None
@@ -214,14 +224,15 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         return None
     call = local.calls.pop()
     error = sys.exception()
-    if call.outermost and sight.units is not None:
-        _explain_hooks(error)
     if isinstance(module, nn.RNNBase):
         _empty(module)
     call.undo.close()
     if call.outermost and error is not None and error is not call.error:
         note(error, module, sight.pipe, sight.unchanged)
     seen = dict(local.seen) if not local.calls else {}
+    if local.walks is not None and not local.calls:
+        local.walks.end(module, tensors_in(output))
+        local.walks.open.clear()
     try:
         if not local.calls:
             sight.let_attributes_out(call.start, at_once=False)
@@ -279,19 +290,6 @@ def _calls_itself(module: nn.Module) -> bool:
         count += frame.f_code is CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return count > 1
-
-
-def _explain_hooks(error: BaseException | None) -> None:
-    """What torch says to torch.func.grad in forward names hooks that nobody has written there."""
-    if type(error) is RuntimeError and "support saved tensor hooks" in str(error):
-        error.args = (
-            explain(
-                "torch.func.grad, vjp, jacrev or hessian in the forward of an attached sharded model",
-                "parameters are gathered again in backward through saved-tensor hooks, which torch.func does not have",
-                "torch.autograd.grad(..., create_graph=True), or torch.func.jvp, jacfwd and vmap, which need none;\n"
-                "zf.make_step, in whose loss function torch.func is free",
-            ),
-        )
 
 
 def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:

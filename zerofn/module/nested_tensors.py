@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import base_of, number_of
+from .._compat import base_of, is_wrapped, number_of
 from .._errors import explain
 
 Fn = Callable[[Tensor], Tensor]
@@ -79,6 +79,19 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
 
     done = {id(t): mapped(t) for t in sorted(found, key=made)}
     return map_tensors(lambda t: done[id(t)], value, where)
+
+
+def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
+    """Tensors that need a gradient in whatever a module returns, as far as they are found; nothing is refused."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad or is_wrapped(value) else []
+    if value is None or not depth or isinstance(value, str | bytes | int | float | complex | type | nn.Module):
+        return []
+    if isinstance(value, Mapping):
+        held: Any = value.values()
+    else:
+        held = value if isinstance(value, tuple | list) else list(getattr(value, "__dict__", {}).values())
+    return [t for v in held for t in tensors_in(v, depth - 1)]
 
 
 def made(t: Tensor) -> int:

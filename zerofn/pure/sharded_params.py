@@ -27,8 +27,9 @@ from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves, Tree, tree_map
 from ..core.views import Like, pull_all
 from ..ranks.join import Rounds
-from ..sharded.gather_on_use import SMALL, Units
+from ..sharded.gather_on_use import Units
 from ..sharded.lazy_tensor import Lazy
+from ..sharded.units import SMALL
 
 # A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
 TINY = 1 << 10
@@ -125,9 +126,9 @@ class Blocks(Units):
             )
         return super().parameters(i)
 
-    def _perform(self, kind: int, i: int, work: Callable[[], Any]) -> Any:
+    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         try:
-            return self.rounds.perform(kind, i, work)
+            return self.rounds.perform(kind, i, begin)
         except BaseException:
             # Nobody may be there any more.
             self.open = False

@@ -7,7 +7,9 @@ gather needs this rank's shard whether or not this rank uses the result, and to 
 zeros. A rank with nothing to do waits at a *rest*, taking part, until every rank rests.
 
 The exchange costs one small message per collective. The alternative, a fixed order, cannot be had here: which
-parameters a rank needs next, only its own forward knows.
+parameters a rank needs next, only its own forward knows. But each rank tells as well what it expects to need next, and
+where all expect the same that is begun at once, while they compute. When they come to it they need no exchange for it:
+half of all messages, and nobody waits for what nobody else needs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from .collectives import all_gather_into
 from .group import Group
 
+Asked = tuple[int, int]  # a kind of collective, and a unit
 REST = 0
+NOTHING = -1
 # Where a rank rests: between two calls of the model, or at a step.
 CALL, STEP = 0, 1
 
@@ -38,17 +42,35 @@ class Rounds:
         # Whether all ranks asked for the same in the last round.
         self.together = True
 
-    def perform(self, kind: int, unit: int, work: Callable[[], Any]) -> Any:
-        """Do `work`, the collective `(kind, unit)`, together with what other ranks ask for."""
+    def perform(
+        self,
+        kind: int,
+        unit: int,
+        begin: Callable[[], Callable[[], Any]],
+        ahead: int = NOTHING,
+        fetch: Callable[[int], None] = lambda unit: None,
+    ) -> Any:
+        """The collective `(kind, unit)`, together with what other ranks ask for.
+
+        Args:
+            kind: of collective.
+            unit: whose.
+            begin: begins it; what it returns ends it, and gives its result.
+            ahead: a unit whose parameters this rank expects to need next.
+            fetch: begins to gather it, where all ranks have asked for the same and expect the same.
+        """
         mine = (kind, unit)
         result: Any = None
-        every, resting = self._exchange(kind, unit)
+        every, resting, expected = self._exchange(kind, unit, ahead)
         self.together = every == [mine] and not resting
         for asked in every:
-            if asked == mine:
-                result = work()
-            else:
+            if asked != mine:
                 self.join(*asked)
+                continue
+            end = begin()
+            if self.together and ahead != NOTHING and expected == {ahead}:
+                fetch(ahead)
+            result = end()
         return result
 
     def rest(self, place: int = CALL, told: Callable[[], int] = lambda: 0) -> bool:
@@ -65,16 +87,19 @@ class Rounds:
             Whether the others rest too and tell the same. It costs no message of its own.
         """
         while True:
-            asked, resting = self._exchange(REST, place | told() << 1)
+            asked, resting, _ = self._exchange(REST, place | told() << 1)
             for kind, unit in asked:
                 self.join(kind, unit)
             if not asked and min(x & 1 for x in resting) >= place:
                 return len({x >> 1 for x in resting}) == 1
 
-    def _exchange(self, kind: int, unit: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """What any rank asks for, once each in a fixed order, and what those say that rest."""
-        sent = torch.tensor((kind, unit), dtype=torch.int64, device=self.control.device)
-        every = sent.new_empty(2 * self.control.size)
+    def _exchange(
+        self, kind: int, unit: int, ahead: int = NOTHING
+    ) -> tuple[list[tuple[int, int]], list[int], set[int]]:
+        """What any rank asks for, once each in a fixed order; what those say that rest; and what ranks expect next."""
+        sent = torch.tensor((kind, unit, ahead), dtype=torch.int64, device=self.control.device)
+        every = sent.new_empty(3 * self.control.size)
         all_gather_into(every, sent, self.control)
-        rows = [(int(k), int(u)) for k, u in every.reshape(-1, 2).tolist()]
-        return sorted({r for r in rows if r[0] != REST}), [u for k, u in rows if k == REST]
+        rows = every.reshape(-1, 3).tolist()
+        asked = sorted({(k, u) for k, u, _ in rows if k != REST})
+        return asked, [u for k, u, _ in rows if k == REST], {a for *_, a in rows}

@@ -1,13 +1,22 @@
 """What autograd saves of a gathered parameter: a note of where it came from, and not the tensor.
 
-So what is gathered does not outlive its use: backward gathers it again. Hooks for saved tensors do not add up,
-torch runs those that were entered last. So everything that is no parameter is handed to the hooks that stand
-around the call: those of a checkpoint around the model, of `save_on_cpu`, or of another model.
+So what is gathered does not outlive its use: backward gathers it again. At the end of a block's call its graph is
+walked, and what it has saved of gathered parameters is exchanged for notes (`Walks`). Hooks for saved tensors that
+stand around the call would do so at once, but while there are any torch refuses `torch.func.grad`, `vjp` and `jacrev`.
+Where the user has some around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway, and ours are
+put inside of them (`noting`): a checkpoint holds all that it repeats. Hooks do not add up, torch runs those
+that were entered last, so what is no parameter is handed on to the user's.
+
+What no walk reaches is saved as it is, and freed with the graph: right, and as large as a parameter. These are a loss
+that a block keeps in an attribute, writes into views of activations that multiply by a parameter, and C++ nodes; a
+parameter that another module than its own computes with is saved until that one's call ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -15,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import eagerly, saved_tensors_hooks
+from .._compat import eagerly, innermost, next_sequence, number_of, saved_by, saved_tensors_hooks, version
 from .gather_on_use import Units
+
+NEVER = 1 << 64
 
 
 class Note(NamedTuple):
@@ -31,27 +42,12 @@ class Note(NamedTuple):
     offset: int
 
 
-class _Notes:
-    """Hooks for saved tensors, inside of others or of none."""
-
-    def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None):
-        self.source, self.outer = source, outer
-
-    def pack(self, t: Tensor) -> Any:
-        found = self.source.origin(t)
-        if found is not None:
-            size, stride = tuple(t.size()), tuple(t.stride())
-            return Note(self.source, self.source.age(*found), *found, size, stride, int(t.storage_offset()))
-        if self.outer is not None:
-            return self.outer[0](t)
-        # What goes through hooks is held by Python, so that a leaf that the model makes would look like one that
-        # somebody holds (`module.graph_check`). Autograd remembers by itself whose derivative it is.
-        return t.detach() if t.is_leaf and t.requires_grad else t
-
-    def unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, Note) or saved.source is not self.source:
-            return self.outer[1](saved) if self.outer is not None else saved  # type: ignore[return-value]
-        return eagerly(_gathered, saved) if is_dynamo_compiling() else _gathered(saved)
+def note_of(source: Units, t: Tensor) -> Note | None:
+    """The note for a tensor that is saved; `None` for what is no parameter."""
+    found = source.gathered.origin(t)
+    if found is None:
+        return None
+    return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
 
 def _gathered(note: Note) -> Tensor:
@@ -60,7 +56,113 @@ def _gathered(note: Note) -> Tensor:
     return full.as_strided(note.size, note.stride, note.offset)
 
 
+def _unpack(note: Note) -> Tensor:
+    return eagerly(_gathered, note) if is_dynamo_compiling() else _gathered(note)
+
+
+class _Hooks:
+    """Hooks for saved tensors, inside of others."""
+
+    def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]):
+        self.source, self.outer = source, outer
+
+    def pack(self, t: Tensor) -> Any:
+        note = note_of(self.source, t)
+        return self.outer[0](t) if note is None else note
+
+    def unpack(self, saved: Any) -> Tensor:
+        return _unpack(saved) if isinstance(saved, Note) and saved.source is self.source else self.outer[1](saved)
+
+
 def noting(source: Units) -> AbstractContextManager:
-    """Inside, the parameters that `source` has gathered are saved for backward as notes."""
-    notes = _Notes(source, saved_tensors_hooks())
-    return torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack)
+    """Inside, the parameters that `source` has gathered are saved as notes, if there are hooks around."""
+    outer = saved_tensors_hooks()
+    if outer is None:
+        return contextlib.nullcontext()
+    hooks = _Hooks(source, outer)
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+
+class _Walk:
+    """The call of one module, under way.
+
+    Attributes:
+        module: it.
+        start: the number of the first autograd node that may be made in it.
+        inner: of calls inside of it that have been walked, in order: where their nodes begin and end, and the older
+            nodes that lead out of them.
+    """
+
+    __slots__ = ("inner", "module", "start")
+
+    def __init__(self, module: Any, start: int):
+        self.module, self.start = module, start
+        self.inner: list[tuple[int, int, list[Any]]] = []
+
+
+class Walks:
+    """The calls of blocks that are under way in one thread, each walked when it ends.
+
+    Args:
+        source: what gathers.
+    """
+
+    def __init__(self, source: Units):
+        self.source = source
+        self.open: list[_Walk] = []
+
+    def begin(self, module: Any) -> None:
+        """A call begins."""
+        # Hooks that are there have packed all, when it ends.
+        self.open.append(_Walk(module, next_sequence() if saved_tensors_hooks() is None else NEVER))
+
+    def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
+        """It has ended, and those inside of it which an error has ended have as well."""
+        while self.open:
+            walk = self.open.pop()
+            if walk.module is module:
+                break
+        else:
+            return
+        if walk.start == NEVER:
+            return
+        older = self._through(walk, [innermost(t).grad_fn for t in outputs])
+        if self.open:
+            self.open[-1].inner.append((walk.start, next_sequence(), older))
+
+    def _through(self, walk: _Walk, nodes: list[Any]) -> list[Any]:
+        """Go through all nodes of a call; the older ones that they lead to."""
+        starts = [start for start, _, _ in walk.inner]
+        older: list[Any] = []
+        # Nodes are kept: an id is only unique among the living.
+        seen: dict[int, Any] = {}
+        passed: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen[id(node)] = node
+            number = number_of(node)
+            if number < walk.start:
+                older.append(node)
+                continue
+            k = bisect_right(starts, number) - 1
+            if k >= 0 and number < walk.inner[k][1]:
+                if k not in passed:
+                    passed.add(k)
+                    nodes += walk.inner[k][2]
+                continue
+            for saved in saved_by(node):
+                self._exchange(saved)
+            nodes += [n for n, _ in node.next_functions]
+        return older
+
+    def _exchange(self, saved: Any) -> None:
+        t = saved.data
+        # What hooks have packed is no tensor. What has been written into since is left to torch, which compares
+        # versions where there are no hooks, and refuses a backward with other numbers than forward's.
+        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(t):
+            return
+        with contextlib.suppress(RuntimeError):
+            # It is refused where the user's hooks hand on what they are given.
+            saved.register_hooks(lambda _: note, _unpack)

@@ -105,11 +105,9 @@ class Written:
             spans = [self.span(leaf) for leaf in self.units[i]]
             self.began[i] = [x.reshape(-1)[low:high].clone() for x, (low, high) in zip(fulls, spans, strict=True)]
 
-    def give(self, i: int, views: tuple[Tensor, ...] = ()) -> None:
-        """Forward has these tensors of a unit's copy from now on; or some that a transform of torch.func wraps."""
-        given = self.given.setdefault(i, Given())
-        if views:
-            given.add(views)
+    def give(self, i: int, views: tuple[Tensor, ...]) -> None:
+        """Forward has these tensors of a unit's copy from now on."""
+        self.given.setdefault(i, Given()).add(views)
 
     def version(self, i: int, j: int) -> int:
         """How often a leaf has been written into: what autograd compares between forward and backward."""

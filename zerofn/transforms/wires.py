@@ -60,7 +60,7 @@ class Sharding:
         if batch and self.group.size > 1:
             check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
         rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
-        (full,) = self.gather([rows], [leaf])
+        (full,) = self.join_parts(self.send_parts([rows], [leaf])[1], [leaf])
         return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
@@ -73,25 +73,33 @@ class Sharding:
         assert mine is not None
         return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
 
-    def gather(
-        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Full flat leaves (numel, ...) from this rank's shards of one dtype, in one collective.
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        """Gather this rank's shards of one dtype: (work handle, rows of all ranks).
 
         Args:
             parts: shards of this rank.
             leaves: what they are shards of.
-            into: flat tensors to write to; new ones by default.
+            async_op: return before they are there.
         """
-        size = self.group.size
         tail = parts[0].shape[1:]
-        widths = [_width(leaf, size) for leaf in leaves]
+        widths = [_width(leaf, self.group.size) for leaf in leaves]
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
-        rows = parts[0].new_empty((size, sum(widths), *tail))
+        rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
         for x, part in zip(parts, mine.split(widths), strict=True):
             part[: len(x)] = x
-        all_gather_into(rows.reshape(-1, *tail), mine, self.group)
+        return all_gather_into(rows.reshape(-1, *tail), mine, self.group, async_op), rows
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Full flat leaves (numel, ...) from rows of all ranks.
+
+        Args:
+            rows: of `send_parts`, which are there by now.
+            leaves: what is in them.
+            into: flat tensors to write to; new ones by default.
+        """
+        tail = rows.shape[2:]
+        widths = [_width(leaf, self.group.size) for leaf in leaves]
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
         for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
             whole = len(full) // width if width else 0
@@ -178,11 +186,14 @@ class Averaging:
         all_reduce_(mean, self.group)
         return mean
 
-    def gather(
-        self, parts: Sequence[Tensor], leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
         """What every rank has already."""
-        return list(parts)
+        return None, torch.cat([x.reshape(-1) for x in parts])
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What every rank has already."""
+        fulls = list(rows.split([leaf.numel for leaf in leaves]))
+        return fulls if into is None else [full.copy_(x) for full, x in zip(into, fulls, strict=True)]
 
     def pack(
         self,

@@ -1,0 +1,119 @@
+"""What is sent for one unit: its parts, gathered to full parameters, and full gradients, summed to parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.linear_map import over
+from ..core.pipeline import Pipeline
+from ..core.tree import Leaf, Leaves
+from ..core.views import cut
+from ..ranks.group import Group
+
+
+class UnitCollectives:
+    """Collectives of the units of one model; one for each dtype that is in a unit.
+
+    Args:
+        units: leaves that are gathered together.
+        blocks: how many of them the model sees; the others are leaves by themselves, as they are stored.
+        pipe: a pipeline with a `shard`.
+        group: the ranks.
+        params: this rank's parts by path.
+        scale: the loss scale in force.
+    """
+
+    def __init__(
+        self,
+        units: list[list[Leaf]],
+        blocks: int,
+        pipe: Pipeline,
+        group: Group,
+        params: Leaves,
+        scale: Callable[[], Tensor | None],
+    ):
+        assert pipe.sharding is not None
+        self.units, self.blocks, self.pipe, self.params, self.scale = units, blocks, pipe, params, scale
+        self.wire = pipe.sharding.on(group, pipe.sharding.reduce_dtype)
+        stages = pipe.stages[: pipe.cut]
+        at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
+        # What parts are seen through before they are gathered, and what whole leaves are seen through after it.
+        self.of_parts, self.of_wholes = stages[at + 1 :], stages[:at]
+        self.dtypes = [{leaf.path: self._seen(i, leaf) for leaf in unit} for i, unit in enumerate(units)]
+        self.buckets = [cut(unit, dtypes, 1 << 62) for unit, dtypes in zip(units, self.dtypes, strict=True)]
+
+    def _seen(self, i: int, leaf: Leaf) -> torch.dtype:
+        return self.pipe.dtypes.stored(leaf) if i >= self.blocks else self.pipe.dtypes.seen(leaf)
+
+    def begin_gather(self, i: int, parts: Leaves) -> Callable[[], list[Tensor]]:
+        """Begin to gather something of the parameters' layout; what is returned waits, and gives full tensors.
+
+        Args:
+            i: the unit.
+            parts: of this rank, by path.
+        """
+        sent: list[tuple[list[Leaf], Any, Tensor]] = []
+        for bucket in self.buckets[i]:
+            mine = [self._seen_part(i, leaf, parts[leaf.path]) for leaf in bucket]
+            sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
+        return lambda: self._end_gather(i, sent)
+
+    def _end_gather(self, i: int, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
+        out: Leaves = {}
+        while sent:
+            # What has been joined is let go.
+            bucket, work, rows = sent.pop()
+            if work is not None:
+                work.wait()
+            for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
+                out[leaf.path] = through(reversed(self.of_wholes), full.view(leaf.shape), leaf)
+        return [out[leaf.path] for leaf in self.units[i]]
+
+    def _seen_part(self, i: int, leaf: Leaf, part: Tensor) -> Tensor:
+        """This rank's part through the views that come before it is gathered; alone, in the dtype it is stored in."""
+        for stage in reversed(self.of_parts):
+            part = part if stage.only_dtype and i >= self.blocks else stage.view(part, leaf)
+        return part.to(self.dtypes[i][leaf.path])
+
+    def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
+        """Begin to sum full gradients; what is returned waits, and gives true ones of this rank's parts.
+
+        Args:
+            i: the unit.
+            fulls: a gradient for each leaf, where this rank has one.
+        """
+        named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
+        sent: list[tuple[list[Leaf], list[int], Any, Tensor]] = []
+        for bucket in self.buckets[i]:
+            for leaf in bucket:
+                for stage in self.of_wholes if leaf.path in named else ():
+                    named[leaf.path] = stage.pull(named[leaf.path], leaf)
+            flat = [named.pop(leaf.path).reshape(-1) if leaf.path in named else None for leaf in bucket]
+            dtype, numels = self.wire.reduce_dtype or self.dtypes[i][bucket[0].path], [leaf.numel for leaf in bucket]
+            rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
+            sent.append((bucket, numels, *self.wire.send(rows, async_op=True)))
+        return lambda: self._end_scatter(i, sent)
+
+    def _end_scatter(self, i: int, sent: list[tuple[list[Leaf], list[int], Any, Tensor]]) -> list[Tensor | None]:
+        out: Leaves = {}
+        scale = self.scale() if i < self.blocks else None
+        for bucket, numels, work, mine in sent:
+            work.wait()
+            for leaf, g in zip(bucket, self.wire.unpack(mine, bucket, numels), strict=True):
+                if g is not None:
+                    for stage in self.of_parts:
+                        g = g if stage.only_dtype else stage.pull(g, leaf)
+                    own = self.pipe.resident_grad_dtype(leaf)
+                    out[leaf.path] = g.to(own, copy=True) if scale is None else over(g, scale, own)
+        return [out.get(leaf.path) for leaf in self.units[i]]
+
+
+def through(stages: Any, x: Tensor, leaf: Leaf) -> Tensor:
+    """A tensor through the views of stages, in the order given."""
+    for stage in stages:
+        x = stage.view(x, leaf)
+    return x

@@ -1,0 +1,48 @@
+"""Which parameters are gathered together: those of a block, or small neighbours outside of any.
+
+A block is an element of one of the model's outermost `ModuleList`, `Sequential` or `ModuleDict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..core.tree import Leaf, Leaves
+
+# Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
+SMALL = 1 << 18
+
+
+def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[list[list[Leaf]], list[nn.Module]]:
+    """Leaves by unit, in the model's order; and the modules that they are parameters of, blocks as one."""
+    named = {id(p): path for path, p in params.items()}
+    by_path = {leaf.path: leaf for leaf in leaves}
+    done: set[str] = set()
+    units: list[list[Leaf]] = []
+    modules: list[nn.Module] = []
+    loose: list[Leaf] = []  # the last unit, if it is no block
+    for module, block in _pieces(model, False):
+        paths = [named[id(p)] for p in module.parameters(recurse=block)]
+        unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
+        if paths:
+            modules.append(module)
+        done.update(leaf.path for leaf in unit)
+        if not unit:
+            continue
+        if not block and loose and sum(leaf.numel for leaf in (*loose, *unit)) <= SMALL:
+            loose.extend(unit)
+            continue
+        units.append(unit)
+        loose = [] if block else unit
+    return units, modules
+
+
+def _pieces(module: nn.Module, inside: bool) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules in order, and whether each is a block; what is in a block goes with it."""
+    yield module, inside
+    if not inside:
+        container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for child in module.children():
+            yield from _pieces(child, container)
