@@ -91,6 +91,11 @@ def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor
     return rule.apply(x, scale, forth, back)  # type: ignore[return-value]
 
 
+def is_linear_map(node: Any) -> bool:
+    """Whether an autograd node is that of a linear map."""
+    return callable(getattr(node, "forth", None))
+
+
 def untracked() -> bool:
     """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
     return not torch.is_grad_enabled() and not functorch_active() and not torch.compiler.is_compiling()

@@ -17,14 +17,17 @@ from .._compat import backward_call, executing, functorch_active, graph_task, is
 from .._errors import bad_leaves
 from ..core.linear_map import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ..core.pipeline import Pipeline
-from ..sharded.gather_on_use import Units
+from ..sharded.gather_on_use import Units, lasting
 from ..sharded.saved_tensors import Walks
+from ..sharded.written_in_forward import Place, place
 from .closed_graph import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .graph_check import Attributes, Shown
 from .nested_tensors import map_outputs
 from .spans import Spans
 from .upstream import RETURNED, SHOWN, Leaving
+
+Seen = dict[str, tuple[Tensor, Tensor, Place | None]]
 
 
 class _Thread(threading.local):
@@ -34,10 +37,10 @@ class _Thread(threading.local):
         self.calls: list[Call] = []
         # What their graphs have saved of parameters that were gathered.
         self.walks = None if units is None else Walks(units)
-        # By path and mode: the stored tensor, its view in the call under way, and where that was.
-        self.seen: dict[tuple, tuple[Tensor, Tensor, int]] = {}
-        # Calls of the model that have ended.
-        self.ended = 0
+        # By path: the stored tensor, its view in the call under way, and where that was.
+        self.seen: Seen = {}
+        # Calls of the model that have ended, and whether all of what it saw in them is compared.
+        self.ended, self.compares = 0, False
         # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
         self.mark: int | None = None
         # By path: the view that was given last, and what it is the view of.
@@ -155,11 +158,12 @@ class Sight:
             return stored
         if not self.local.calls:
             return self._through(view, stored)
-        key = (path, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        found = self.local.seen.get(key)
+        found = self.local.seen.get(path)
         if found is None or found[0] is not stored:
-            seen = self._through(view, stored)
-            found = self.local.seen[key] = (stored, seen, address(seen))
+            # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it.
+            with lasting(), torch.enable_grad():
+                seen = self._through(view, stored)
+            found = self.local.seen[path] = (stored, seen, address(seen))
         return found[1]
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
@@ -238,9 +242,9 @@ class Sight:
             check_closed(self, roots, self.spans)
 
 
-def address(x: Tensor) -> int:
-    """Where a tensor's memory begins; 0 for one that has none of its own."""
-    return 0 if is_wrapped(x) else x.data_ptr()
+def address(x: Tensor) -> Place | None:
+    """Where a tensor's memory is; `None` for one that has none of its own."""
+    return None if is_wrapped(x) else place(x)
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:

@@ -19,6 +19,7 @@ from .._compat import (
     backward_hooks,
     eagerly,
     forward_hooks,
+    is_wrapped,
     next_sequence,
     register_in,
     registered,
@@ -26,12 +27,12 @@ from .._compat import (
     version,
 )
 from .._errors import bad_leaves, explain
+from ..core.linear_map import is_linear_map
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
-from ..sharded.written_in_forward import same
+from ..sharded.written_in_forward import carried, same
 from .backward_hooks import check_hooks_of_call
-from .boundary import Call, Sight, address
-from .crossing import crossing_of
+from .boundary import Call, Seen, Sight, address
 from .forward_errors import note
 from .graph_check import Shown
 from .nested_tensors import map_tensors, tensors_in
@@ -246,7 +247,7 @@ def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
             sight.let_attributes_out(call.start, at_once=True)
             local.leaving = None
             sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
-            _check_unwritten(sight, seen)
+            _carry_written(sight, seen)
             if sight.units is not None:
                 sight.units.end_of_call()
 
@@ -292,42 +293,58 @@ def _calls_itself(module: nn.Module) -> bool:
     return count > 1
 
 
-def _check_unwritten(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
-    """What a model in another dtype writes into a parameter goes into a copy and would be lost.
+def _carry_written(sight: Sight, seen: Seen) -> None:
+    """What a model writes into a parameter that it sees in another dtype goes into a copy, and is stored from there.
 
     `w.data` and NumPy write without a version's counting it. To compare all parameters takes time, so it is done in
-    calls 1, 2, 4, 8, ...: programs repeat themselves.
+    calls 1, 2, 4, 8, ..., and in all of a model that has written so in its first: programs repeat themselves.
     """
+    _check_underived(seen)
     bad: dict[str, str] = {}
-    sight.local.ended += 1
-    thoroughly = sight.local.ended & (sight.local.ended - 1) == 0
-    for (path, _, inference), (stored, view, begin) in seen.items():
-        if address(view) != begin:
-            bad[path] = "its .data was exchanged"
-        elif view.dtype != stored.dtype or not (sight.pipe.exact or sight.suspended):
-            compared = thoroughly and begin > 0 and all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
-            if (not inference and version(view)) or (compared and not _same(view, stored)):
-                bad[path] = f"seen in {view.dtype}, stored in {stored.dtype}"
+    local = sight.local
+    local.ended += 1
+    compares = local.compares or local.ended & (local.ended - 1) == 0
+    for path, (stored, view, begin) in seen.items():
+        exact = all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
+        exchanged = address(view) != begin
+        if not exchanged and view.dtype == stored.dtype and (exact or sight.suspended):
+            continue
+        counted = not view.is_inference() and version(view) > 0
+        if not (exchanged or counted or (compares and begin is not None and exact and not _same(view, stored))):
+            continue
+        if not exact:
+            bad[path] = "seen through a view half of the pipeline, which has no way back from here"
+        elif is_wrapped(view):
+            bad[path] = "inside of a transform of torch.func"
+        elif view.shape != stored.shape:
+            bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
+        elif not (exchanged or counted or local.compares or local.ended == 1):
+            bad[path] = "by .data or NumPy, and in no call before that was compared"
+        else:
+            local.compares = True
+            _carry(view, stored)
     if bad:
         right = (
-            "with torch.no_grad(): self.w.copy_(new), where the model computes in the dtype that is stored;\n"
-            "         else write outside of the call, or keep what the model writes in a buffer;\n"
-            "         nn.Embedding(max_norm=None) and\n"
-            "         with torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm) after opt.step()"
+            "with torch.no_grad(): self.w.copy_(new), in a pipeline whose view halves change dtypes alone;\n"
+            "         else write outside of the call, or keep what the model writes in a buffer"
         )
         raise RuntimeError(
             bad_leaves("the model wrote into parameters in its forward, where they are copies", bad.items(), right)
         )
-    if sight.scaled:
-        _check_underived(sight, seen)
 
 
-def _check_underived(sight: Sight, seen: dict[tuple, tuple[Tensor, Tensor, int]]) -> None:
+@torch.no_grad()
+def _carry(view: Tensor, stored: Tensor) -> None:
+    seen = view.detach()
+    stored.copy_(carried(seen, stored.detach().to(seen.dtype), stored.detach()))
+
+
+def _check_underived(seen: Seen) -> None:
     """Torch refuses that of a leaf. It cannot see here that it is one."""
     bad = [
         (path, f"changed by {view.grad_fn.name()}")
-        for (path, _, _), (stored, view, _) in seen.items()
-        if view.grad_fn is not None and view is not stored and crossing_of(view.grad_fn, sight) is None
+        for path, (stored, view, _) in seen.items()
+        if view.grad_fn is not None and view is not stored and not is_linear_map(view.grad_fn)
     ]
     if bad:
         raise RuntimeError(

@@ -100,11 +100,11 @@ class Gathered:
         if i not in self.live:
             return
         self.settle(i)
-        views, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
+        left, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
         del self.live[i]
         self.seen.pop(i, None)
-        if views is not None:
-            self.watch.hold(i, views, self.refs[i], dtypes)
+        if left is not None:
+            self.watch.hold(i, left, self.refs[i], dtypes)
 
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's copy so far."""
@@ -115,6 +115,9 @@ class Gathered:
         """Store what forward has written; what it has been given is no longer its own."""
         for i in list(self.live):
             self.settle(i)
+            if i in self.watch.given and self.watch.given[i].own:
+                # What forward has put there is memory of its own.
+                self.forget(i)
         self.look_again()
         self.watch.forget()
 

@@ -45,7 +45,7 @@ class Note(NamedTuple):
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a tensor that is saved; `None` for what is no parameter."""
     found = source.gathered.origin(t)
-    if found is None:
+    if found is None or source.watch.is_elsewhere(*found):
         return None
     return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
