@@ -400,6 +400,8 @@ class Residence:
         if self.stream is not None:
             self._forget(always=True)
         if self.units is not None:
+            # A gather that was begun for nobody ends before its channel is closed.
+            self.units.drop()
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
             if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.exact:
