@@ -24,6 +24,7 @@ from .core.arguments import (
     check_flag,
     check_lr,
     check_number,
+    given,
     misfit,
     no_weight,
     weight_of,
@@ -32,7 +33,7 @@ from .core.compose import as_transform, chain, of_members
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.leafwise import transform
-from .core.optimizer import LeafList, like, optimizer, plain, typed
+from .core.optimizer import LeafList, LeafStep, like, optimizer, plain, typed
 from .core.spec import ONE_OF_TWO, Misplaced, Spec, as_it_is, changes_gradients, makes_parameters, watches_parameters
 from .core.transform import (
     Context,
@@ -48,8 +49,9 @@ from .core.transform import (
 )
 from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
 from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
-from .kernels.adam import adam_
+from .kernels.adam import adam_, adam_update
 from .kernels.norms import not_finite, squared_norm
+from .kernels.recording import differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
 from .ranks.batched import check_batch
 from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
@@ -69,6 +71,7 @@ __all__ = [
     "Layout",
     "Leaf",
     "LeafList",
+    "LeafStep",
     "Leaves",
     "Like",
     "Misplaced",
@@ -83,6 +86,7 @@ __all__ = [
     "ViewOf",
     "Wire",
     "adam_",
+    "adam_update",
     "all_gather_into",
     "all_reduce_",
     "as_it_is",
@@ -98,8 +102,10 @@ __all__ = [
     "check_number",
     "concrete",
     "counter",
+    "differentiated",
     "explain",
     "flatten",
+    "given",
     "known_formats",
     "leaf_key",
     "like",
@@ -114,10 +120,13 @@ __all__ = [
     "over_ranks",
     "plain",
     "random_bits",
+    "recorded",
     "reduce_scatter_into",
+    "root",
     "select",
     "squared_norm",
     "stochastic_round",
+    "straight_through",
     "transform",
     "tree_map",
     "typed",

@@ -459,21 +459,38 @@ def test_parameters_of_another_structure_in_a_bound_function():
         fn({"b": torch.ones(2)})
 
 
-def test_differentiating_an_update():
+def test_differentiating_a_step_that_writes_into_its_state():
     """Its derivative would be zero without a word."""
-    state = zf.init(zf.sgd(0.1), {"w": torch.ones(2)})
-    step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), zf.sgd(0.1))
+    tx = zf.sgd(0.1)
+    state = zf.init(tx, {"w": torch.ones(2)})
+    step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), tx, donate=True)
 
     def after(x):
         return step(state, x)[0].params["w"].sum()
 
     nested = lambda x: torch.vmap(after)(x.expand(3, 2)).sum()  # noqa: E731
     for call in (torch.func.grad(after), torch.func.grad(nested), lambda x: torch.func.jvp(after, (x,), (x,))):
-        with refuses(RuntimeError, "being differentiated", "zf.bind(fn, tx, state)"):
+        with refuses(RuntimeError, "a step that writes into its state", "without donate"):
             call(torch.ones(2))
     learn = optree.tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, clone(state))
-    with refuses(RuntimeError, "being differentiated"):
+    with refuses(RuntimeError, "a step that writes into its state"):
         step(learn, torch.ones(2))
+    assert_trees_equal(state.params, {"w": torch.ones(2)})
+
+
+def test_differentiating_a_step_of_an_attached_model():
+    model = nn.Linear(2, 1)
+    opt = zf.attach(model, zf.sgd(0.1))
+    model(torch.ones(3, 2)).sum().backward()
+    before = clone(dict(model.state_dict()))
+
+    def after(rate):
+        opt.step()
+        return rate * model.weight.sum()
+
+    with refuses(RuntimeError, "a step that writes into its state", "of an attached model", "functional_call"):
+        torch.func.grad(after)(torch.tensor(0.1))
+    assert_trees_equal(dict(model.state_dict()), before)
 
 
 def test_averages_that_do_not_exist():

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, clone
@@ -204,10 +205,43 @@ def test_a_loss_that_recurses_without_end_says_so_itself():
 # -- autograd through an update -----------------------------------------------------------------------------
 
 
-def test_an_update_is_not_recorded():
-    """As its docstring says, in the words of torch's error."""
-    w = torch.ones(3, requires_grad=True)
-    state, _ = zf.update(SGD, {"w": w * 2, "b": [torch.ones(2, 2)]}, zf.init(SGD, params()))
-    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
-        state.params["w"].sum().backward()
-    assert "element 0 of tensors does not require grad" in zf.update.__doc__
+def test_a_graph_is_kept_where_it_is_asked_for_and_nowhere_else():
+    """By what an update is given, or by name. A rate that requires grad keeps none."""
+    w, rate = torch.ones(3, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    tx = zf.sgd(rate)
+    start = zf.init(tx, params())
+    grads = lambda g: {"w": g, "b": [torch.ones(2, 2)]}  # noqa: E731
+    for create_graph, g, kept in (
+        (None, w * 2, True),
+        (True, w.detach(), True),
+        (False, w * 2, False),
+        (None, w.detach(), False),
+    ):
+        state, _ = zf.update(tx, grads(g), start, create_graph=create_graph)
+        assert state.leaves["w"].requires_grad is kept
+        if kept:
+            (by_rate,) = torch.autograd.grad(state.leaves["w"].sum(), rate)
+            assert torch.equal(by_rate, -g.detach().sum())
+    with torch.no_grad():
+        state, _ = zf.update(tx, grads(w * 2), start)
+        assert not state.leaves["w"].requires_grad
+        for call in (
+            lambda: zf.update(tx, grads(w), start, create_graph=True),
+            lambda: zf.make_step(lambda p: p["w"].sum(), tx, create_graph=True)(start),
+            lambda: zf.init(tx, params(), create_graph=True),
+            lambda: zf.vjp(lambda p: p["w"], tx, start, create_graph=True),
+        ):
+            with pytest.raises(RuntimeError, match=r"create_graph=True\) inside torch.no_grad"):
+                call()
+    with pytest.raises(ValueError, match="create_graph is True or False"):
+        zf.make_step(lambda p: p["w"].sum(), tx, create_graph="yes")
+
+
+def test_a_rate_that_requires_grad_keeps_nothing_from_step_to_step():
+    rate = torch.tensor(0.1, requires_grad=True)
+    tx = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=lambda step: rate * 0.5), zf.ema(0.9))
+    state, step = zf.init(tx, params()), zf.make_step(lambda p: p["w"].square().sum(), tx)
+    for _ in range(3):
+        state, metrics = step(state)
+        assert not any(x.requires_grad for x in tree_leaves(state))
+    assert metrics["lr"].item() == pytest.approx(0.05)

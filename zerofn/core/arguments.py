@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
 from .._errors import explain, kind_of
+from ..kernels.recording import readable
 from .transform import NEEDS, Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -39,6 +39,8 @@ def check_number(function: str, name: str, value: Any, low: float = 0.0, high: f
 def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. Text and bools are none."""
     if isinstance(value, Tensor) and value.ndim == 0:
+        if not readable(value):
+            return None  # a batch of them, or one that is not known before a graph is run
         value = value.item()
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -48,6 +50,11 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     if value > LARGEST:
         return f"{name} is used in float32, whose largest number is {LARGEST:.3g}: there it is infinite"
     return None
+
+
+def given(value: Any) -> bool:
+    """Whether a hyperparameter whose zero means "none" is there. A tensor is, for its value may change."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def check_count(function: str, name: str, value: Any, of: str) -> None:
@@ -151,8 +158,8 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> An
             )
         )
     # On a GPU looking at it would wait for the device; inside vmap nobody may look.
-    readable = isinstance(value, int | float) or (not is_wrapped(value) and value.device.type == "cpu")
-    if readable and not 0 <= value <= LARGEST:
+    looked_at = isinstance(value, int | float) or (readable(value) and value.device.type == "cpu")
+    if looked_at and not 0 <= value <= LARGEST:
         raise ValueError(
             explain(
                 f"{function}(lr={_name(lr)}) returned {value!r} at step {step}",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
 from . import lanes as _lanes
 from .executor import BUCKET_BYTES
 from .lanes import Arrival, Lane
@@ -40,10 +39,11 @@ class Conveyor:
     Args:
         state: of the transform.
         params: its leaves, in the order in which they are updated, or in the opposite one, as backward has it.
+        recorded: whether transfers are recorded: then none is made ahead, and each is a copy that torch knows.
     """
 
-    def __init__(self, state: TransformState, params: Leaves):
-        self.state, self.params = state, params
+    def __init__(self, state: TransformState, params: Leaves, recorded: bool = False):
+        self.state, self.params, self.recorded = state, params, recorded
         self.order = list(params)
         self.place = {path: i for i, path in enumerate(self.order)}
         self.coming: dict[str, _Coming] = {}
@@ -82,13 +82,11 @@ class Conveyor:
 
     def _away(self, path: str, state: TransformState) -> dict[str, Tensor]:
         """What of a leaf's state is on another device than the leaf, by slot."""
+        if self.recorded:
+            return {}
         device = self.params[path].device
         found = {slot: entry.get(path) for slot, entry in state.items() if isinstance(entry, dict)}
-        return {
-            slot: x
-            for slot, x in found.items()
-            if isinstance(x, Tensor) and x.ndim and x.device != device and not is_wrapped(x)
-        }
+        return {slot: x for slot, x in found.items() if isinstance(x, Tensor) and x.ndim and x.device != device}
 
     def _send_for(self, path: str, away: dict[str, Tensor]) -> _Coming | None:
         if not away:
@@ -123,8 +121,8 @@ class Conveyor:
 def _beside(entry: Any, params: Leaves) -> Any:
     """An entry with its tensors on their parameters' devices, where no lane has brought them.
 
-    That is: under vmap, and in the trees of other libraries. Those may keep leaves in lists, without their paths;
-    then all go where the parameters are, if that is one device.
+    That is: where transfers are recorded, and in the trees of other libraries. Those may keep leaves in lists,
+    without their paths; then all go where the parameters are, if that is one device.
     """
     if isinstance(entry, dict) and all(isinstance(x, Tensor) for x in entry.values()):
         return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
@@ -146,7 +144,7 @@ def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]
     def back(x: Any, old: Any) -> Any:
         if not isinstance(x, Tensor) or not isinstance(old, Tensor) or x.device == old.device:
             return x
-        if is_wrapped(x):
+        if ctx.recorded:
             return x.to(old.device)
         # What a checkpoint has brought is pinned at its first step.
         pin = x.device.type == "cuda" and old.device.type == "cpu"

@@ -125,7 +125,7 @@ def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`fn` on the real and the imaginary part: torch takes a scale for `scale + 0i`, and the zero times inf is NaN."""
-    part = dtype.to_real()
+    part, x = dtype.to_real(), x.resolve_conj()  # the imaginary part of a lazy conjugate has no rule for vmap
     return torch.complex(fn(x.real, scale, part), fn(x.imag, scale, part))
 
 
@@ -172,6 +172,34 @@ class LeafView:
         if scale is None and not self.stages:
             return x
         return linear_map(x, scale, self.forth, self.back)
+
+    def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        """`back` as operations that are recorded: a gradient that is differentiated in turn.
+
+        The scale is divided by and nothing more. That its factors alternate is for what is inside of a closed boundary;
+        here all that a loss was computed from, tensors of its closure too, may be outside.
+        """
+        for stage in reversed(self.stages):
+            if stage.wire is not None:
+                g = linear_map(g, None, _of_leaf(stage.pull, self.leaf), _of_leaf(stage.view, self.leaf))
+            elif scale is None or not stage.only_dtype:
+                g = stage.pull(g, self.leaf)
+        return g.to(self.grad_dtype) if scale is None else over(g, scale.detach(), self.grad_dtype)
+
+
+def stored_by(stage: View, x: Tensor, leaf: Leaf) -> Tensor:
+    """What a view stores of a parameter that all ranks hold, differentiably: what is pulled back they all hold too."""
+    if stage.wire is None:
+        return stage.store(x, leaf)
+    return linear_map(x, None, _of_leaf(stage.store, leaf), _of_leaf(stage.view, leaf))
+
+
+def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
+    def run(x: Tensor, scale: Tensor | None) -> Tensor:
+        out = fn(x, leaf)
+        return identity(out) if out is x else out
+
+    return run
 
 
 class OnlyForth(LeafView):

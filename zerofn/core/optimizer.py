@@ -11,36 +11,66 @@ import torch
 from torch import Tensor
 
 from .._compat import foreach_add, is_wrapped
+from ..kernels.recording import readable
 from .arguments import learning_rate
 from .executor import counter
 from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
 from .tree import Layout, Leaves
 
 Slots = dict[str, Callable[[Tensor], Tensor]]
+Numbers = Mapping[str, Any]
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class LeafStep:
+    """One update of one leaf: what a formula is told besides its tensors.
+
+    Attributes:
+        count: updates of the leaf including this one; a 0-d tensor under `vmap` and in a compiled graph.
+        lr: learning rate of this update; a number, or a 0-d tensor.
+        path: the leaf's name.
+        offset: global index of the leaf's first stored element.
+        numbers: hyperparameters by name; numbers, or 0-d tensors.
+        shared: state that all leaves share, by name; only read.
+    """
+
+    count: Any
+    lr: Any
+    path: str
+    offset: int
+    numbers: Numbers = field(default_factory=dict)
+    shared: TransformState = field(default_factory=dict)
+
+    def scalar(self, value: Any, like: Tensor) -> Any:
+        """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is."""
+        return value.to(like) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
 class LeafList:
-    """Leaves that have had equally many updates, as lists of tensors; what an optimizer works on.
+    """Leaves that have had equally many updates, as lists of tensors; what a kernel works on.
 
     Attributes:
         params: to be written in place.
         grads: never written.
         slots: state by name, to be written in place.
-        count: updates including this one; a 0-d tensor under `vmap`.
+        count: updates including this one.
         lr: learning rate of this update.
         paths: names of the leaves.
         offsets: global index of each leaf's first stored element.
+        numbers: hyperparameters by name.
         shared: state that all leaves share, by name; only read.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     slots: dict[str, list[Tensor]]
-    count: Any
+    count: int
     lr: Any
     paths: list[str]
     offsets: list[int]
+    numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
 
     def where(self, chosen: list[bool]) -> LeafList:
@@ -51,17 +81,24 @@ class LeafList:
 
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.shared)
+        return LeafList(*lists, self.numbers, self.shared)
+
+
+# (parameter, gradient, slots by name, what else) -> (new parameter, new slots)
+Formula = Callable[[Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, dict[str, Tensor]]]
+Kernel = Callable[[LeafList], None]
 
 
 def optimizer(
     name: str,
     lr: ScalarOrSchedule,
     slots: Slots,
-    update_group: Callable[[LeafList], None],
+    formula: Formula,
+    kernel: Kernel | None = None,
+    numbers: Numbers = NONE,
     shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
 ) -> Transform:
-    """An elementwise optimizer from its arithmetic on lists of tensors.
+    """An optimizer from its formula on one leaf.
 
     State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
     without a gradient is left alone, as in torch.optim, and its bias correction must not move; and one
@@ -71,8 +108,11 @@ def optimizer(
         name: the transform's name.
         lr: a number, or a function of the step.
         slots: how each per-leaf state tensor starts, from the parameter.
-        update_group: the arithmetic, in place on parameters and slots that it may write; each element from its own
-            elements, its leaf's path and its place in the leaf alone.
+        formula: the arithmetic, of torch operations that write none of their arguments: it is what is differentiated,
+            batched and compiled. Each element from its own elements, its leaf's path and its place in the leaf alone.
+        kernel: the same in place, on lists; taken where nothing records. Its bits are the formula's, or the bound
+            is the transform's to state.
+        numbers: hyperparameters of the formula, by name.
         shared: how each further tensor that all leaves share starts; it stays as it is.
     """
 
@@ -87,27 +127,44 @@ def optimizer(
         # One optimizer per group, so where it stands names it, whatever the user calls it.
         rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
         ctx.report("lr", rate)
-        return Prepared(carry=rate, state={"step": state["step"] + 1})
+        found = {key: ctx.replicated(x) for key, x in numbers.items()}
+        return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, rate: Any, ctx: Context):
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         paths = list(grads)
-        new = {p: ctx.own(params[p]) for p in paths}
-        own: TransformState = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
-        own["count"] = dict(zip(paths, _next([state["count"][p] for p in paths]), strict=True))
-        for count, group in _by_count(own["count"]).items():
-            update_group(
-                LeafList(
-                    [new[p] for p in group],
-                    [grads[p] for p in group],
-                    {slot: [own[slot][p] for p in group] for slot in slots},
-                    count if isinstance(count, int) else own["count"][group[0]],
-                    rate,
-                    group,
-                    [ctx.offsets.get(p, 0) for p in group],
-                    {key: state[key] for key in shared if key in state},
+        counts = dict(zip(paths, _next([state["count"][p] for p in paths]), strict=True))
+        common = {key: state[key] for key in shared if key in state}
+        new: Leaves = {}
+        own: TransformState = {slot: {} for slot in slots}
+        fast = kernel is not None and not ctx.recorded
+        if fast:
+            new = {p: ctx.own(params[p]) for p in paths}
+            own = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
+        for count, group in _by_count(counts).items():
+            if fast:
+                assert kernel is not None
+                kernel(
+                    LeafList(
+                        [new[p] for p in group],
+                        [grads[p] for p in group],
+                        {slot: [own[slot][p] for p in group] for slot in slots},
+                        count,
+                        carry[0],
+                        group,
+                        [ctx.offsets.get(p, 0) for p in group],
+                        carry[1],
+                        common,
+                    )
                 )
-            )
-        return new, own
+                continue
+            for p in group:
+                now = count if isinstance(count, int) else counts[p]
+                step = LeafStep(now, carry[0], p, ctx.offsets.get(p, 0), carry[1], common)
+                x, made = formula(params[p], grads[p], {slot: state[slot][p] for slot in slots}, step)
+                new[p] = ctx.into(params[p], x)
+                for slot in slots:
+                    own[slot][p] = ctx.into(state[slot][p], made[slot])
+        return new, {**own, "count": counts}
 
     facts = Facts(optimizes=True, rate=lr)
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
@@ -115,7 +172,7 @@ def optimizer(
 
 def _next(counts: list[Tensor]) -> list[Tensor]:
     """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
-    if not counts or any(is_wrapped(c) for c in counts):
+    if not counts or not all(map(readable, counts)) or any(map(is_wrapped, counts)):
         return [c + 1 for c in counts]
     return list(foreach_add(counts, 1))
 
@@ -123,9 +180,9 @@ def _next(counts: list[Tensor]) -> list[Tensor]:
 def _by_count(counts: dict[str, Tensor]) -> dict[Any, list[str]]:
     """Leaves that have had equally many updates, which is nearly always all of them."""
     groups: dict[Any, list[str]] = {}
-    wrapped = any(is_wrapped(c) for c in counts.values())
-    numbers = [] if wrapped or not counts else torch.stack(list(counts.values())).tolist()
-    # Under vmap the number cannot be read; each leaf is then a group of its own.
+    hidden = not all(map(readable, counts.values()))
+    numbers = [] if hidden or not counts else torch.stack(list(counts.values())).tolist()
+    # Under vmap and in a graph the number cannot be read; each leaf is then a group of its own.
     for path, number_or_path in zip(counts, numbers or counts, strict=True):
         groups.setdefault(number_or_path, []).append(path)
     return groups

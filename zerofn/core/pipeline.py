@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.norms import leaf_norms, sum_of_squares
+from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
+from ..kernels.recording import recorded, root
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from ..ranks.reduction import OverRanks
 from .compose import as_transform, complete
-from .linear_map import LeafView, over
+from .linear_map import LeafView, over, stored_by
 from .order import check_complete, check_pieces
 from .owners import Owners, at_owners, may_be_owned
 from .transform import (
@@ -39,16 +40,16 @@ from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_i
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-    norms: Leaves = {}
+    found: Leaves = {}
 
     def close() -> None:
-        ctx.report("grad_norm", ctx.reduction.sum(sum_of_squares(norms)).sqrt())
+        ctx.report("grad_norm", root(ctx.reduction.sum(added(found) if ctx.recorded else sum_of_squares(found))))
 
-    return Prepared(norms, close=close)
+    return Prepared(found, close=close)
 
 
-def _note_norms(grads: Leaves, state: TransformState, params: Leaves, norms: Leaves, ctx: Context):
-    norms.update(leaf_norms(grads))
+def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
+    found.update(leaf_squares(grads) if ctx.recorded else leaf_norms(grads))
     return grads, state
 
 
@@ -164,7 +165,8 @@ class Pipeline:
         if self.late and view is not None and not view.only_dtype and view in self.stages[self.cut :]:
 
             def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-                return self.pull((view,), grads, params), state
+                pull = self.pull_recorded if ctx.recorded else self.pull
+                return pull((view,), grads, params), state
 
             yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
         if not part.idle:
@@ -189,6 +191,15 @@ class Pipeline:
         named = {leaf.path: leaf for leaf in leaves}
         dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
         return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
+
+    def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
+        """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
+        found: Leaves = {}
+        for path, view in self.composed(stages, self.dtypes.gradient).items():
+            if view.leaf.trainable:
+                g, shape = grads.get(path), self.grad_shape(view.leaf)
+                found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
+        return found
 
     def _index(self, stages: tuple[View, ...]) -> int:
         return self.stages.index(stages[0]) if stages else len(self.stages)
@@ -225,9 +236,10 @@ class Pipeline:
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What is kept of a full parameter."""
+        """What is kept of a full parameter; a function of it where that is recorded."""
+        differentiable = recorded((x,))
         for stage in self.stages:
-            x = stage.store(x, leaf)
+            x = stored_by(stage, x, leaf) if differentiable else stage.store(x, leaf)
         return x.to(self.dtypes.stored(leaf))
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -237,8 +249,11 @@ class Pipeline:
         return x
 
     def whole(self, leaves: Leaves) -> Leaves:
-        """Stored parameters in full, in their storage dtype."""
-        return self.see(tuple(stage for stage in self.stages if not stage.only_dtype), leaves)
+        """Stored parameters in full, in their storage dtype; functions of them where that is recorded."""
+        stages = tuple(stage for stage in self.stages if not stage.only_dtype)
+        if not recorded(leaves.values()):
+            return self.see(stages, leaves)
+        return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
 
     def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf in the state of this rank."""

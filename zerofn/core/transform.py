@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
 from .._errors import bad_leaves
+from ..kernels.recording import readable, recorded
 from .gradients import READABLE, misshapen, split_grads, unreadable
 from .pictures import road
 from .spec import Through
@@ -104,6 +104,10 @@ class Reduction(Protocol):
         """Maximum over all ranks."""
         ...
 
+    def replicate(self, x: Tensor) -> Tensor:
+        """`x`, which is the same on all ranks, for use with a shard: its derivative adds up over shards."""
+        ...
+
 
 class OneProcess:
     """The reduction of a world of one."""
@@ -117,6 +121,9 @@ class OneProcess:
     def max(self, x: Tensor) -> Tensor:
         return x
 
+    def replicate(self, x: Tensor) -> Tensor:
+        return x
+
 
 @dataclass(frozen=True)
 class Context:
@@ -125,6 +132,8 @@ class Context:
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
+        recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
+            kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
@@ -139,6 +148,7 @@ class Context:
 
     layout: Layout
     donate: bool = False
+    recorded: bool = False
     weight: Any = None
     boundary: bool | None = None
     averaged: bool = True
@@ -153,6 +163,21 @@ class Context:
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
         return x if self.donate else x.clone()
+
+    def into(self, old: Tensor, new: Tensor) -> Tensor:
+        """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
+        return old.copy_(new) if self.donate else new
+
+    def number(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        return x if self.recorded else x.item()
+
+    def replicated(self, x: Any) -> Any:
+        """A number that all ranks hold, a rate or a norm, for use with what each rank has of a leaf.
+
+        A derivative by it then adds up over ranks. Anything but a tensor is as it is.
+        """
+        return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
 
     def report(self, name: str, value: Any) -> None:
         """Show a number in the step's metrics; of several of one name the first, which is before any clipping."""
@@ -282,16 +307,18 @@ class Transform:
         """One micro-step of this transform alone: `(grads, state, params) -> (grads | None, state)`.
 
         `None` means *held*: nothing to apply yet. What an optimizer returns is to be *added* to the
-        parameters, as in optax and torchopt. Writes none of its arguments.
+        parameters, as in optax and torchopt. Writes none of its arguments. It can be differentiated inside of
+        torch.func, and by plain autograd where gradients or the state require grad.
         """
         layout, leaves = make_layout(params)
-        ctx = Context(layout)
         entries = split_grads(layout, grads)
+        ctx = Context(layout, recorded=recorded((*entries.values(), *flatten(state)[0])))
         wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape) or unreadable(g, leaves[p]))]
         if wrong:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
-        prepared = self.prepare_fn(state, entries, leaves, ctx)
-        out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
+            prepared = self.prepare_fn(state, entries, leaves, ctx)
+            out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):
@@ -359,12 +386,12 @@ def gives_parameters(t: Transform) -> bool:
 
 
 def concrete(x: Any) -> bool:
-    """Whether Python may branch on `x`."""
-    return not is_wrapped(x)
+    """Whether Python may branch on `x`: not where it differs along a batch, or while a graph is made."""
+    return readable(x)
 
 
 def number(x: Tensor) -> Any:
-    """The Python number in a 0-d tensor; the tensor itself under a torch.func transform."""
+    """The Python number in a 0-d tensor; the tensor itself where Python cannot read it."""
     return x.item() if concrete(x) else x
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
+from ..kernels.recording import differentiated, recorded
 from .executor import finish, run
 from .gradients import check_readable, misshapen
 from .order import effect
@@ -78,7 +79,11 @@ def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]
 
 
 def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """The update halves on leaves by path; writes into the state only where `ctx.donate`."""
+    """The update halves on leaves by path; writes into the state only where `ctx.donate`.
+
+    Where `ctx.recorded` says so, and inside of torch.func and the compiler, nothing is written, and new tensors are
+    functions of gradients, state and rates to whoever records.
+    """
     if not grads and not (pipe.late and pipe.groups):
         raise ValueError(
             explain(
@@ -97,22 +102,16 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
         )
     check_readable(grads, state.leaves)
     check_vmap(pipe, ctx.weight, grads, state)
-    if differentiating() or any(x.requires_grad for x in state.leaves.values()):
-        raise RuntimeError(
-            explain(
-                "an update inside a function that is being differentiated",
-                "updates are written in place and fused, not recorded, so their derivative would be zero in silence",
-                "differentiate zf.bind(fn, tx, state), and update outside; torch.func.vmap over a step is fine",
-            )
-        )
-    if functorch_active():
-        state, ctx = _in_batch(pipe, grads, state, ctx)
+    ctx = replace(ctx, recorded=ctx.recorded or recorded())
+    if ctx.recorded:
+        _check_recordable(pipe, ctx)
+        state, ctx = _in_batch(pipe, grads, state, ctx) if functorch_active() else (state, ctx)
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
     ctx = replace(ctx, micro_step=state.micro_step)
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
             signal, states, emitted = run(pipe.updates, grads, {**state.transforms, **given}, trainable, ctx)
             leaves = {**state.leaves, **finish(signal, trainable, emitted)}
     except (KeyError, RuntimeError) as error:
@@ -127,6 +126,19 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     defaults = {"skipped": torch.tensor(False)}
     shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
     return new, shown
+
+
+def _check_recordable(pipe: Pipeline, ctx: Context) -> None:
+    """Refuse what has no derivative, by name."""
+    if ctx.donate and (differentiated() or not functorch_active()):
+        raise RuntimeError(
+            explain(
+                "a step that writes into its state, being differentiated",
+                "it is donated, or of an attached model: the values that a derivative needs are overwritten",
+                "step = zf.make_step(loss_fn, tx), without donate, on state = zf.init(tx, params); "
+                "for a model, loss_fn(params, x) calls torch.func.functional_call(model, params, (x,))",
+            )
+        )
 
 
 def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
@@ -165,14 +177,15 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
 def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:
     """State and context of a step under vmap: what the update writes is batched wherever anything is.
 
-    Updates are written in place, and one memory cannot take a result per member. Counters are not written, so
-    they stay numbers that Python can read where the state is one for all members.
+    What nothing has touched yet, momentum in its first step, would else be one memory that all members share, and a
+    later step that is donated would write into it for all of them. Counters are not written, so they stay numbers
+    that Python can read where the state is one for all members.
     """
     tensors = [x for x in (*grads.values(), ctx.weight, *flatten(state)[0]) if isinstance(x, Tensor)]
     found = {levels(x): x for x in tensors}
     every = frozenset().union(*found)
     if not every:
-        return state, ctx
+        return state, replace(ctx, donate=False)
     flag = torch.tensor(False)
     for batched_in, x in found.items():
         if batched_in:

@@ -25,7 +25,16 @@ from torch import Tensor
 
 from zerofn._compat import has_triton, is_wrapped, tell_autograd
 from zerofn.kernels import native as _native
-from zerofn.kernels.adam_formula import Dtypes, Leaves, Settings, run_chunked, run_compiled, run_whole, scalars
+from zerofn.kernels.adam_formula import (
+    Dtypes,
+    Leaves,
+    Settings,
+    run_chunked,
+    run_compiled,
+    run_whole,
+    scalars,
+    whole,
+)
 from zerofn.kernels.rounding import FORMAT, known_formats
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -181,6 +190,41 @@ def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: 
                 f"adam_: the tensors of entry {i} have shapes {[tuple(t.shape) for t in tensors]} "
                 "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
             )
+
+
+def adam_update(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    c: Tensor | None = None,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    key: int,
+    offset: int,
+    form: int | Tensor = FORMAT,
+) -> list[Tensor]:
+    """The formula of `adam_` on one entry: the new parameter, moments, and compensation under ``"kahan"``.
+
+    The same bits, and no argument is written. It can be differentiated, by numbers that are 0-d tensors too: straight
+    through each rounding.
+
+    >>> p, g, z = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.zeros(2)
+    >>> rate = lambda lr: adam_update(p, g, z, z, step=1, lr=lr, key=0, offset=0)[0].float().sum()
+    >>> torch.func.grad(rate)(torch.tensor(0.125))
+    tensor(-2.)
+    """
+    leaves = Leaves([p], [g], [m], [v], [c] if rounding == "kahan" and c is not None else None, [key], [offset])
+    _check(leaves, step, rounding, form, "auto")
+    settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
+    return [x for x in whole(leaves, 0, settings) if x is not None]
 
 
 def adam_(

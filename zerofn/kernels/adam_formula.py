@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerofn.kernels.recording import differentiated, root, straight_through
 from zerofn.kernels.rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key, stride_of
 
 # Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
@@ -40,15 +41,16 @@ class Scalars(NamedTuple):
     decay: Any  # lr * weight_decay
 
 
-def scalars(step, lr, beta1: float, beta2: float, eps: float, weight_decay: float) -> Scalars:
-    """Compute in double, round to float32 once; stays on the device and inside vmap if given tensors."""
-    tensors = [x for x in (step, lr) if isinstance(x, Tensor)]
-    if tensors:
-        step, lr = (x.double() if isinstance(x, Tensor) else x for x in (step, lr))
-    root = (1 - beta2**step) ** 0.5
-    rate = lr * root / (1 - beta1**step)
+def scalars(step: Any, *numbers: Any) -> Scalars:
+    """Of step, lr, beta1, beta2, eps and weight_decay.
+
+    Computed in double, rounded to float32 once; stays on the device and inside vmap if given tensors.
+    """
+    step, lr, beta1, beta2, eps, weight_decay = (x.double() if isinstance(x, Tensor) else x for x in (step, *numbers))
+    spread = (1 - beta2**step) ** 0.5
+    rate = lr * spread / (1 - beta1**step)
     decay = lr * weight_decay
-    values = (beta2, 1 - beta1, 1 - beta2, rate, eps * root, 1 - decay, decay)
+    values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
     return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
 
 
@@ -91,24 +93,24 @@ def formula(
     """New values of parameter, moments and compensation in their dtypes. Writes none of its inputs."""
     p32, g32 = p.float(), g.float()
     m32, v32 = m.float(), v.float()
-    m32 = (g32 - m32).mul_(s.one_minus_beta1).add_(m32)
-    v32 = (v32 * s.beta2).add_((g32 * s.one_minus_beta2).mul_(g32))
+    m32 = (g32 - m32) * s.one_minus_beta1 + m32
+    v32 = v32 * s.beta2 + (g32 * s.one_minus_beta2) * g32
     # On the CPU torch takes float32 roots from a library that is off by one ulp now and then, for long
     # tensors only. A double root rounded to float32 is always the correctly rounded one.
-    root = v32.double().sqrt_().float() if v32.device.type == "cpu" else v32.sqrt()
-    update = (m32 * s.rate).div_(root.add_(s.eps))
+    spread = root(v32.double()).float() if v32.device.type == "cpu" else root(v32)
+    update = (m32 * s.rate) / (spread + s.eps)
     if mode.kahan:
         assert c is not None
         c32 = c.float()
         # Infinite parameters stay infinite: neither inf * 0 nor inf - inf may happen, now or one step later.
         # Subtracting a zero keeps the sign of a parameter that is -0, adding one would not.
-        pull = torch.where(p32.isfinite(), (p32 + c32).mul_(s.decay), 0.0)
-        drop = pull.add_(update).sub_(c32)
+        pull = torch.where(p32.isfinite(), (p32 + c32) * s.decay, 0.0)
+        drop = pull + update - c32
         new_p = (p32 - drop).to(p.dtype)
-        lost = (p32 - new_p.float()).sub_(drop)
+        lost = (p32 - new_p.float()) - drop
         new_c = torch.where(new_p.isfinite(), lost, 0.0).to(c.dtype)
     else:
-        new_p, new_c = _store(p32.mul(s.keep).sub_(update), p.dtype, mode.stochastic_param, bits[0]), None
+        new_p, new_c = _store(p32 * s.keep - update, p.dtype, mode.stochastic_param, bits[0]), None
     high = None if bits[0] is None else bits[0] >> 16
     return (
         new_p,
@@ -122,7 +124,9 @@ def _store(x: Tensor, dtype: torch.dtype, stochastic: bool, bits: Tensor | None)
     if not stochastic:
         return x.to(dtype)
     assert bits is not None
-    return stochastic_round(x, dtype, bits=bits)
+    if not differentiated(x):
+        return stochastic_round(x, dtype, bits=bits)
+    return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
 
 
 class Leaves(NamedTuple):
@@ -218,18 +222,25 @@ def run_chunked(leaves: Leaves, settings: Settings) -> None:
                 target.copy_(source)
 
 
+def whole(leaves: Leaves, i: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The formula on one entry, in its own shape: looks at no value, address or stride, and writes nothing."""
+    p, g, m, v = (tensors[i] for tensors in leaves.tensors[:4])
+    mode = settings.mode(leaves.dtypes(i))
+    where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
+    where["form"] = settings.form
+    bits = [
+        random_bits(p.numel(), **where, stream=k, device=p.device).view(p.shape) if on else None
+        for k, on in enumerate(mode.streams)
+    ]
+    c = None if leaves.compensations is None else leaves.compensations[i]
+    return formula(p, g, m, v, c, settings.scalars, mode, bits)
+
+
 def run_whole(leaves: Leaves, settings: Settings) -> None:
-    """Eager torch on each tensor in its own shape: looks at no value, address or stride."""
-    for i, (p, g, m, v) in enumerate(zip(*leaves.tensors[:4], strict=True)):
-        mode = settings.mode(leaves.dtypes(i))
-        where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
-        where["form"] = settings.form
-        bits = [
-            random_bits(p.numel(), **where, stream=k, device=p.device).view(p.shape) if on else None
-            for k, on in enumerate(mode.streams)
-        ]
-        c = None if leaves.compensations is None else leaves.compensations[i]
-        _write((p, m, v, c), formula(p, g, m, v, c, settings.scalars, mode, bits))
+    """Eager torch on each tensor whole."""
+    for i in range(len(leaves.params)):
+        column = [None if tensors is None else tensors[i] for tensors in (*leaves[:1], *leaves[2:5])]
+        _write(column, whole(leaves, i, settings))
 
 
 def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:

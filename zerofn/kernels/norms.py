@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from .._compat import foreach_norm, is_wrapped
+from .._compat import foreach_norm
 from .native import squares
+from .recording import recorded
 
 CHUNK = 1 << 17
 
@@ -18,9 +19,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
     """One norm per tensor. 16-bit tensors are summed, and the sum kept, in fp32."""
     dtype = None if all(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
-    if any(is_wrapped(t) for t in tensors):
-        # The horizontally fused op has no batching rule.
-        return [torch.linalg.vector_norm(t, order, dtype=dtype if t.dtype.itemsize < 4 else None) for t in tensors]
     if dtype is None:
         return list(foreach_norm(tensors, order))
     return [_norm(t, order, max(dtype, t.dtype, key=lambda d: d.itemsize)) for t in tensors]
@@ -50,7 +48,10 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     tensors = [t for t in leaves.values() if t.numel()]
     if not tensors:
         return torch.zeros(())
-    if all(t.device.type == "cpu" and not is_wrapped(t) for t in tensors):
+    if recorded():
+        # No kernel, and nothing to differentiate: of all formulas the one that a compiler fuses with what is beside it.
+        return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
+    if all(t.device.type == "cpu" for t in tensors):
         return torch.stack([x.to(torch.float32) for t in tensors for x in _bounds(t)]).mul(0.0).sum()
     return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).mul(0.0).sum()
 
@@ -66,7 +67,28 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 
     Summed in the order of paths: a tree in another kind of container has the same norm to the last bit.
     """
-    return sum_of_squares(leaf_norms(leaves))
+    return added(leaf_squares(leaves)) if recorded(leaves.values()) else sum_of_squares(leaf_norms(leaves))
+
+
+def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sum of squares of every leaf that has elements, by path, each 0-d; fp32 at least. The formula.
+
+    Not by way of norms, whose derivative has no limit where a leaf is zero.
+    """
+    wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items() if x.numel()}
+    return {p: x.square().sum() for p, x in wide.items()}
+
+
+def added(squares_by_path: dict[str, Tensor]) -> Tensor:
+    """The squared norm of a tree from the sums of squares of its leaves."""
+    found, wide = _in_order(squares_by_path)
+    return torch.stack(found).to(wide).sum() if found else torch.zeros(())
+
+
+def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
+    """Numbers in the order of paths, and what they are added in: fp64 where every leaf is, else fp32."""
+    found = [by_path[p] for p in sorted(by_path)]
+    return found, torch.float64 if all(n.dtype == torch.float64 for n in found) else torch.float32
 
 
 def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,8 +99,5 @@ def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def sum_of_squares(norms_by_path: dict[str, Tensor]) -> Tensor:
     """The squared norm of a tree from those of its leaves."""
-    norms = [norms_by_path[p] for p in sorted(norms_by_path)]
-    if not norms:
-        return torch.zeros(())
-    wide = torch.float64 if all(n.dtype == torch.float64 for n in norms) else torch.float32
-    return torch.stack(norms).to(wide).square().sum()
+    norms, wide = _in_order(norms_by_path)
+    return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from ..core.linear_map import OnlyForth, enter, leave
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Layout, Leaf, Leaves, Tree, apart, make_layout, tree_map
+from ..core.tree import Layout, Leaf, Leaves, Tree, apart, flatten, make_layout, tree_map
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored, check_vmap
-from .linearize import check_recording, linearize
+from ..kernels.recording import recorded
+from .linearize import check_graph, check_recording, linearize
 from .sharded_params import settled
 
 
-def init(tx: Transform, params: Tree) -> State:
+def init(tx: Transform, params: Tree, *, create_graph: bool = False) -> State:
     """The first state of a pipeline: stored parameters, the state of each transform, counters.
 
     Args:
@@ -32,6 +33,8 @@ def init(tx: Transform, params: Tree) -> State:
         params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses
             registered with optree (globally or in the namespace ``"zerofn"``). A tensor that stands at
             several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
+        create_graph: let the state be a function of `params` to autograd, for derivatives by the initial parameters.
+            Inside of torch.func it is one in any case.
 
     Returns:
         A `State`. It shares no memory with `params`.
@@ -45,17 +48,18 @@ def init(tx: Transform, params: Tree) -> State:
     >>> state
     State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
     """
+    check_graph("zf.init", create_graph)
     layout, tensors = make_layout(params)
-    return start(
-        pipeline(tx, layout, "zf.init"), tensors, lambda x: x.detach().clone(memory_format=torch.contiguous_format)
-    )
-
-
-def start(pipe: Pipeline, tensors: Leaves, take: Callable[[Tensor], Tensor]) -> State:
-    """A state over `tensors`, which `take` makes its own."""
+    pipe = pipeline(tx, layout, "zf.init")
+    if not create_graph and not recorded():
+        tensors = {p: x.detach() for p, x in tensors.items()}
     agree_on_start(pipe, tensors)
-    stored = {leaf.path: take(pipe.store(tensors[leaf.path], leaf)) for leaf in pipe.layout.leaves}
+    stored = {leaf.path: _own(pipe.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
@@ -180,7 +184,9 @@ def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype 
     return tree_map(lambda t: edge(t, scale, dtype) if isinstance(t, Tensor) else t, tree)
 
 
-def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> tuple[Any, Callable[[Any], tuple]]:
+def vjp(
+    fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree, create_graph: bool = False
+) -> tuple[Any, Callable[[Any], tuple]]:
     """Evaluate `fn` on the parameters of a state, and give the function that pulls cotangents back.
 
     Args:
@@ -188,6 +194,8 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
         tx: the pipeline.
         state: its state.
         inputs: trees; floating-point and complex tensors among them get a cotangent.
+        create_graph: record all of it, as `torch.autograd.grad` does, so that `out` and gradients can be
+            differentiated. Inside of torch.func they can in any case.
 
     Returns:
         `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
@@ -210,9 +218,10 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     ({'w': tensor([3.])}, tensor([2.]))
     """
     check_function("zf.vjp", fn)
+    check_graph("zf.vjp", create_graph)
     pipe = pipe_of(tx, state, "zf.vjp")
     check_recording("zf.vjp")
-    out, pull = linearize(pipe, fn, state, inputs, keep=True)
+    out, pull = linearize(pipe, fn, state, inputs, keep=True, record=create_graph)
 
     def pullback(cotangents: Any) -> tuple:
         grads, given = pull(cotangents)
@@ -221,7 +230,9 @@ def vjp(fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree) -> t
     return out, pullback
 
 
-def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> tuple[State, Metrics]:
+def update(
+    tx: Transform, grads: Tree, state: State, *, weight: Any = None, create_graph: bool | None = None
+) -> tuple[State, Metrics]:
     """One micro-step through the update halves.
 
     Args:
@@ -231,16 +242,24 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
             that holds comes before the reduction over several ranks: they are reduced, and this is to do it.
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
+        create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
+            rates. By default where a gradient, or a tensor of the state, requires grad; a rate alone that does (or a
+            weight, or a parameter of a schedule) keeps no graph from step to step unless this says so.
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
         and with `scale_loss` `loss_scale`, `skipped`, `skipped_steps`; where the step is not held also
         `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
 
-    New parameters are no functions of gradients to autograd: updates are written in place and fused, not recorded, so
-    a `backward` of what is computed from them ends at the state ("element 0 of tensors does not require grad").
+    It is a function that torch.func differentiates, to any order, and maps over batches: by gradients, state, rates and
+    other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is computed
+    there in place of a fused kernel; each optimizer says how near the two are. A held step's new state depends on the
+    old one alone, and so does that of a step that was skipped. On several ranks derivatives are those of the mean over
+    ranks of what each rank computes from the new state with `zf.bind` or `zf.full_params`: by rates and by the first
+    parameters the whole on every rank, by the state this rank's part.
 
     Raises:
+        RuntimeError: a derivative through a transform that has none on several ranks.
         ValueError: gradients of another structure, shape or dtype; every bad leaf is named. A state of meta tensors.
             Under `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
 
@@ -257,10 +276,21 @@ def update(tx: Transform, grads: Tree, state: State, *, weight: Any = None) -> t
     check_grads(pipe, leaves, state.leaves)
     if not functorch_active():
         check_weight(pipe, weight)
-    return apply(pipe, leaves, state, pipe.context(weight=weight))
+    record = asked("zf.update", create_graph, leaves.values(), state)
+    return apply(pipe, leaves, state, pipe.context(weight=weight, recorded=record))
 
 
-def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) -> Callable[..., tuple[State, Metrics]]:
+def asked(where: str, create_graph: bool | None, gradients: Iterable[Tensor], state: State) -> bool:
+    """Whether a step is to be recorded: if it says so, or by what its gradients and its state are."""
+    if create_graph is None:
+        return recorded((*gradients, *flatten(state)[0]))
+    check_graph(where, create_graph)
+    return create_graph
+
+
+def make_step(
+    loss_fn: Callable[..., Any], tx: Transform, donate: bool = False, *, create_graph: bool | None = None
+) -> Callable[..., tuple[State, Metrics]]:
     """A training step from a loss: `step(state, *batch) -> (state, metrics)`.
 
     Args:
@@ -271,11 +301,17 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             again. Saves one copy of parameters and optimizer state. Tensors that a step passes on as they are,
             such as the parameters of a held one, belong to the old state and the new: to donate the new one
             overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
-            some members take must choose between old and new; an error there if the state is not batched.
+            some members take must choose between old and new; an error there if the state is not batched. A step
+            that is differentiated needs the state it began with: refused.
+        create_graph: as of `zf.update`: whether autograd records steps, so that what they return can be
+            differentiated, by the batch too. By default where a tensor of the state requires grad.
 
     Returns:
         The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
-        `zf.update` and `loss`, unscaled. As of `zf.update`, nothing that it returns can be differentiated.
+        `zf.update` and `loss`, unscaled. It is a function as `zf.update` is: torch.func differentiates it by its
+        state's tensors, by its batch, by what `loss_fn` and `tx` were made with. Inside of torch.func a leaf that the
+        loss does not use has a gradient of zeros, where it has none otherwise. On several ranks the derivative by
+        this rank's batch is that of this rank's own loss, as `x.grad` would be.
 
     >>> import torch, zerofn as zf
     >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
@@ -287,6 +323,8 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
     """
     check_function("zf.make_step", loss_fn)
     check_flag("make_step", "donate", donate)
+    if create_graph is not None:
+        check_flag("make_step", "create_graph", create_graph)
     resolved: dict[Layout, Pipeline] = {}
 
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
@@ -296,6 +334,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             pipe = resolved[state.layout] = pipe_of(tx, state, "step")
         check_recording("step")
         check_data(state, "a step")
+        record = asked("make_step", create_graph, (), state)
         check_vmap(pipe, weight, state, batch)
         aux: dict[str, Any] = {}
 
@@ -306,7 +345,7 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
             _check_loss(out)
             return out
 
-        loss, pull = linearize(pipe, scalar, state, batch, keep=False)
+        loss, pull = linearize(pipe, scalar, state, batch, keep=False, record=record)
         share = None
         if not functorch_active():
             weight, share = shared_weight(pipe, weight)
@@ -314,11 +353,12 @@ def make_step(loss_fn: Callable[..., Any], tx: Transform, donate: bool = False) 
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
         grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
         del pull
-        aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
+        if not record:
+            aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         if donate:
             # A backward may return a parameter it saved, so gradients too.
             loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
-        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate))
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate, recorded=record))
         return new, {"loss": loss, **metrics, **aux}
 
     return step

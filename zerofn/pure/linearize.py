@@ -10,10 +10,12 @@ from torch import Tensor
 
 from .._compat import functorch_active
 from .._errors import bad_leaves, explain
-from ..core.linear_map import crosses, enter, leave
+from ..core.arguments import check_flag
+from ..core.linear_map import crosses, enter, leave, over, times
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.tree import Leaves, Tree, flatten, unflatten
+from ..kernels.recording import recorded
 from .sharded_params import Blocks, settled
 
 
@@ -29,16 +31,36 @@ def check_recording(where: str) -> None:
         )
 
 
+def check_graph(where: str, create_graph: Any) -> None:
+    """Refuse to record where autograd does not."""
+    check_flag(where, "create_graph", create_graph)
+    if create_graph and not recorded() and not torch.is_grad_enabled():
+        raise RuntimeError(
+            explain(
+                f"{where}(create_graph=True) inside torch.no_grad()",
+                "autograd records nothing there, so what is returned could not be differentiated",
+                f"{where}(create_graph=True) outside of it, or no create_graph",
+            )
+        )
+
+
 def linearize(
-    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool
+    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool, record: bool = False
 ) -> tuple[Any, Callable[..., tuple[Leaves, list[Tree]]]]:
     """`fn` at the state's parameters and its pullback onto leaves by path.
 
     Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
     activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
     composes.
+
+    Args:
+        keep: whether inputs have cotangents, and the pullback may be called again.
+        record: whether autograd is to record all of it, so that what is returned can be differentiated.
     """
+    record = record or recorded()
     scale = pipe.scale_of(state.transforms)
+    # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
+    inside = None if record else scale
     flat, spec = flatten(inputs)
     chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)] if keep else []
     outer: dict[str, Any] = {}
@@ -47,24 +69,21 @@ def linearize(
         """`fn` between the edges, on lists of tensors, which are all that crosses to torch.func."""
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
-            args[i] = enter(x, scale, None)
+            args[i] = enter(x, inside, None)
         out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
-        return [leave(leaves[i], scale, pipe.dtypes.output_dtype) for i in outer["tensors"]]
+        return [leave(leaves[i], inside, pipe.dtypes.output_dtype) for i in outer["tensors"]]
 
     given = [flat[i] for i in chosen]
-    late = pipe.late or (pipe.sharded_use and not functorch_active())
-    resident = pipe.see(pipe.stages[pipe.cut :], state.leaves) if late else state.leaves
-    ran = _with_func if functorch_active() else _with_blocks if pipe.sharded_use else _with_autograd
+    resident = _resident(pipe, state.leaves, record)
+    ran = _recorded if record else _with_blocks if pipe.sharded_use else _with_autograd
     primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
         leaves[i] = y
-    out = unflatten(
-        outer["spec"], [y.detach() if isinstance(y, Tensor) and not functorch_active() else y for y in leaves]
-    )
+    out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
     def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
         grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
@@ -132,21 +151,75 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
     return primals, pull
 
 
-def _with_func(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """Inside a torch.func transform the views are differentiated with everything else."""
+def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
+    """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
+    if not record:
+        return pipe.see(pipe.stages[pipe.cut :], stored) if pipe.late or pipe.sharded_use else stored
+    if not pipe.late:
+        return stored
+    views = pipe.composed(pipe.stages[pipe.cut :], pipe.dtypes.gradient)
+    return {path: view(stored[path], None) for path, view in views.items()}
+
+
+def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
+    """As `_with_autograd`, but that all of it is a function: views, pullback, and what is made of gradients.
+
+    Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied to
+    gradients by hand, in the dtype that the pipeline says, where autograd would give them that of the parameter.
+    """
     paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+    views = pipe.leaf_views
+    seen = {p: view(resident[p], None) for p, view in views.items()}
+    fixed = {p: x for p, x in seen.items() if p not in paths}
+    ran = _func_vjp if functorch_active() else _graph_vjp
 
     def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        stored = {**resident, **dict(zip(paths, values, strict=True))}
-        return inner({p: view(stored[p], scale) for p, view in pipe.leaf_views.items()}, inputs)
+        return inner({**fixed, **dict(zip(paths, values, strict=True))}, inputs)
 
-    primals, pull_func = torch.func.vjp(flat_fn, [resident[p] for p in paths], given)  # type: ignore[misc]
+    primals, pull_flat = ran(flat_fn, [seen[p] for p in paths], given)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        grads, rest = pull_func(vectors)
-        return dict(zip(paths, grads, strict=True)), rest
+        if scale is not None:
+            vectors = [times(v, scale.detach(), v.dtype) for v in vectors]
+        found, rest = pull_flat(vectors)
+        if scale is not None:
+            rest = [None if g is None else over(g, scale.detach(), g.dtype) for g in rest]
+        grads = dict(zip(paths, found, strict=True))
+        if pipe.groups:
+            # Of a leaf that only other ranks use, this one has its part to send.
+            grads = {p: torch.zeros_like(seen[p]) if g is None else g for p, g in grads.items()}
+        if not counts:
+            grads = {p: None if g is None else torch.zeros_like(g) for p, g in grads.items()}
+        return {p: views[p].transposed(g, scale) for p, g in grads.items() if g is not None}, rest
 
     return primals, pull
+
+
+def _func_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
+    primals, pull = torch.func.vjp(flat_fn, values, given)  # type: ignore[misc]
+    return primals, pull
+
+
+def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
+    """By autograd, with `create_graph`."""
+    # Inputs may be functions of parameters too, but those are none of this derivative's.
+    values, given = ([_alias(x) for x in xs] for xs in (values, given))
+    with torch.enable_grad():
+        primals = flat_fn(values, given)
+
+    def pull(vectors: list[Tensor]) -> tuple[list, list]:
+        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
+        found: Any = [None] * (len(values) + len(given))
+        if pairs:
+            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
+            found = torch.autograd.grad(ys, [*values, *given], vs, create_graph=True, allow_unused=True)
+        return list(found[: len(values)]), list(found[len(values) :])
+
+    return primals, pull
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat import outlasting
+from .._compat import beneath_functorch, outlasting
 from .group import Group
 
 # torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
@@ -189,7 +189,8 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
         return [obj]
     out: list[Any] = [None] * group.size
     group.traffic.count("objects", group.size, 0)
-    dist.all_gather_object(out, obj, group=group.pg)
+    with beneath_functorch():
+        dist.all_gather_object(out, obj, group=group.pg)
     return out
 
 

@@ -1,14 +1,24 @@
-"""Scalars over ranks: norms, overflows, weights."""
+"""Scalars over ranks: norms, overflows, weights.
+
+Where they are recorded they are differentiable collectives. A number's derivative follows from what it is. One that all
+ranks hold and compute alike, such as a norm, has one cotangent, which passes to each rank's part. One that a rank uses
+with its own shard is `replicate`d first, and the cotangents of all shards add up. A mean of numbers that are each
+rank's own has the mean of their cotangents, since a rank's loss counts as one of many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from ..kernels.recording import recorded
 from .collectives import all_reduce_
+from .differentiable import all_reduce, replicate
 from .group import Group
 
 
@@ -20,7 +30,7 @@ class OverRanks:
     groups: tuple[Group, ...]
 
     def sum(self, x: Tensor) -> Tensor:
-        return x if self.shards is None else self._all(x, self.shards, "sum")
+        return x if self.shards is None else _summed(x, self.shards)
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -29,11 +39,39 @@ class OverRanks:
         # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
         for group in self.groups:
-            x = self._all(x, group, "max")
+            x = _Maximum.apply(x.detach(), group) if recorded((x,)) else _over(x, group, "max")  # type: ignore[assignment]
         return x
 
-    def _all(self, x: Tensor, group: Group, op: str) -> Tensor:
-        return _over(x, group, op)
+    def replicate(self, x: Tensor) -> Tensor:
+        return x if self.shards is None else _at(self.shards, x, replicate)
+
+
+class _Maximum(Function):
+    """A maximum over ranks, which has no derivative, as torch.func wants it."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return _over(x, group, "max")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, group: Any) -> None:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, group: Group) -> tuple[Tensor, int]:  # type: ignore[override]
+        return _Maximum.apply(x, group), in_dims[0]  # type: ignore[return-value]
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return _at(group, x, all_reduce) if recorded((x,)) else _over(x, group, "sum")
+
+
+def _at(group: Group, x: Tensor, collective: Any) -> Tensor:
+    return collective(x.to(group.device), group).to(x.device)
 
 
 def _over(x: Tensor, group: Group, op: str) -> Tensor:
@@ -45,5 +83,6 @@ def _over(x: Tensor, group: Group, op: str) -> Tensor:
 def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
-        x = _over(x, group, "sum") / group.size
+        x = _at(group, x, replicate) if recorded((x,)) else x
+        x = _summed(x, group) / group.size
     return x

@@ -160,7 +160,7 @@ class _Case:
         return 2 * every + 1
 
     @property
-    def weight(self) -> dict[str, float]:
+    def weight(self) -> dict[str, Any]:
         return {"weight": 2.0} if any(t.facts.weighted for t in self.pipe.members) else {}
 
     @property

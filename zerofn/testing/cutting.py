@@ -68,6 +68,9 @@ class Numbers:
     def max(self, x: Tensor) -> Tensor:
         return self._ask("max", x)
 
+    def replicate(self, x: Tensor) -> Tensor:
+        return x
+
     def _ask(self, kind: str, x: Tensor) -> Tensor:
         self.given.append((kind, x.clone()))
         if self.answers is None:

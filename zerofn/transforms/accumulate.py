@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
 from .._errors import explain
 from ..extend import (
     Context,
@@ -85,7 +84,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
             if due is True and concrete(total):
                 # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
                 total = ctx.reduction.mean(total)
-            if due is True and concrete(total) and total == 0:
+            if due is True and concrete(total) and total.detach() == 0:
                 raise ValueError(
                     explain(
                         "accumulate(weighted=True) closed a window whose weights add up to 0",
@@ -94,11 +93,15 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                     )
                 )
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
+            if not concrete(total):
+                # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
+                total = torch.where(torch.as_tensor(due), total, torch.ones_like(total))
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:
             new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
-        return Prepared(carry=(due, weight, number(torch.as_tensor(total))), state=new, emit=due)
+        total = ctx.number(torch.as_tensor(total))
+        return Prepared(carry=(due, weight, total), state=new, emit=due)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
@@ -106,7 +109,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         for path, old in state["sum"].items():
             g = grads.get(path)
             if g is not None:
-                addend = g if weight is None else _times(g.to(old.dtype), weight)
+                addend = g if weight is None else _times(g.to(old.dtype), weight, ctx)
                 sums[path] = _add(old, addend, state["seen"][path], ctx)
             # Closing the window is forgetting what was seen: the buffer need not be zeroed.
             seen[path] = _seen(state["seen"][path], g is not None)
@@ -114,7 +117,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
             return grads, {"sum": sums, "seen": seen}
         out = {}
         for path, now in seen.items():
-            if is_wrapped(now) or bool(now):
+            if not concrete(now) or bool(now):
                 whole = sums.get(path, state["sum"][path])
                 # A 0-d leaf would otherwise take the dtype of the weight.
                 out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
@@ -144,14 +147,16 @@ def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
 
 def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:
     """`old + g`; the first of a window overwrites."""
-    if is_wrapped(seen):
-        return torch.where(seen, old + g, g.to(old.dtype))
+    if not concrete(seen):
+        return torch.where(seen.to(old.device), old + g, g.to(old.dtype))
+    if ctx.recorded:
+        return old + g if bool(seen) else g.to(old.dtype)
     own = ctx.own(old)
     return own.add_(g) if bool(seen) else own.copy_(g)
 
 
 def _seen(before: Tensor, now: bool) -> Tensor:
-    return torch.ones_like(before) if now and (is_wrapped(before) or not bool(before)) else before
+    return torch.ones_like(before) if now and (not concrete(before) or not bool(before)) else before
 
 
 def _closed(seen: Tensor, due: Any) -> Tensor:
@@ -171,13 +176,14 @@ def _weight(ctx: Context) -> Any:
     if concrete(weight):
         # Beside the counters, which are on the CPU.
         weight = weight.cpu()
-        if not 0 <= float(weight) < float("inf"):
+        if not 0 <= weight.item() < float("inf"):
             raise no_weight(ctx.weight)
     return weight
 
 
-def _times(g: Tensor, weight: Tensor) -> Tensor:
+def _times(g: Tensor, weight: Tensor, ctx: Context) -> Tensor:
     """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
-    if concrete(weight):
+    if not ctx.recorded:
         return g * float(weight) if weight else torch.zeros_like(g)
-    return torch.where(weight == 0, torch.zeros_like(g), (g * weight).to(g.dtype))
+    weight = weight.to(g.device)
+    return (torch.where(weight == 0, torch.zeros_like(g), g) * weight).to(g.dtype)

@@ -13,16 +13,18 @@ from .._errors import bad_leaves, explain
 from ..extend import (
     Layout,
     LeafList,
+    LeafStep,
     Leaves,
     ScalarOrSchedule,
     Transform,
     TransformState,
     check_lr,
     check_number,
+    given,
     like,
     misfit,
     optimizer,
-    plain,
+    root,
     transform,
     typed,
 )
@@ -42,12 +44,18 @@ def adam(
     `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
     parameters use `low_precision_adam`, whose rounding keeps small updates.
 
+    Inside of torch.func, in a compiled graph and where autograd records, the formula is computed operation by
+    operation: the same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses products with
+    sums. There its numbers may be 0-d tensors that differ along a batch or are differentiated, `adam(lr=rate)`. An
+    element whose gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the
+    first update.
+
     Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
     place of a moment in each update.
 
     Args:
-        lr: a non-negative number, or a function of the optimizer step (0 before the first update).
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: L2 penalty.
@@ -97,53 +105,60 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
     check_number(function, "weight_decay", weight_decay)
 
 
+def _corrections(at: LeafStep) -> tuple[Any, Any]:
+    """What the first moment is multiplied by, and what the root of the second is divided by; in float64."""
+    t, rate, beta1, beta2 = (
+        x.double() if isinstance(x, Tensor) else x for x in (at.count, at.lr, at.numbers["beta1"], at.numbers["beta2"])
+    )
+    return rate / (1 - beta1**t), (1 - beta2**t) ** 0.5
+
+
 def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
     check_adam(name, lr, betas, eps, weight_decay)
-    beta1, beta2 = betas
     fused = fused_adamw_ if decoupled else fused_adam_
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
-    def update_group(group: LeafList) -> None:
+    def kernel(group: LeafList) -> None:
         params, slots = group.params, group.slots
         grads = typed(params, group.grads)
         kinds = {(p.dtype, p.device) for p in params}
         if len(kinds) > 1:
             for kind in kinds:
-                update_group(group.where([(p.dtype, p.device) == kind for p in params]))
+                kernel(group.where([(p.dtype, p.device) == kind for p in params]))
             return
-        if plain(params) and isinstance(group.count, int):
-            step = torch.tensor(float(group.count), dtype=torch.float32, device=params[0].device)
-            fused(
-                params,
-                grads,
-                slots["exp_avg"],
-                slots["exp_avg_sq"],
-                [],
-                [step] * len(params),
-                lr=group.lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                eps=eps,
-                amsgrad=False,
-                maximize=False,
-            )
-            tell_autograd(params)
-            return
-        for p, g, m, v in zip(params, grads, slots["exp_avg"], slots["exp_avg_sq"], strict=True):
-            _formula(p, g, m, v, torch.as_tensor(group.count, dtype=torch.float64), group.lr)
+        step = torch.tensor(float(group.count), dtype=torch.float32, device=params[0].device)
+        fused(
+            params,
+            grads,
+            slots["exp_avg"],
+            slots["exp_avg_sq"],
+            [],
+            [step] * len(params),
+            lr=group.lr,
+            beta1=float(group.numbers["beta1"]),
+            beta2=float(group.numbers["beta2"]),
+            weight_decay=float(group.numbers["weight_decay"]),
+            eps=float(group.numbers["eps"]),
+            amsgrad=False,
+            maximize=False,
+        )
+        tell_autograd(params)
 
-    def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, rate: Any) -> None:
-        """The definition, for tensors that fused kernels do not take; `t` may differ along a vmapped axis."""
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
+        beta1, beta2, small, decay = (at.scalar(number, x) for number in at.numbers.values())
+        size, spread = _corrections(at)
         if decoupled:
-            p.mul_(1 - rate * weight_decay)
-        elif weight_decay:
-            g = g + weight_decay * p
-        m.add_((g - m) * (1 - beta1))
-        v.mul_(beta2).add_((1 - beta2) * g * g)
-        size = rate / (1 - beta1**t)
-        p.sub_(size * m / (v.sqrt() / (1 - beta2**t).sqrt() + eps))
+            x = x * (1 - at.scalar(at.lr, x) * decay)
+        elif given(decay):
+            g = g + decay * x
+        m = m + (g - m) * (1 - beta1)
+        v = v * beta2 + (1 - beta2) * g * g
+        x = x - at.scalar(size, x) * m / (root(v) / at.scalar(spread, x) + small)
+        return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
-    built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, update_group)
+    built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, formula, kernel, numbers)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         narrow = [

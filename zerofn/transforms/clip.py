@@ -14,6 +14,7 @@ from ..extend import (
     Transform,
     TransformState,
     check_number,
+    root,
     squared_norm,
     transform,
 )
@@ -41,9 +42,9 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     check_number("clip_by_global_norm", "max_norm", max_norm, low=TINY)
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        norm = ctx.reduction.sum(squared_norm(grads)).sqrt()
+        norm = root(ctx.reduction.sum(squared_norm(grads)))
         ctx.report("grad_norm", norm)
-        return Prepared(carry=(max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return Prepared(carry=ctx.replicated((max_norm / (norm + 1e-6)).clamp(max=1.0)))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
         return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state
@@ -69,6 +70,7 @@ def clip_by_value(max_value: float) -> Transform:
     check_number("clip_by_value", "max_value", max_value, low=TINY)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
-        return {path: g.clamp(-max_value, max_value) for path, g in grads.items()}, state
+        limit = ctx.replicated(max_value)
+        return {path: g.clamp(-limit, limit) for path, g in grads.items()}, state
 
     return Transform("clip_by_value", needs="element", update_fn=update)

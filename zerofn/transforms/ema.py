@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
 from ..extend import Context, Facts, Layout, Leaves, Transform, TransformState, check_number, transform
 
 
@@ -37,12 +36,17 @@ def ema(decay: float) -> Transform:
         return {"average": {p: x.to(wide[p], copy=True) for p, x in leaves.items()}}
 
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
-        averages = {}
-        for path, x in params.items():
-            average = ctx.own(state["average"][path])
-            # In place lerp has no batching rule, and the fallback is a loop.
-            lerp = torch.lerp if is_wrapped(average) or is_wrapped(x) else Tensor.lerp_
-            averages[path] = lerp(average, x.to(average.dtype), 1 - decay)
-        return params, {"average": averages}
+        if not ctx.recorded:
+            old_and_new = ((p, ctx.own(state["average"][p]), x) for p, x in params.items())
+            return params, {"average": {p: a.lerp_(x.to(a.dtype), 1 - float(decay)) for p, a, x in old_and_new}}
+        weight = 1 - ctx.replicated(decay)
+        return params, {"average": {p: _towards(state["average"][p], x, weight) for p, x in params.items()}}
 
     return Transform("ema", needs="element", facts=Facts(watches=True), init_fn=init, update_fn=update)
+
+
+def _towards(average: Tensor, x: Tensor, weight: Any) -> Tensor:
+    x = x.to(average.dtype)
+    if isinstance(weight, Tensor):
+        return average + (x - average) * weight.to(average)
+    return torch.lerp(average, x, weight)

@@ -26,6 +26,7 @@ from ..extend import (
     TransformState,
     check_count,
     check_number,
+    concrete,
     counter,
     not_finite,
     number,
@@ -146,7 +147,7 @@ def scale_loss(
         ok: Any = number(finite)
         new = _advance(state, ok)
         first = _first_overflow(grads, ok, ctx)
-        if ok is False and new["stuck_steps"] >= STUCK:
+        if ok is False and concrete(new["stuck_steps"]) and new["stuck_steps"] >= STUCK:
             leaf = ctx.layout.leaves[int(first)].path
             times, least = int(new["stuck_steps"]), min_scale if dynamic else scale
             raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
 from ..extend import (
-    LeafList,
+    Context,
+    LeafStep,
+    Leaves,
     ScalarOrSchedule,
     Transform,
+    TransformState,
     check_count,
     check_dtype,
     check_flag,
     check_lr,
     check_number,
+    differentiated,
     like,
     optimizer,
+    root,
     transform,
 )
 
@@ -72,24 +78,27 @@ def muon(
     check_count("muon", "steps", steps, "iterations")
     check_dtype("muon", "dtype", dtype, FLOATS)
 
-    def update(leaves: LeafList) -> None:
-        wrong = [
-            (path, f"of shape {tuple(p.shape)}")
-            for path, p in zip(leaves.paths, leaves.params, strict=True)
-            if p.ndim != 2
-        ]
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        m, g = slots["momentum"], g.to(p.dtype)
+        beta, decay, rate = (at.scalar(x, p) for x in (at.numbers["momentum"], at.numbers["weight_decay"], at.lr))
+        # Not `lerp`, for which torch.func.vmap has no rule.
+        m = m + (g - m) * (1 - beta)
+        x = orthogonal(g + (m - g) * beta if nesterov else m, steps, dtype or g.dtype)
+        stretched = max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5
+        return p * (1 - rate * decay) - x.to(p.dtype) * (rate * stretched), {"momentum": m}
+
+    built = optimizer(
+        "muon", lr, {"momentum": like}, formula, numbers={"momentum": momentum, "weight_decay": weight_decay}
+    )
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        wrong = [(path, f"of shape {tuple(params[path].shape)}") for path in grads if params[path].ndim != 2]
         if wrong:
             right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
             raise ValueError(bad_leaves("muon is for matrices", wrong, right))
-        for p, g, m in zip(leaves.params, leaves.grads, leaves.slots["momentum"], strict=True):
-            g = g.to(m.dtype)
-            # Not `lerp`, for which torch.func.vmap has no rule.
-            m.add_((g - m) * (1 - momentum))
-            x = orthogonal(g + (m - g) * momentum if nesterov else m, steps, dtype or g.dtype)
-            p.mul_(1 - leaves.lr * weight_decay)
-            p.sub_(x.to(p.dtype) * (leaves.lr * max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5))
+        return built.update_fn(grads, state, params, carry, ctx)
 
-    return replace(optimizer("muon", lr, {"momentum": like}, update), needs="leaf")
+    return replace(built, needs="leaf", update_fn=update)
 
 
 def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -97,8 +106,14 @@ def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
     x = u.to(dtype)
     x = x.mT if u.shape[0] > u.shape[1] else x
-    x = x / x.norm().clamp(min=1e-7)
+    x = x / _length(x)
     for _ in range(steps):
         y = x @ x.mT
         x = a * x + (b * y + c * (y @ y)) @ x
     return x.mT if u.shape[0] > u.shape[1] else x
+
+
+def _length(x: Tensor) -> Tensor:
+    """The norm of a matrix, and no less than 1e-7; of zeros its derivative is zero, to any order."""
+    norm = root(x.square().sum()) if differentiated(x) else x.norm()
+    return norm.clamp(min=1e-7)

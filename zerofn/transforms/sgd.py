@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._errors import explain
 from ..extend import (
     LeafList,
+    LeafStep,
     ScalarOrSchedule,
     Transform,
     check_flag,
     check_lr,
     check_number,
+    given,
     like,
     optimizer,
     transform,
@@ -53,26 +57,44 @@ def sgd(
     check_number("sgd", "dampening", dampening, high=1.0 + 1e-12)
     check_number("sgd", "weight_decay", weight_decay)
     check_flag("sgd", "nesterov", nesterov)
-    if nesterov and (momentum == 0 or dampening != 0):
-        given = f"sgd(momentum={momentum!r}, dampening={dampening!r}, nesterov=True)"
+    if nesterov and (not given(momentum) or given(dampening)):
+        wrong = f"sgd(momentum={momentum!r}, dampening={dampening!r}, nesterov=True)"
         why = "to look ahead takes a momentum above 0, and a dampening of 0"
-        raise ValueError(explain(given, why, "sgd(lr, momentum=0.9, nesterov=True)"))
+        raise ValueError(explain(wrong, why, "sgd(lr, momentum=0.9, nesterov=True)"))
 
-    def update_group(group: LeafList) -> None:
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        decay, beta, damping = (at.scalar(at.numbers[x], p) for x in ("weight_decay", "momentum", "dampening"))
+        g, m = g.to(p.dtype), slots["momentum"]
+        if given(decay):
+            g = _plus(g, p, decay)
+        if given(momentum):
+            if isinstance(at.count, int):
+                # Not the gradient itself, whose memory is the caller's.
+                m = g.clone() if at.count == 1 else _plus(m * beta, g, 1 - damping)
+            else:
+                m = torch.where(at.count == 1, g, _plus(m * beta, g, 1 - damping))
+            g = _plus(g, m, beta) if nesterov else m
+        return _plus(p, g, -at.scalar(at.lr, p)), {"momentum": m}
+
+    def kernel(group: LeafList) -> None:
         count, rate = group.count, group.lr
+        weight_decay, momentum, dampening = map(float, group.numbers.values())
         for p, g, m in zip(group.params, typed(group.params, group.grads), group.slots["momentum"], strict=True):
             if weight_decay:
                 g = g.add(p, alpha=weight_decay)
             if momentum:
-                if isinstance(count, int):
-                    _ = m.copy_(g) if count == 1 else m.mul_(momentum).add_(g, alpha=1 - dampening)
-                else:
-                    m.copy_(torch.where(count == 1, g, momentum * m + (1 - dampening) * g))
+                _ = m.copy_(g) if count == 1 else m.mul_(momentum).add_(g, alpha=1 - dampening)
                 g = g.add(m, alpha=momentum) if nesterov else m
             if isinstance(rate, Tensor):
                 p.sub_(g * rate.to(g.dtype))
             else:
                 p.add_(g, alpha=-rate)
 
-    start = like if momentum else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
-    return optimizer("sgd", lr, {"momentum": start}, update_group)
+    start = like if given(momentum) else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
+    numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
+    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers)
+
+
+def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
+    """`x + factor * y`, in the bits of the kernel where the factor is a number."""
+    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)

@@ -1,0 +1,87 @@
+"""Law 12 over ranks: the derivative of a training run is that of one process, to second order, at every stage."""
+
+import pytest
+import torch
+from support.time_limits import limit
+from torch.func import grad, jvp
+
+import zerofn as zf
+
+F64 = torch.float64
+STAGES = {
+    "data parallel": lambda: ([zf.all_reduce()], []),
+    "data parallel, late": lambda: ([], [zf.all_reduce()]),
+    "ZeRO-1": lambda: ([], [zf.reduce_scatter()]),
+    "ZeRO-2": lambda: ([zf.reduce_scatter()], []),
+    "ZeRO-3": lambda: ([zf.shard()], []),
+    "one process": lambda: ([], []),
+}
+RATE, DECAY = torch.tensor(0.05, dtype=F64), torch.tensor(0.1, dtype=F64)
+
+
+def params():
+    generator = torch.Generator().manual_seed(0)
+    return {"w": torch.randn(3, 2, generator=generator, dtype=F64), "b": torch.randn(1, generator=generator, dtype=F64)}
+
+
+def batches(steps, rows):
+    return torch.randn(steps, rows, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+def loss(p, x):
+    return torch.tanh(x @ p["w"] + p["b"]).square().mean() + 0.1 * (p["w"] ** 3).sum()
+
+
+def outer(stage, xs, create_graph=False):
+    """What is differentiated: this rank's loss on a batch of its own after four micro-steps."""
+    first, late = STAGES[stage]()
+
+    def after(rate, decay, w, b):
+        optimizer = zf.adamw(lambda step: rate * 0.9**step, eps=1e-2, weight_decay=decay)
+        tail = [zf.clip_by_global_norm(0.3), optimizer, zf.ema(0.5)]
+        tx = zf.chain(*first, zf.scale_loss(8.0), zf.accumulate(2), *late, *tail)
+        state = zf.init(tx, {"w": w, "b": b}, create_graph=create_graph)
+        step = zf.make_step(loss, tx, create_graph=create_graph or None)
+        for x in xs[:-1]:
+            state, metrics = step(state, x)
+        # What is measured through a bound function, and on whole parameters.
+        measured = zf.bind(loss, tx, state)(state.params, xs[-1])
+        whole = zf.full_params(tx, state, of="ema")
+        return measured + loss(whole, xs[-1]) + metrics["grad_norm"]
+
+    return after
+
+
+def derivatives(stage, xs):
+    at = RATE, DECAY, *params().values()
+    fn = outer(stage, xs)
+    first = grad(fn, (0, 1, 2, 3))(*at)
+    second = grad(lambda *a: sum(g.square().sum() for g in grad(fn, (0, 1, 2))(*a)), (0, 1, 2, 3))(*at)
+    _, tangent = jvp(fn, at, tuple(map(torch.ones_like, at)))
+    leaves = [x.clone().requires_grad_() for x in at]
+    by_autograd = torch.autograd.grad(outer(stage, xs, True)(*leaves), leaves)
+    return first, second, tangent, by_autograd
+
+
+def on_ranks(stages, steps, rows):
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    xs = batches(steps, rows * size)[:, rank * rows : (rank + 1) * rows]
+    return {stage: derivatives(stage, xs) for stage in stages}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_derivatives_over_ranks_are_those_of_one_process(size):
+    """In float64, of sums in another order: 1e-10. A rank's tangent is that of its own loss, their mean the whole."""
+    steps, rows = 5, 2
+    want = derivatives("one process", batches(steps, rows * size))
+    stages = [stage for stage in STAGES if stage != "one process"]
+    found = zf.launch(on_ranks, size, stages if size == 2 else ["ZeRO-1", "ZeRO-3"], steps, rows, timeout=limit(120))
+    for stage in found[0]:
+        for got in found:
+            for k in (0, 1, 3):
+                where = lambda m, at=(stage, k): f"{at}: {m}"  # noqa: E731
+                torch.testing.assert_close(got[stage][k], want[k], rtol=1e-10, atol=1e-10, msg=where)
+        mean = sum(got[stage][2] for got in found) / size
+        torch.testing.assert_close(mean, want[2], rtol=1e-10, atol=1e-10)

@@ -1,0 +1,76 @@
+"""Whether anything records what is computed: the one gate between a formula and the kernels beside it.
+
+An update is a formula. A fused, in-place or C kernel gives its numbers faster, and nothing else: torch's fused Adam
+under `torch.func.grad` gives a derivative of zero without a word, a write in place has no rule under `vmap`, and a C
+function is no graph. So kernels are taken where nobody records, and what is asked here decides it for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import differentiating, functorch_active, levels
+
+
+def recorded(values: Iterable[Any] = ()) -> bool:
+    """Whether what is computed from `values` is recorded: by torch.func, by the compiler, or by autograd.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> recorded([w]), recorded([w.detach(), 0.1]), torch.func.grad(lambda x: x * recorded())(torch.ones(()))
+    (True, False, tensor(1.))
+    """
+    return torch.compiler.is_compiling() or functorch_active() or _requires_grad(values)
+
+
+def differentiated(*values: Any) -> bool:
+    """Whether a derivative by `values` may be asked for: as `recorded`, but for a `vmap` alone."""
+    return torch.compiler.is_compiling() or differentiating() or _requires_grad(values)
+
+
+def _requires_grad(values: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+
+
+def readable(x: Any) -> bool:
+    """Whether Python may read the number in `x`: it is one, for all members of a batch, and known while this runs.
+
+    >>> readable(torch.ones(())), torch.vmap(lambda x: x * readable(x))(torch.ones(1))
+    (True, tensor([0.]))
+    """
+    return not torch.compiler.is_compiling() and not (isinstance(x, Tensor) and levels(x))
+
+
+def root(x: Tensor) -> Tensor:
+    """`x.sqrt()`, whose derivative at 0 is 0 instead of infinite.
+
+    Where nothing has ever come, a second moment or a norm, the chain rule multiplies that infinity by zero, which is
+    NaN. The derivative of what the root is for has a limit there, and zero gives it: of `m / (root(v) + eps)` by a
+    gradient of which both are made, `1 / eps` times that of `m`. The input is masked, and not the output alone: what
+    is computed and not chosen must be finite as well.
+
+    >>> torch.func.grad(lambda x: root(x * x))(torch.tensor(0.0))
+    tensor(0.)
+    """
+    if not differentiated(x):
+        return x.sqrt()
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, torch.ones_like(x)).sqrt(), x * 0)
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """The bits of `rounded`, a rounding of `x` in its dtype, with the derivative of the identity.
+
+    Rounding is constant nearly everywhere, and what is trained by its true derivative does not move (Bengio et al.,
+    2013, section 4). Written as a sum and no `Function`, so that every transform and the compiler know its rules. The
+    zero that is subtracted keeps the sign of a zero; of infinities and NaN it is none, and is left out.
+
+    >>> torch.func.grad(lambda x: straight_through(x, x.round()) ** 2)(torch.tensor(2.7))
+    tensor(6.)
+    """
+    if not differentiated(x):
+        return rounded
+    return rounded.detach() - torch.where(x.isfinite(), x.detach() - x, torch.zeros_like(x))
