@@ -37,6 +37,7 @@ from .ranks.local.launch import launch as launch
 from .ranks.sequence import sequence_mean as sequence_mean
 from .storage.checkpoint import load as load
 from .storage.checkpoint import save as save
+from .storage.checkpoints import Checkpoints as Checkpoints
 from .storage.describe import describe as describe
 from .storage.describe import plan as plan
 from .storage.safetensors import export_safetensors as export_safetensors

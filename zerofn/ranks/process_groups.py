@@ -22,6 +22,7 @@ import torch
 
 from .._errors import explain
 from . import backend as raw
+from .background import settle
 from .group import Group
 from .presence import Presence
 
@@ -329,6 +330,7 @@ def shutdown() -> None:
     The ranks wait for each other first: a rank that destroys its end while another is still sending makes
     that one abort ("terminate called without an active exception"). Without a launched world: no effect.
     """
+    settle()
     groups = _registry.current()
     if not any(group and group.pg for group in groups.values()) and not _registry.ours:
         groups.clear()

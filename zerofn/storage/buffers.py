@@ -34,7 +34,7 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
         warnings.warn(
             f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "
             "may be anything, and only a pickle could keep it: torch.save it beside the checkpoint.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
+from ..core.arguments import check_flag
 from ..core.entries import Entry, before, entries, rebuild
 from ..core.state import State
 from ..core.tree import tree_map
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
+from ..ranks.background import settle
+from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
 from .fit import differences, dtype_name, misfit_message, name_of, source
 from .replicas import check_replicas, group_of, meet, row_major
+from .saving import Saving, copied
 from .windows import share_windows
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))
 
 
-def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
+@overload
+def save(directory: str | os.PathLike, state: State | Optimizer) -> None: ...
+@overload
+def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[True]) -> None: ...
+@overload
+def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[False]) -> Saving: ...
+def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool = True) -> Saving | None:
     """Write a checkpoint; one that is there is replaced.
 
     Every tensor is kept by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), whole or in
@@ -42,6 +53,12 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     Args:
         directory: where; made if it is not there.
         state: of `zf.init` or of a step, or an attached model's `opt`.
+        wait: whether to return when it is on disk. `False` copies the tensors to host memory, which takes as much of
+            it once more, and writes them in a thread while training goes on. Any number of ranks; the next save or
+            load, and the end of the process, wait for it.
+
+    Returns:
+        Nothing; with `wait=False` a `Saving`, whose `wait()` returns when it is on disk and raises what went wrong.
 
     What is kept, and what is yours to keep beside it:
 
@@ -73,26 +90,46 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None:
     >>> loaded.params["w"]
     tensor([0., 1., 2.])
     """
+    check_flag("save", "wait", wait)
+    return write(directory, state, wait, {})
+
+
+def write(
+    directory: str | os.PathLike,
+    state: State | Optimizer,
+    wait: bool,
+    more: dict[str, Any],
+    then: Callable[[Group], None] | None = None,
+) -> Saving | None:
+    """As `save`; `more` is said in the table of contents, and `then` is called with the ranks once it is in place."""
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
     groups = None if opt is None else [_numbers(packed(g)) for g in opt.param_groups]
     given = state_of(state, "zf.save(directory, {})")
+    settle()
     meet("zf.save(directory, state)", given.layout.placement)
     group = group_of(given.layout.placement, directory)
     buffers = [] if opt is None else buffers_of(opt._model)
     header = _header(given, buffers)
-    header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers]}
+    header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
     if opt is not None:
         check_can_be_saved(opt._model, buffers)
     check_replicas(given, group)
     pieces = _pieces(given, buffers, group.rank)
-    try:
-        save_pieces(pieces, Path(directory), group, header)
-    except TimeoutError:
-        raise  # of the lock: no disk has failed
-    except OSError as error:
-        raise _unwritten(directory, error) from error
+    pieces = pieces if wait else copied(pieces)
+
+    def go() -> None:
+        try:
+            save_pieces(pieces, Path(directory), group, header)
+        except TimeoutError:
+            raise  # of the lock: no disk has failed
+        except OSError as error:
+            raise _unwritten(directory, error) from error
+        if then is not None:
+            then(group)
+
+    return go() if wait else Saving(directory, go)
 
 
 def _pieces(state: State, buffers: list[Entry], rank: int) -> dict[str, Any]:
@@ -172,6 +209,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
 
     model = state_of(like, "zf.load(directory, like={})")
     placement = model.layout.placement
+    settle()
     meet("zf.load(directory, like=state)", placement)
     group = group_of(placement)
     wanted = entries(model)

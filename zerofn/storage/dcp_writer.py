@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ranks.group import Group
 from . import manifest as _manifest
-from .dcp import Files, Piece, checksums, chunk, dcp, first, quiet
+from .dcp import Files, Piece, checksums, chunk, dcp, first
 from .files import make_directory, sync_directory
 from .lock import Lock
 from .manifest import Table
@@ -211,15 +211,11 @@ def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header:
     lock = Lock()
     writer = _Writer(directory, header, lock)
     try:
-        with quiet():
+        if group.size == 1:
+            _save_alone(writer, _SavePlanner(pieces))
+        else:
             # The planner has the pieces: the library would look into each for a state_dict of its own.
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=_SavePlanner(pieces),
-                process_group=group.pg,
-                no_dist=group.size == 1,
-            )
+            dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group.pg)
     except BaseException as error:
         told: Any = error if isinstance(error, dcp.CheckpointException) else None
         cause = first(told) if told else error
@@ -238,9 +234,24 @@ def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header:
         _warn(directory, writer.left)
 
 
+def _save_alone(writer: _Writer, planner: _SavePlanner) -> None:
+    """What `dcp.save` does in one process, without its warning that it is one.
+
+    A save may run in a thread, where a filter for warnings would be one for all threads.
+    """
+    planner.set_up_planner({}, is_coordinator=True)
+    writer.reset()
+    writer.set_up_storage_writer(True)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([local])
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner)
+    writer.finish(metadata, [written.wait()])
+
+
 def _warn(directory: Path, errors: list[OSError]) -> None:
     warnings.warn(
         f"zf.save({str(directory)!r}): {IN_PLACE}, but files of an older one are still there, which the next save "
         f"tries again to remove: {errors[0]}",
-        stacklevel=4,
+        stacklevel=6,
     )

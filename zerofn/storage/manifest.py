@@ -111,10 +111,14 @@ def read(directory: Path) -> dict[str, Any]:
     return body
 
 
-def damaged(file: Path, why: str) -> ValueError:
+class Damaged(ValueError):
+    """A checkpoint is not what was written."""
+
+
+def damaged(file: Path, why: str) -> Damaged:
     """The error for a file that is not what was written."""
     right = "an older checkpoint, or a copy of this one; nothing was loaded"
-    return ValueError(explain(f"the checkpoint file {file} is damaged", why, right))
+    return Damaged(explain(f"the checkpoint file {file} is damaged", why, right))
 
 
 def _checksum(body: dict[str, Any]) -> int:

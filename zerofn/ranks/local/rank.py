@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..background import settle
 from ..process_groups import finished, initialize
 from .serialization import load, pickler, read
 
@@ -90,6 +91,7 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
         initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
     fn, args = load(io.BytesIO(job["payload"]))
     value = fn(*args)
+    settle()  # the interpreter, which would wait for its threads, is not asked
     finished()
     with os.fdopen(os.dup(result), "wb") as file:
         torch.save(value, file, pickle_module=pickler())

@@ -1,0 +1,174 @@
+"""`Checkpoints`: the saves of a run: the newest few and the best are kept, the newest whole one is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._errors import explain
+from ..core.arguments import check_count, check_flag
+from ..core.state import State
+from ..eager.optimizer import Optimizer
+from ..ranks.backend import gather_objects
+from ..ranks.background import settle
+from ..ranks.group import Group
+from . import manifest as _manifest
+from .checkpoint import load, state_of, write
+from .files import discard
+from .replicas import group_of, meet
+from .saving import Saving
+
+NAME = re.compile(r"step_(\d{9,})")
+NOT_WHOLE = (_manifest.Damaged, FileNotFoundError)
+
+
+class Checkpoints:
+    """The saves of a run, one directory for each step, `root/step_000001000`.
+
+    Only the newest `last` and the `best` are kept; older ones are removed once a new one is whole on disk. Every rank
+    calls the same methods. What is not of a save is never removed.
+
+    Args:
+        root: where; made if it is not there.
+        last: how many of the newest are kept.
+        best: how many more are kept, those with the best scores.
+        largest: whether the best score is the largest, such as an accuracy; by default the smallest, such as a loss.
+
+    Raises:
+        ValueError: `last` is no positive int, `best` is negative, `largest` is no bool.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.sgd(1.0)
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     saves = zf.Checkpoints(root, last=2, best=1)
+    ...     for loss in (3.0, 1.0, 2.0, 4.0):
+    ...         state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+    ...         saves.save(state, score=loss)
+    ...     saves.steps, saves.best, saves.load(like=zf.init(tx, {"w": torch.zeros(1)})).params
+    ([2, 3, 4], 2, {'w': tensor([-4.])})
+    """
+
+    def __init__(self, root: str | os.PathLike, *, last: int = 3, best: int = 0, largest: bool = False):
+        check_count("Checkpoints", "last", last, "checkpoints")
+        if best != 0:
+            check_count("Checkpoints", "best", best, "checkpoints")
+        check_flag("Checkpoints", "largest", largest)
+        self.root, self._last, self._best, self._largest = Path(root), last, best, largest
+
+    def at(self, step: int) -> Path:
+        """The directory of a step, for `zf.load`."""
+        return self.root / f"step_{step:09d}"
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which a complete save is there, in the order of saving; damage is found when one is loaded."""
+        found = self._found()
+        return sorted(found, key=lambda step: found[step].order)
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best score; `None` where none has one."""
+        ranked = self._ranked(self._found())
+        return ranked[0] if ranked else None
+
+    def save(self, state: State | Optimizer, *, score: Any = None, wait: bool = True) -> Saving | None:
+        """Save the step that `state` has come to, then remove what is no longer to be kept.
+
+        Args:
+            state: as for `zf.save`.
+            score: a number, the same on all ranks, for `best`; one that is NaN is never the best.
+            wait: as for `zf.save`.
+
+        Raises:
+            TypeError: `score` is no number.
+        """
+        check_flag("Checkpoints.save", "wait", wait)
+        step = int(state_of(state, "Checkpoints(root).save({})").step)
+        if isinstance(score, Tensor) and score.numel() == 1:
+            score = score.item()
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+            raise TypeError(
+                explain(
+                    f"Checkpoints.save(state, score={score!r})",
+                    "checkpoints are put in order by a number",
+                    "score=validation_loss.item()",
+                )
+            )
+        settle()
+        order = 1 + max((save.order for save in self._found().values()), default=0)
+        told = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
+        return write(self.at(step), state, wait, told, self._remove_old)
+
+    def load(self, like: State | Optimizer) -> State | None:
+        """Read the newest save that is whole into `like`, as `zf.load`.
+
+        One that is damaged, or was cut off, is passed over with a warning.
+
+        Returns:
+            The state; `None` where there is none to be resumed: the run begins.
+
+        Raises:
+            ValueError: it is of another pipeline or model, as for `zf.load`.
+        """
+        placement = state_of(like, "Checkpoints(root).load(like={})").layout.placement
+        settle()
+        meet("Checkpoints(root).load(like=state)", placement)
+        group = group_of(placement)
+        steps = self.steps if group.rank == 0 else []
+        if group.size > 1:
+            # The first says which: a directory may look otherwise elsewhere, for a moment.
+            steps = gather_objects(steps, group)[0]
+        for step in reversed(steps):
+            try:
+                return load(self.at(step), like)
+            except NOT_WHOLE as error:
+                why = str(error).splitlines()[0]
+                warnings.warn(f"{why}; the one before it is tried.", RuntimeWarning, stacklevel=2)
+        return None
+
+    def _found(self) -> dict[int, _Save]:
+        found = {}
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            name = NAME.fullmatch(path.name)
+            if name and (path / _manifest.NAME).is_file():
+                try:
+                    table = _manifest.read(path)
+                except (ValueError, OSError):
+                    table = {}  # told where it is loaded
+                score = table.get("score")
+                found[int(name[1])] = _Save(table.get("order", 0), None if score is None else float(score))
+        return found
+
+    def _ranked(self, found: dict[int, _Save]) -> list[int]:
+        """Steps from the best score on; of equal ones the later saved first."""
+        known = [(s.score, -s.order, step) for step, s in found.items() if s.score is not None and s.score == s.score]
+        return [step for _, _, step in sorted(known, key=lambda e: (-e[0] if self._largest else e[0], e[1]))]
+
+    def _remove_old(self, group: Group) -> None:
+        if group.rank:
+            return
+        found = self._found()
+        kept = {*self.steps[-self._last :], *self._ranked(found)[: self._best]}
+        for step in found.keys() - kept:
+            _remove(self.at(step))
+
+
+class _Save(NamedTuple):
+    # Not the step: a run that was begun again at an earlier one goes on from there.
+    order: int
+    score: float | None
+
+
+def _remove(directory: Path) -> None:
+    """The table first: without it what is left is no checkpoint, if this is cut off."""
+    discard(directory / _manifest.NAME)
+    _manifest.remove(directory, lambda name: True)
+    with contextlib.suppress(OSError):  # somebody keeps a file of his own in it
+        directory.rmdir()

@@ -1,0 +1,51 @@
+"""A save that goes on beside training: the tensors are copied, and written while the next steps run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..ranks.background import Background
+
+
+class Saving:
+    """A save under way: of `zf.save(directory, state, wait=False)`.
+
+    What fails is printed when it does, and raised by `wait()`; the checkpoint that was there is then as it was. The
+    process does not end before it is done, and the next save or load waits for it.
+    """
+
+    def __init__(self, directory: str | os.PathLike, write: Callable[[], None]):
+        self.directory = os.fspath(directory)
+        self._thread = Background(f"zf.save({self.directory!r}, ..., wait=False)", write)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is done.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it was not done by then, and goes on.
+            Exception: what it raised.
+        """
+        self._thread.join(timeout)
+        if not self.done:
+            raise TimeoutError(f"the save in {self.directory!r} was not done after {timeout} s; it goes on.")
+        if self._thread.error is not None:
+            raise self._thread.error
+
+    def __repr__(self) -> str:
+        told = "under way" if not self.done else "failed" if self._thread.error else "done"
+        return f"Saving({self.directory!r}, {told})"
+
+
+def copied(pieces: dict[str, Any]) -> dict[str, Any]:
+    """The pieces in host memory of their own, so that a step may write where they came from."""
+    return {key: piece._replace(data=piece.data.to("cpu", copy=True)) for key, piece in pieces.items()}
