@@ -14,6 +14,7 @@ The text is the language reference in the standard library, or `--data FILE`. `-
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from argparse import Namespace
@@ -195,7 +196,10 @@ def train(label: str, route: Any, text: Text, o: Namespace, history: History, sa
             begun = time.perf_counter()
             losses = [route.step(x, y) for x, y in micro_batches(text, step, o)]
             # Reading the loss waits for the device, once a step, so that times are those of whole steps.
-            history.loss.append(float(over_ranks(torch.stack(losses).mean(), "mean")))
+            loss = float(over_ranks(torch.stack(losses).mean(), "mean"))
+            if not math.isfinite(loss):
+                raise SystemExit(diverged(label, loss, step + 1, history, o))
+            history.loss.append(loss)
             history.seconds.append(time.perf_counter() - begun)
             stopped = interrupt.stops()
             if stopped or (step + 1) % max(1, o.steps // 10) == 0 or step + 1 == o.steps:
@@ -205,6 +209,15 @@ def train(label: str, route: Any, text: Text, o: Namespace, history: History, sa
             if stopped:
                 break
     return len(history.loss) == o.steps
+
+
+def diverged(label: str, loss: float, step: int, history: History, o: Namespace) -> str:
+    """What to say of a loss that is no number; the parameters of this step are not saved."""
+    at = history.validation[-1][0] if history.validation else 0
+    kept = (
+        f"What was saved at step {at} is in {o.out / 'checkpoint'}" if at and label == "zerofn" else "Nothing is saved"
+    )
+    return f"\n{label}: the loss of step {step} is {loss}. {kept}. Begin anew with a smaller --lr."
 
 
 # ---------------------------------------------------------------- the command

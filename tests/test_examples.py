@@ -140,6 +140,18 @@ def test_compare_runs_the_same_data_through_adamw(train_lm, tmp_path, capsys):
         assert re.search(rf"{label}.* \d+\.\d+ +\d+\.\d+", shown), label
 
 
+def test_a_loss_that_is_no_number_is_named_and_what_was_saved_stays(train_lm, tmp_path, monkeypatch):
+    options = [*TINY, "--steps", "20", "--out", str(tmp_path)]
+    plain = train_lm.next_byte_loss
+    calls = iter(range(10**6))
+    monkeypatch.setattr(train_lm, "validate", lambda *args: 1.0)
+    factor = lambda: float("nan") if next(calls) == 12 else 1  # noqa: E731
+    monkeypatch.setattr(train_lm.Parts, "loss", lambda self, x, y: plain(x, y) * factor())
+    with pytest.raises(SystemExit, match=r"the loss of step 13 is nan. What was saved at step 12 is in .*checkpoint"):
+        train_lm.main(options)
+    assert int(saved(train_lm, tmp_path)["/counters/step"]) == 12
+
+
 def test_ctrl_c_from_a_terminal(train_lm, tmp_path):
     """The command itself: SIGINT ends it with status 0 and everything saved."""
     process = run("train_lm.py", *TINY, "--steps", "4000", "--out", tmp_path)

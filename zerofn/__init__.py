@@ -19,6 +19,7 @@ from .core.compose import guest as guest
 from .core.compose import masked as masked
 from .core.compose import partition as partition
 from .core.leafwise import leafwise as leafwise
+from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
 from .eager.optimizer import Optimizer as Optimizer
@@ -32,6 +33,8 @@ from .pure.api import init as init
 from .pure.api import make_step as make_step
 from .pure.api import update as update
 from .pure.api import vjp as vjp
+from .pure.whole import gather as gather
+from .pure.whole import global_norm as global_norm
 from .ranks.local.launch import RankError as RankError
 from .ranks.local.launch import launch as launch
 from .ranks.sequence import sequence_mean as sequence_mean
@@ -56,6 +59,7 @@ from .transforms.sgd import sgd as sgd
 from .transforms.sharding import all_reduce as all_reduce
 from .transforms.sharding import reduce_scatter as reduce_scatter
 from .transforms.sharding import shard as shard
+from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 
 __version__ = "0.1.0"
 

@@ -136,6 +136,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "skip_nonfinite": (zf.skip_nonfinite, {"patience": Count()}, {}),
     "clip_by_global_norm": (zf.clip_by_global_norm, {"max_norm": POSITIVE}, {}),
     "clip_by_value": (zf.clip_by_value, {"max_value": POSITIVE}, {}),
     "ema": (zf.ema, {"decay": Number(high=1)}, {}),
@@ -181,6 +182,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"peak": Number(), "warmup_steps": Count(), "steps": Count(), "end": Number()},
         {"peak": 1, "warmup_steps": 1, "steps": 1 << 50},
     ),
+    "layer_keep": (zf.schedules.layer_keep, {"theta": Number(high=1.1, open=True), "gamma": Number()}, {}),
     "step": (
         zf.schedules.step,
         {"value": Number(), "every": Count(), "gamma": Number()},

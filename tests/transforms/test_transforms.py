@@ -105,6 +105,7 @@ CASES = {
     "low_precision_adam kahan": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="kahan")),
     "low_precision_adam nearest": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="nearest")),
     "muon": zf.partition({"decay": zf.muon(0.1), "rest": zf.sgd(0.1)}, matrices),
+    "skip_nonfinite": zf.skip_nonfinite(),
     "clip_by_value": zf.clip_by_value(0.5),
     "clip_by_global_norm": zf.clip_by_global_norm(0.5),
     "accumulate 1": zf.accumulate(1),

@@ -38,6 +38,7 @@ from ..ranks.together import together
 from ..sharded.guarded_parameter import read
 from . import step_hooks as _hooks
 from .accumulation_window import Window
+from .averaged import Averaged
 from .param_groups import ParamGroups
 from .resident_params import Residence
 from .state_dict import as_dict, pairs
@@ -146,6 +147,7 @@ class Optimizer(torch.optim.Optimizer):
         self._params = params
         self.metrics: dict[str, Tensor] = {}
         home = self._home
+        self._averages = Averaged(home.refresh)
         self._window = Window(pipe, lambda: home.state)
         # What the last step has used up, to be told from gradients that arrived after it.
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
@@ -224,6 +226,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: no parameter has a gradient.
         """
         self._check_usable("step")
+        self._averages.refuse("opt.step()")
         if lr_kwargs is not None and self.lr_scheduler is None:
             raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
         loss = None
@@ -362,6 +365,38 @@ class Optimizer(torch.optim.Optimizer):
         with self._home.gathered() as model:
             yield model
 
+    @contextmanager
+    def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
+        """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
+
+        They take the place of the parameters, which are copied and put back to the bit at the end; a rank copies its
+        own part. On ranks every one enters it where parameters are cut. `opt.gathered()` may be entered inside.
+
+        Args:
+            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one. What is
+                not averaged there stays.
+
+        Raises:
+            ValueError: there is no such average.
+            RuntimeError: inside, of a step, a save or a state dict, which would take averages for parameters.
+
+        >>> import torch, zerofn as zf
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
+        >>> model(torch.ones(1, 1)).sum().backward()
+        >>> opt.step()
+        >>> with opt.averaged():
+        ...     print(float(model(torch.ones(1, 1)).detach()), float(model(torch.ones(1, 1)).detach()))
+        -0.5 -0.5
+        >>> float(model.weight)
+        -1.0
+        """
+        self._check_usable("averaged")
+        self._averages.refuse("opt.averaged()")
+        with self._averages.during(self.state, of):
+            yield self._model
+
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
 
@@ -370,6 +405,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: on several ranks, only some of them came, as for `zf.save`.
         """
+        self._averages.refuse("opt.detach()")
         if self._attached:
             self._home.give_up_backward()
             self._together("opt.detach()", "opt.detach() on every rank")
@@ -388,6 +424,7 @@ class Optimizer(torch.optim.Optimizer):
         The module's buffers are not in it, as in no optimizer's: `model.state_dict()` has them, and
         `zf.save(directory, opt)` keeps them.
         """
+        self._averages.refuse("opt.state_dict()")
         return _hooks.saved(self, lambda: as_dict(self._pipe, self.state, self.param_groups))
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
@@ -416,6 +453,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._check_usable("load_state_dict")
+        self._averages.refuse("opt.load_state_dict(...)")
         for mine, theirs in pairs(as_dict(self._pipe, self.state, self.param_groups), state_dict):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))

@@ -12,6 +12,7 @@ from .._compat import functorch_active
 from .._errors import explain
 from ..core.agreement import agree_on_start, check_weight, shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
+from ..core.averages import averages_of
 from ..core.executor import counter
 from ..core.gradients import split_grads
 from ..core.linear_map import OnlyForth, enter, leave
@@ -82,28 +83,8 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     pipe = pipe_of(tx, state, "zf.full_params")
     leaves = state.leaves
     if of != "params":
-        averages = _averages(state.transforms.get(of, {}), leaves)
-        if not averages:
-            names = [n for n, s in state.transforms.items() if _averages(s, leaves)]
-            raise ValueError(
-                f"full_params(of={of!r}): no such average. This state has: {names or 'none; add zf.ema(0.999)'}."
-            )
-        leaves = {**leaves, **averages}
+        leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
     return state.layout.join(pipe.whole(leaves))
-
-
-def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
-    """The averages in a transform's state; those of a grouped one lie with its members, whose labels may be any."""
-    found: Leaves = {}
-    for name, entry in entries.items():
-        if not isinstance(entry, dict):
-            continue
-        # A member's entries are slots; those of a slot are tensors by path.
-        if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
-            found.update(_averages(entry, leaves))
-        elif name == "average":
-            found.update(entry)
-    return found
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:

@@ -114,6 +114,7 @@ def write(
     header = _header(given, buffers)
     header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
     if opt is not None:
+        opt._averages.refuse("zf.save(directory, opt)")
         check_can_be_saved(opt._model, buffers)
     check_replicas(given, group)
     pieces = _pieces(given, buffers, group.rank)

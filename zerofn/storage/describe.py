@@ -22,6 +22,7 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Placement, Tree, make_layout, tree_map
 from ..core.views import Ranks
+from ..eager.optimizer import Optimizer
 from ..module.attach_checks import check_initialised
 from ..ranks.group import Group
 
@@ -94,14 +95,14 @@ class Table:
         return bars(rows, list(_lines(self))[-1])
 
 
-def describe(state: State) -> Table:
+def describe(state: State | Optimizer) -> Table:
     """What a state holds: every tensor's path, shapes, dtype, device and bytes, by transform.
 
     In print, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line,
     and what is left of a wide tree is counted; `rows` has every tensor.
 
     Args:
-        state: of `zf.init`, of a step, or `opt.state`.
+        state: of `zf.init`, of a step, or an attached model's `opt`.
 
     >>> import torch, zerofn as zf
     >>> state = zf.init(zf.sgd(0.1, momentum=0.9), {"w": torch.zeros(256, 4), "b": torch.zeros(4)})
@@ -109,8 +110,9 @@ def describe(state: State) -> Table:
     >>> table.bytes, table.by_transform["params"], table.rows[1].path
     (8264, 4112, 'w')
     """
+    state = state.state if isinstance(state, Optimizer) else state
     if not isinstance(state, State):
-        right = "zf.describe(zf.init(tx, params)), or zf.describe(opt.state) of an attached model"
+        right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
         raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
     return _table(state)
 

@@ -1,0 +1,70 @@
+"""`skip_nonfinite`: a step whose gradient is not finite is left out, without a loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._errors import explain
+from ..extend import (
+    Context,
+    Layout,
+    Leaves,
+    Prepared,
+    Scope,
+    Transform,
+    TransformState,
+    check_count,
+    concrete,
+    counter,
+    not_finite,
+    number,
+    transform,
+)
+
+
+@transform
+def skip_nonfinite(patience: int = 100) -> Transform:
+    """Leave out a step in which any gradient, on any rank, is NaN or infinite: nothing to its right runs or changes.
+
+    For fp32 and bf16, where one bad batch would make all parameters NaN; with fp16 `scale_loss` does it. Before
+    `accumulate` one micro-batch is left out and the mean is over the others; behind it a whole window is. Metrics show
+    it as `skipped`, and how many were as `skipped_steps`.
+
+    Args:
+        patience: steps in a row after which it is no bad batch: the step raises.
+
+    Raises:
+        FloatingPointError: at a step, the last `patience` were all left out.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.skip_nonfinite(), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> state, metrics = zf.update(tx, {"w": torch.tensor([float("nan")])}, state)
+    >>> bool(metrics["skipped"]), state.params["w"]
+    (True, tensor([0.]))
+    """
+    check_count("skip_nonfinite", "patience", patience, "steps")
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {"skipped_steps": counter(), "in_a_row": counter()}
+
+    def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
+        finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
+        ok: Any = number(finite)
+        bad = (~torch.as_tensor(ok)).to(torch.int64)
+        new = {"skipped_steps": state["skipped_steps"] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
+        if ok is False and concrete(new["in_a_row"]) and new["in_a_row"] >= patience:
+            raise FloatingPointError(
+                explain(
+                    f"skip_nonfinite(patience={patience}) left out {patience} steps in a row",
+                    "gradients that are never finite are no bad batch: the loss is not, or the model diverged",
+                    "a lower learning rate, or clip_by_global_norm(1.0) behind it; parameters are as they were",
+                )
+            )
+        ctx.report("skipped", ~finite)
+        ctx.report("skipped_steps", new["skipped_steps"])
+        return Prepared(state=new, emit=ok)
+
+    return Transform("skip_nonfinite", Scope.TREE, needs="number", init_fn=init, prepare_fn=prepare)
