@@ -19,6 +19,7 @@ it prints, compares and pickles. A `View` says how the model sees what is stored
 from ._errors import bad_leaves, explain
 from .core.arguments import (
     TINY,
+    check_betas,
     check_count,
     check_dtype,
     check_flag,
@@ -33,7 +34,7 @@ from .core.compose import as_transform, chain, of_members
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.leafwise import transform
-from .core.optimizer import LeafList, LeafStep, like, optimizer, plain, typed
+from .core.optimizer import LeafList, LeafStep, direction, like, optimizer, plain, typed
 from .core.spec import ONE_OF_TWO, Misplaced, Spec, as_it_is, changes_gradients, makes_parameters, watches_parameters
 from .core.transform import (
     Context,
@@ -95,6 +96,7 @@ __all__ = [
     "chain",
     "changes_gradients",
     "check_batch",
+    "check_betas",
     "check_count",
     "check_dtype",
     "check_flag",
@@ -103,6 +105,7 @@ __all__ = [
     "concrete",
     "counter",
     "differentiated",
+    "direction",
     "explain",
     "flatten",
     "given",

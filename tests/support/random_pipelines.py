@@ -56,11 +56,17 @@ OPTIMIZERS = [
         {"x": zf.chain(zf.clip_by_global_norm(0.5), zf.adam(0.1)), "y": zf.sgd(0.1)}, lambda p: "xy"[len(p) % 2]
     ),
     zf.offload(zf.adamw(0.05)),
+    zf.lion(0.01, weight_decay=0.1),
+    zf.rmsprop(0.01, momentum=0.5, centered=True),
+    zf.scale_by_lr(0.1),
 ]
 GRADIENT = [
     zf.clip_by_value(0.5),
     zf.clip_by_global_norm(0.7),
     zf.masked(zf.clip_by_value(0.1), lambda path: "w" in path),
+    zf.scale_by_adam(),
+    zf.trace(0.5, nesterov=True),
+    zf.add_decayed_weights(0.1),
 ]
 CASTS = [
     zf.precision(param_dtype=BF16),

@@ -52,6 +52,16 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     return None
 
 
+def check_betas(function: str, betas: Any) -> None:
+    """Refuse what is no pair of numbers in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        why: str | None = f"betas is a pair of numbers, and {betas!r} is none"
+    else:
+        why = next(filter(None, (misfit("each of betas", beta, 0.0, 1.0) for beta in betas)), None)
+    if why:
+        raise ValueError(explain(f"{function}(betas={betas!r})", why, f"{function}(betas=(0.9, 0.999))"))
+
+
 def given(value: Any) -> bool:
     """Whether a hyperparameter whose zero means "none" is there. A tensor is, for its value may change."""
     return isinstance(value, Tensor) or bool(value)

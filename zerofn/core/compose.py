@@ -316,7 +316,7 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
         return "gradient to new parameter", Facts(optimizes=True)
     if all(f.watches for f in facts):
         return "watches new parameters", Facts(watches=True)
-    return "gradient to gradient", Facts()
+    return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
 def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .joined import join, spread
 from .transform import Context, Prepared, Scope, Transform, TransformState, select
 from .tree import Leaves
 
@@ -31,6 +32,8 @@ def run(
     new states, and whether something was emitted: a 0-d bool tensor where Python may not branch.
     """
     signal: Leaves = grads
+    given = states
+    parts, states, joined = join(parts, states)
     new = dict(states)
     emitted: bool | Tensor = True
     if ctx.donate:
@@ -56,10 +59,10 @@ def run(
             new[part.name] = select(emitted, merged, states[part.name]) if emitted is not True else merged
             emitted = p.emit if emitted is True else emitted & p.emit
         if stop or out[0] is None:
-            return None, new, False
+            return None, spread(new, joined, given), False
         signal = out[0]
         i = j
-    return signal, new, emitted
+    return signal, spread(new, joined, given), emitted
 
 
 def _prepare(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from .executor import slice_entry
+from .joined import join, spread
 from .transform import Context, Prepared, Transform, TransformState
 from .tree import Leaves
 
@@ -35,7 +36,9 @@ class OneByOne:
     """
 
     def __init__(self, parts: Sequence[Transform], states: dict[str, TransformState], leaves: Leaves, ctx: Context):
-        self.parts, self.old, self.ctx = parts, states, ctx
+        self.given, self.ctx = states, ctx
+        parts, self.old, self.joined = join(parts, states)
+        states, self.parts = self.old, parts
         self.prepared: dict[str, Prepared] = {}
         self.groups: dict[str, dict[str, _Group]] = {}
         for part in parts:
@@ -91,7 +94,7 @@ class OneByOne:
                 old = entries.get(slot)
                 entries[slot] = {**old, **entry} if isinstance(old, dict) and isinstance(entry, dict) else entry
             new[part.name] = {**entries, **self.prepared[part.name].state}
-        return new
+        return spread(new, self.joined, self.given)
 
 
 class _Group:

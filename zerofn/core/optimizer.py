@@ -170,6 +170,49 @@ def optimizer(
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
+def direction(name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE) -> Transform:
+    """What turns a gradient into the direction of a step, from its formula on one leaf.
+
+    State: `count`, the updates of each leaf, and one tensor per leaf for each slot. To be ended by an optimizer such as
+    `scale_by_lr`.
+
+    Args:
+        name: the transform's name.
+        slots: how each per-leaf state tensor starts, from the parameter.
+        formula: as of `optimizer`, but that what it returns first is the direction; `at.lr` is `None`.
+        numbers: hyperparameters of the formula, by name.
+    """
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {"count": {p: counter() for p in leaves}}
+        return state | {slot: {p: start(x) for p, x in leaves.items()} for slot, start in slots.items()}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
+        counts = dict(zip(grads, _next([state["count"][p] for p in grads]), strict=True))
+        out: Leaves = {}
+        own: TransformState = {slot: {} for slot in slots}
+        for count, group in _by_count(counts).items():
+            for p in group:
+                now = count if isinstance(count, int) else counts[p]
+                step = LeafStep(now, None, p, ctx.offsets.get(p, 0), found)
+                out[p], made = formula(params[p], grads[p], {slot: state[slot][p] for slot in slots}, step)
+                for slot in slots:
+                    own[slot][p] = ctx.into(state[slot][p], made[slot])
+        return out, {**own, "count": counts}
+
+    return Transform(
+        name,
+        needs="element",
+        facts=Facts(directs=True),
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+    )
+
+
 def _next(counts: list[Tensor]) -> list[Tensor]:
     """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
     if not counts or not all(map(readable, counts)) or any(map(is_wrapped, counts)):

@@ -156,7 +156,7 @@ class Pipeline:
         given = zip(self.parts, self.views, strict=True)
         kept = [part for part, view in given for part in self._update_halves(part, view)]
         if not any("grad_norm" in p.facts.reports for p in kept):
-            at = next(i for i, p in enumerate(kept) if p.facts.optimizes)
+            at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
             kept.insert(at, GRAD_NORM)
         return tuple(kept)
 

@@ -8,7 +8,7 @@ optimizer step (an update that was applied); a *micro-step* is one call of `upda
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ class Facts:
         weighted: whether those are weighted.
         scales: cotangents carry a factor up to it, the entry `scale` of its state.
         adds: what leaves it is added to the parameters where nothing else makes new ones.
+        directs: what leaves it is the direction of a step, which is no gradient any more.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
         reports: metrics of the whole gradient that it shows, which the pipeline then need not.
     """
@@ -51,6 +52,7 @@ class Facts:
     weighted: bool = False
     scales: bool = False
     adds: bool = False
+    directs: bool = False
     rate: Any = None
     reports: frozenset[str] = frozenset()
 
@@ -255,6 +257,8 @@ class Transform:
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
         named_fn: of a transform whose metrics have its name in them: the same under another one.
+        joins: of the transforms that follow it: one that gives what it and the first so many of them give one after
+            the other, and how many. Its state has their entries, by their names.
         base: its name before a chain gave it a number; `None` where none did.
     """
 
@@ -271,6 +275,7 @@ class Transform:
     in_turn: bool = False
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
     named_fn: Callable[[str], Transform] | None = None
+    joins: Callable[[Sequence[Transform]], tuple[Transform, int] | None] | None = None
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None

@@ -19,7 +19,7 @@ from ..core.linear_map import OnlyForth, enter, leave
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Layout, Leaf, Leaves, Tree, apart, flatten, make_layout, tree_map
+from ..core.tree import Layout, Leaf, Tree, apart, flatten, make_layout, tree_map
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored, check_vmap
 from ..kernels.recording import recorded
 from .linearize import check_graph, check_recording, linearize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._compat import fused_adam_, fused_adamw_, tell_autograd
-from .._errors import bad_leaves, explain
+from .._errors import bad_leaves
 from ..extend import (
     Layout,
     LeafList,
@@ -18,11 +18,11 @@ from ..extend import (
     ScalarOrSchedule,
     Transform,
     TransformState,
+    check_betas,
     check_lr,
     check_number,
     given,
     like,
-    misfit,
     optimizer,
     root,
     transform,
@@ -67,7 +67,7 @@ def adam(
     >>> state.params["w"]
     tensor([-0.1000])
     """
-    return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+    return adam_of("adam", lr, betas, eps, weight_decay, decoupled=False)
 
 
 @transform
@@ -89,20 +89,25 @@ def adamw(
     ...
     TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, eps, weight_decay.
     """
-    return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    return adam_of("adamw", lr, betas, eps, weight_decay, decoupled=True)
 
 
 def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
     """Refuse hyperparameters that are no numbers or out of range."""
     check_lr(function, lr)
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        why: str | None = f"betas is a pair of numbers, and {betas!r} is none"
-    else:
-        why = next(filter(None, (misfit("each of betas", beta, 0.0, 1.0) for beta in betas)), None)
-    if why:
-        raise ValueError(explain(f"{function}(betas={betas!r})", why, f"{function}(betas=(0.9, 0.999))"))
+    check_betas(function, betas)
     check_number(function, "eps", eps)
     check_number(function, "weight_decay", weight_decay)
+
+
+def refuse_fp16(name: str, leaves: Leaves) -> None:
+    """Refuse moments in fp16; names the leaves."""
+    narrow = [
+        (p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16
+    ]
+    if narrow:
+        what = f"{name}: squared gradients fall below fp16's smallest number, 6e-8, so second moments would be zero"
+        raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
 
 
 def _corrections(at: LeafStep) -> tuple[Any, Any]:
@@ -113,7 +118,8 @@ def _corrections(at: LeafStep) -> tuple[Any, Any]:
     return rate / (1 - beta1**t), (1 - beta2**t) ** 0.5
 
 
-def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
+def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
+    """Adam by either way of decay."""
     check_adam(name, lr, betas, eps, weight_decay)
     fused = fused_adamw_ if decoupled else fused_adam_
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
@@ -161,14 +167,7 @@ def _adam(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decou
     built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, formula, kernel, numbers)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        narrow = [
-            (p, f"stored in {x.dtype}, and so would its moments be")
-            for p, x in leaves.items()
-            if x.dtype == torch.float16
-        ]
-        if narrow:
-            what = f"{name}: squared gradients fall below fp16's smallest number, 6e-8, so second moments would be zero"
-            raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
+        refuse_fp16(name, leaves)
         return built.init_fn(leaves, layout)
 
     return replace(built, init_fn=init)

@@ -1,0 +1,165 @@
+"""`scale_by_adam`, `trace`, `add_decayed_weights` and `scale_by_lr`: what optimizers are made of, as optax names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    Context,
+    Facts,
+    Layout,
+    LeafStep,
+    Leaves,
+    ScalarOrSchedule,
+    Transform,
+    TransformState,
+    check_flag,
+    check_lr,
+    check_number,
+    direction,
+    like,
+    optimizer,
+    root,
+    transform,
+)
+from .adam import adam_of, check_adam, refuse_fp16
+
+
+@transform
+def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Transform:
+    """The direction of Adam's step (Kingma & Ba, 2015): `m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`.
+
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, in the stored dtype of the parameters. It is to be ended by
+    `scale_by_lr`. `chain(scale_by_adam(), add_decayed_weights(d), scale_by_lr(lr))` is `adamw`, and without decay
+    `adam`, to the bit: such neighbours are run as one, by the same kernel. With anything in between, a clip of the
+    direction or a transform of one's own, each is computed by itself.
+
+    Args:
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.scale_by_adam(), zf.clip_by_value(0.5), zf.scale_by_lr(0.1))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
+    tensor([-0.0500])
+    """
+    check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        g, m, v = (t.to(dtype) for t in (g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
+        beta1, beta2, small = (at.scalar(number, g) for number in at.numbers.values())
+        t, *wide = (x.double() if isinstance(x, Tensor) else x for x in (at.count, *at.numbers.values()))
+        m = m + (g - m) * (1 - beta1)
+        v = v * beta2 + (1 - beta2) * g * g
+        size, spread = at.scalar(1 / (1 - wide[0] ** t), g), at.scalar((1 - wide[1] ** t) ** 0.5, g)
+        return size * m / (root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
+    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        refuse_fp16("scale_by_adam", leaves)
+        return built.init_fn(leaves, layout)
+
+    def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
+        decayed = bool(rest) and rest[0].factory is add_decayed_weights
+        if len(rest) <= decayed or rest[decayed].factory is not scale_by_lr:
+            return None
+        end, decay = rest[decayed], rest[0].config["weight_decay"] if decayed else 0.0
+        return adam_of(end.name, end.config["lr"], betas, eps, decay, decoupled=True), 1 + decayed
+
+    return replace(built, init_fn=init, joins=joins)
+
+
+@transform
+def trace(decay: float, nesterov: bool = False) -> Transform:
+    """Momentum: `m = decay * m + g`, from zeros; `g + decay * m` with `nesterov` (Sutskever et al., 2013).
+
+    In the stored dtype of the parameters. `chain(trace(0.9), scale_by_lr(lr))` is `sgd(lr, momentum=0.9)`, to the bit.
+
+    Args:
+        decay: in [0, 1).
+        nesterov: look ahead.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.trace(0.5), zf.scale_by_lr(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> for _ in range(2):
+    ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+    >>> state.params["w"]
+    tensor([-2.5000])
+    """
+    check_number("trace", "decay", decay, high=1.0)
+    check_flag("trace", "nesterov", nesterov)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta, g = at.scalar(at.numbers["decay"], p), g.to(p.dtype)
+        m = slots["momentum"] * beta + g
+        return _plus(g, m, beta) if nesterov else m, {"momentum": m}
+
+    return direction("trace", {"momentum": like}, formula, {"decay": decay})
+
+
+@transform
+def add_decayed_weights(weight_decay: float) -> Transform:
+    """`g + weight_decay * p`: an L2 penalty where gradients pass, decoupled decay behind `scale_by_adam`.
+
+    Behind `scale_by_adam` and before `scale_by_lr` it is the decay of `adamw` (Loshchilov & Hutter, 2019), before
+    `scale_by_adam` that of `adam`. For some leaves only: `zf.masked(zf.add_decayed_weights(0.1), mask)`.
+
+    Args:
+        weight_decay: not negative.
+
+    >>> import torch, zerofn as zf
+    >>> zf.add_decayed_weights(0.5).update({"w": torch.ones(1)}, {}, {"w": torch.full((1,), 4.0)})[0]
+    {'w': tensor([3.])}
+    """
+    check_number("add_decayed_weights", "weight_decay", weight_decay)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        decay = ctx.replicated(weight_decay)
+        return {path: _plus(g, params[path].to(g.dtype), decay) for path, g in grads.items()}, state
+
+    def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
+        if len(rest) < 2 or rest[0].factory is not scale_by_adam or rest[1].factory is not scale_by_lr:
+            return None
+        inner, end = rest[0].config, rest[1]
+        return adam_of(end.name, end.config["lr"], inner["betas"], inner["eps"], weight_decay, decoupled=False), 2
+
+    return Transform("add_decayed_weights", needs="element", facts=Facts(directs=True), update_fn=update, joins=joins)
+
+
+@transform
+def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
+    """The optimizer that ends a chain of directions: `p - lr * u`, rounded once to the stored dtype.
+
+    What `opt.param_groups`, schedulers of torch and metrics show as the rate is this one.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.trace(0.9), zf.scale_by_lr(zf.schedules.cosine(0.1, 100)))
+    >>> state = zf.init(tx, {"w": torch.zeros(1)})
+    >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
+    tensor([-0.1000])
+    """
+    check_lr("scale_by_lr", lr)
+
+    def formula(p: Tensor, u: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, u.dtype)
+        return _plus(p.to(dtype), u.to(dtype), -at.scalar(at.lr, u)).to(p.dtype), {}
+
+    return optimizer("scale_by_lr", lr, {}, formula)
+
+
+def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
+    """`x + factor * y`; by `add`, which rounds once, where the factor is a number."""
+    return x + factor * y.to(x.dtype) if isinstance(factor, Tensor) else x.add(y, alpha=factor)

@@ -1,0 +1,51 @@
+"""`lion`: steps of one size in every element, by the sign of a momentum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_betas,
+    check_lr,
+    check_number,
+    like,
+    optimizer,
+    transform,
+)
+
+
+@transform
+def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
+    """Lion (Chen et al., 2023): the sign of an interpolation between momentum and gradient.
+
+    `p *= 1 - lr * weight_decay`; `p -= lr * sign(b1 m + (1 - b1) g)`; `m = b2 m + (1 - b2) g`. One momentum, in the
+    stored dtype of the parameters, computed in fp32 at least. Its rate is to be three to ten times smaller than
+    AdamW's, and its decay as much larger.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
+        betas: of the interpolation and of the momentum, each in [0, 1).
+        weight_decay: decoupled.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.lion(lr=0.1), {"w": torch.zeros(3)})
+    >>> zf.update(zf.lion(lr=0.1), {"w": torch.tensor([5.0, -0.01, 0.0])}, state)[0].params["w"]
+    tensor([-0.1000,  0.1000,  0.0000])
+    """
+    check_lr("lion", lr)
+    check_betas("lion", betas)
+    check_number("lion", "weight_decay", weight_decay)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, m = p.to(dtype), g.to(dtype), slots["momentum"].to(dtype)
+        beta1, beta2, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+        x = x * (1 - rate * decay) - rate * (beta1 * m + (1 - beta1) * g).sign()
+        return x.to(p.dtype), {"momentum": (beta2 * m + (1 - beta2) * g).to(p.dtype)}
+
+    numbers = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
+    return optimizer("lion", lr, {"momentum": like}, formula, numbers=numbers)

@@ -1,0 +1,92 @@
+"""`rmsprop`: torch.optim's arithmetic, centred and with momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_flag,
+    check_lr,
+    check_number,
+    given,
+    like,
+    optimizer,
+    root,
+    transform,
+)
+
+
+@transform
+def rmsprop(
+    lr: ScalarOrSchedule = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+) -> Transform:
+    """RMSprop (Tieleman & Hinton, 2012) as `torch.optim.RMSprop`, in fp32 to the bit but where `centered`.
+
+    `g += weight_decay * p`; `v = alpha v + (1 - alpha) g^2`; `u = g / (sqrt(v) + eps)`, with `centered`
+    `a = alpha a + (1 - alpha) g` and `sqrt(v - a^2)`; `m = momentum * m + u`; `p -= lr * m`. States have the stored
+    dtype of the parameters; of 16 bits `v` hardly moves: `(1 - alpha) g^2` is below
+    half a unit in its last place.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
+        alpha: decay of the second moment, in [0, 1).
+        eps: added to the root.
+        weight_decay: L2 penalty.
+        momentum: of the direction, in [0, 1).
+        centered: whether the variance is taken in place of the second moment.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.rmsprop(lr=0.1)
+    >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))[0].params["w"]
+    tensor([-1.])
+    """
+    check_lr("rmsprop", lr)
+    check_number("rmsprop", "alpha", alpha, high=1.0)
+    check_number("rmsprop", "eps", eps)
+    check_number("rmsprop", "weight_decay", weight_decay)
+    check_number("rmsprop", "momentum", momentum, high=1.0)
+    check_flag("rmsprop", "centered", centered)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        keep, small, decay, beta, rate = (at.scalar(number, p) for number in (*at.numbers.values(), at.lr))
+        g = g.to(p.dtype)
+        if given(decay):
+            g = _plus(g, p, decay)
+        v = slots["square_avg"] * keep
+        v = v + g * g * (1 - keep) if isinstance(keep, Tensor) else v.addcmul(g, g, value=1 - keep)
+        new = {**slots, "square_avg": v}
+        if centered:
+            a = slots["grad_avg"]
+            # As torch's lerp, which torch.func.vmap has no rule for where its weight is one.
+            new["grad_avg"] = a = a + (g - a) * (1 - keep)
+            v = v - a * a
+        spread = root(v) + small
+        if not given(momentum):
+            return p - rate * (g / spread) if isinstance(rate, Tensor) else p.addcdiv(g, spread, value=-rate), new
+        m = slots["momentum"] * beta
+        m = m + g / spread if isinstance(beta, Tensor) else m.addcdiv(g, spread)
+        return _plus(p, m, -rate), {**new, "momentum": m}
+
+    empty: Any = lambda x: torch.zeros(0, dtype=x.dtype, device=x.device)  # noqa: E731
+    slots = {
+        "square_avg": like,
+        "grad_avg": like if centered else empty,
+        "momentum": like if given(momentum) else empty,
+    }
+    numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+    return optimizer("rmsprop", lr, slots, formula, numbers=numbers)
+
+
+def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
+    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
