@@ -297,6 +297,20 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
 
+def alias_of(x: Tensor, cls: type[Any]) -> Any:
+    """The same memory and version count, of another class; outside of autograd."""
+    return Tensor._make_subclass(cls, x)  # type: ignore[attr-defined]
+
+
+def tagged_pointwise(name: str) -> bool:
+    """Whether torch says of an operator that each element of what it gives comes from those in the same place."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = (
+        [getattr(packet, o) for o in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    )
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
 @functools.cache
 def _saving(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

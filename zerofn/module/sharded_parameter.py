@@ -3,7 +3,7 @@
 Under `shard` a parameter of an attached model is this rank's flat part, and `w.norm()` of that would be a
 wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
 the full one, gathered for the purpose and in the dtype it is stored in. What looks at it (`p.shape`,
-`p.data`, `p.grad`, `p.detach()`) or writes into it finds the part that is stored.
+`p.data`, `p.grad`, `p.detach()`) or writes into it finds the part that is stored (`sharded.part`).
 
 A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
 object it was, as hooks, ties and `p.grad` require. Giving out the full tensor where the module is asked for
@@ -13,7 +13,8 @@ its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat import SHALLOW
 from .._errors import explain
-from ..sharded.guarded_parameter import Partial
+from ..sharded.guarded_parameter import Partial, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.mixing import check_beside_part, check_beside_whole, check_index, check_placed, pointwise
+from ..sharded.mixing import check_beside_part, check_beside_whole, check_placed, check_slice, in_place, pointwise
+from ..sharded.part import Origin, handed, part_of
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
 # fmt: off
@@ -40,7 +42,9 @@ COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
-# What fills a tensor with random numbers.
+# What gives out this rank's part, or the gradient of it.
+GIVING = frozenset({"detach", "grad", "register_hook"})
+# What fills a tensor with random numbers, or makes one beside it.
 RANDOM = frozenset(
     {
         "bernoulli_",
@@ -53,6 +57,9 @@ RANDOM = frozenset(
         "random_",
         "trunc_normal_",
         "uniform_",
+        "rand_like",
+        "randint_like",
+        "randn_like",
     }
 )
 # What functions of torch ask that take parameters for full ones without computing with them, and where they live.
@@ -83,11 +90,13 @@ class Parted(Partial):
                 _check_asker(args, sys._getframe(1))
             if name in RANDOM:
                 _check_drawn([x for x in (*args, *kwargs.values()) if isinstance(x, Parted)], name)
+            if name in GIVING and not is_dynamo_compiling():
+                return _give(func, name, args, kwargs, sys._getframe(1))
             if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
                 return func(*args, **kwargs)
-            written = 1 if _in_place(name) else 0
+            written = 1 if in_place(name) else 0
             if written and args and isinstance(args[0], Parted) and not args[0].is_whole():
-                check_placed(name, args[0].path)
+                check_placed(name, f"the sharded parameter {args[0].path}")
             if not is_dynamo_compiling() and (pointwise(name) or name == "__setitem__"):
                 if written and args and _is_part(args[0]):
                     return func(*_parts(name, args), **kwargs)
@@ -96,6 +105,11 @@ class Parted(Partial):
             # `nn.init.constant_` hands on what it writes into by the name of its argument.
             kwargs = {k: x if written and k == "tensor" else _whole(x) for k, x in kwargs.items()}
             return BY_VALUE.get(name, func)(*args, **kwargs)
+
+    def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
+        if is_dynamo_compiling() or self.is_whole() or ours(frame):
+            return x
+        return part_of(x, Origin(how, self.path, how != "p.data"))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _check_copied(self, "copy.deepcopy(model)")
@@ -106,15 +120,27 @@ class Parted(Partial):
         return super().__reduce_ex__(protocol)
 
 
+def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
+    """What gives parts to others, who are told that they are."""
+    if name == "detach":
+        return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
+    if name == "register_hook":
+        p, hook = args
+        given = hook if p.is_whole() or ours(frame) else handed(hook, Origin("what a hook is given", p.path, True))
+        return func(p, given)
+    found = func(*args, **kwargs)
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = inputs if isinstance(inputs, Sequence) else [inputs]
+    return tuple(
+        p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
+        for p, g in zip(inputs, found, strict=True)
+    )
+
+
 def _looks(func: Any, name: str) -> bool:
     if name == "__get__":
         return func.__self__.__name__ not in COMPUTED
     return name in LOOKING or name in PRIVATE or name.startswith(BEGINNINGS) or name.endswith("_like")
-
-
-def _in_place(name: str) -> bool:
-    written = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-    return name in written or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_part(x: Any) -> bool:
@@ -128,9 +154,10 @@ def _parts(name: str, args: tuple) -> tuple:
         return args
     target, beside = args[0], args[1:]
     if name == "__setitem__":
-        check_index(beside[0], target.path)
+        check_slice("p[index] = x", beside[0], f"the sharded parameter {target.path}")
         beside = beside[1:]
-    check_beside_part(name, [x for x in beside if not _like(x, target)], target, target.path)
+    what = f"a part of the sharded parameter {target.path}"
+    check_beside_part(name, [x for x in beside if not _like(x, target)], target, what)
     return args
 
 

@@ -17,40 +17,11 @@ from torch import Tensor, nn
 
 from .._errors import explain
 from ..core.tree import Leaf
-from ..sharded.mixing import check_beside_part, pointwise
+from ..sharded.part import STATE, Part, part_of
 from .forward_hooks import Hook
 
 # Where `get_model_state_dict` lives, of which whoever does not use it need not load.
 BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
-# By which torch.save, safetensors and NumPy come at what a tensor holds.
-SAVING = frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"})
-
-
-class Part(Tensor):
-    """A part of a parameter, or a copy of one."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.__name__ in SAVING:
-            raise RuntimeError(
-                explain(
-                    "saving the state_dict() of an attached sharded model",
-                    "under shard its tensors are this rank's flat parts",
-                    "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
-                    "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from",
-                )
-            )
-        with torch.DisableTorchFunctionSubclass():
-            if pointwise(func.__name__):
-                part = next((x for x in args if isinstance(x, Part)), None)
-                if part is not None:
-                    check_beside_part(func.__name__, list(args), part, "in a state_dict()")
-            if func.__name__ == "__deepcopy__":
-                return args[0].clone().as_subclass(cls)
-            out = func(*args, **(kwargs or {}))
-        # A copy on the CPU, or in another dtype, is no more of use.
-        copied = type(out) is Tensor and isinstance(args[0], Part) and out.shape == args[0].shape
-        return out.as_subclass(cls) if copied else out
 
 
 def _check_not_in_full() -> None:
@@ -90,8 +61,8 @@ def mark(
             _check_not_in_full()
         for name in () if is_whole() else names[module]:
             x = state.get(prefix + name)
-            if type(x) is Tensor:
-                state[prefix + name] = x.as_subclass(Part)
+            if isinstance(x, Tensor):
+                state[prefix + name] = part_of(x, STATE)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if is_whole() else names[module].items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat import eagerly, version
 from .._errors import explain
+from .part import plain
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
@@ -35,6 +36,11 @@ CLEARING = nn.Module.zero_grad.__code__
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
 BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
+
+
+def ours(frame: FrameType) -> bool:
+    """Whether this package asks."""
+    return frame.f_globals.get("__name__", "").startswith(OURS)
 
 
 def write(p: Tensor, value: Tensor | None) -> None:
@@ -100,7 +106,11 @@ class Partial(nn.Parameter):
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
             if package not in LIBRARIES:
                 self.asks.missed()
-        return grad
+        return grad if grad is None else self._shown(grad, "p.grad", sys._getframe(1))
+
+    def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
+        """As whoever asks has what is kept."""
+        return x
 
     def _set(self, value: Tensor | None) -> None:
         # A graph that the compiler made has no name.
@@ -109,7 +119,7 @@ class Partial(nn.Parameter):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
             if value is None:
                 self.asks.cleared(True)
-        write(self, value)
+        write(self, plain(value))
 
     def _delete(self) -> None:
         Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
@@ -119,11 +129,11 @@ class Partial(nn.Parameter):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         self.lent += 1
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return self._shown(Tensor.data.__get__(self), "p.data", sys._getframe(1))  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, plain(value))  # type: ignore[attr-defined]
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():

@@ -3,28 +3,28 @@
 `p - lr * torch.autograd.grad(loss, p)[0]` has the full parameter on one side, since that computes, and this rank's part
 of the gradient on the other. Mostly torch says that sizes differ; where a row is as long as a part, it gives
 numbers. So what has the shape of the part, and not that of the whole, is refused beside the whole; and beside a part
-that is written into, what has another.
-
-Plain tensors that come from a part (`p.data`, `p.detach()`, `p.grad`) cannot be told from others once they
-are alone: a subclass for them would have to follow them through all that is done to them.
+(`sharded.part`, or a parameter that is written into) what has another.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat import tagged_pointwise
 from .._errors import explain
 
 # fmt: off
+# Of what torch does not tag as such.
 POINTWISE = frozenset({
-    "add", "sub", "rsub", "mul", "div", "true_divide", "subtract", "multiply", "divide", "pow", "float_power", "fmod",
-    "remainder", "floor_divide", "lerp", "addcmul", "addcdiv", "where", "maximum", "minimum", "fmax", "fmin", "clamp",
-    "clip", "eq", "ne", "lt", "le", "gt", "ge", "atan2", "hypot", "copysign", "masked_fill", "isclose", "copy",
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "copy", "divide", "fill", "floor_divide", "isclose", "masked_fill", "multiply", "square", "subtract", "zero",
 })
+LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+# Names that mean a reduction as well.
+REDUCING = frozenset({"max", "min"})
 # What writes by index or along a dimension: in a flat part these are others. Of more dimensions torch says so, mostly.
 PLACED = frozenset({
     "cumsum_", "cumprod_", "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_",
@@ -35,12 +35,18 @@ PLACED = frozenset({
 DUNDERS = frozenset({"add", "sub", "mul", "truediv", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge"})
 
 
+@functools.cache
 def pointwise(name: str) -> bool:
-    """Whether a function treats elements alone, so that shapes that differ are broadcast."""
+    """Whether a function treats elements alone, so that shapes that differ are broadcast.
+
+    >>> pointwise("_foreach_lerp_"), pointwise("__radd__"), pointwise("isnan"), pointwise("sum")
+    (True, True, True, False)
+    """
     if name.startswith("__") and name.endswith("__"):
         inner = name[2:-2]
         return inner in DUNDERS or inner[1:] in DUNDERS
-    return name.removeprefix("_foreach_").rstrip("_") in POINTWISE
+    base = name.removeprefix("_foreach_").rstrip("_")
+    return base in POINTWISE or (base not in REDUCING and tagged_pointwise(base))
 
 
 def check_beside_whole(name: str, beside: list[Any], part: Tensor, full: tuple[int, ...], path: str) -> None:
@@ -66,37 +72,52 @@ def check_beside_whole(name: str, beside: list[Any], part: Tensor, full: tuple[i
     )
 
 
-def check_beside_part(name: str, beside: list[Any], part: Tensor, path: str) -> None:
-    """Refuse what has another shape than the part, which is written into or comes from a `state_dict()`."""
+def check_beside_part(name: str, beside: list[Any], part: Tensor, what: str, written: Any = None) -> None:
+    """Refuse what has another shape than the part.
+
+    Args:
+        name: the function.
+        beside: what it is given beside the part.
+        part: of a parameter that is written into, or of what `sharded.part` follows.
+        what: that is.
+        written: what is written into, if it is no part: not even one number broadcasts there.
+    """
     for x in beside:
-        if isinstance(x, Tensor) and x.numel() != 1 and x.shape != part.shape:
+        if isinstance(x, Tensor) and (x.numel() != 1 or x is written) and x.shape != part.shape:
             raise RuntimeError(
                 explain(
-                    f"{name} of a part of the sharded parameter {path} and a tensor of shape {tuple(x.shape)}",
-                    f"under shard what is written into, or in a state_dict(), is a flat part, {tuple(part.shape)}",
+                    f"{name} of {what} and a tensor of shape {tuple(x.shape)}",
+                    f"under shard what is written into, p.grad, p.data and what is in a state_dict() are flat parts:\n"
+                    f"this one is {tuple(part.shape)}",
                     "with opt.gathered(), torch.no_grad(): p.copy_(full), on every rank\n"
                     "average.add_(p) for p of model.parameters(), and no p.data: a full average gets full parameters",
                 )
             )
 
 
-def check_index(index: Any, path: str) -> None:
-    """Refuse set-item of some elements: an index counts those of the part."""
+def check_slice(write: str, index: Any, what: str) -> None:
+    """Refuse some elements: an index counts those of the part."""
     if index is not Ellipsis and not (isinstance(index, slice) and index == slice(None)):
-        _refuse_placed("p[index] = x", path)
+        _refuse_placed(write, what)
 
 
-def check_placed(name: str, path: str) -> None:
+def check_placed(name: str, what: str) -> None:
     """Refuse what writes by index or along a dimension."""
     if name in PLACED:
-        _refuse_placed(f"p.{name}(...)", path)
+        _refuse_placed(f"p.{name}(...)", what)
 
 
-def _refuse_placed(write: str, path: str) -> None:
+def in_place(name: str) -> bool:
+    """Whether a function writes into its first argument."""
+    written = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    return name in written or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_placed(write: str, what: str) -> None:
     raise RuntimeError(
         explain(
-            f"{write} of the sharded parameter {path}",
-            "under shard what writes finds this rank's flat part: indices and dimensions would be those of the part",
+            f"{write} of {what}",
+            "under shard it is this rank's flat part: indices and dimensions would be those of the part",
             f"with opt.gathered(), torch.no_grad(): {write}, on every rank",
         )
     )
