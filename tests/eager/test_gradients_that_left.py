@@ -45,7 +45,7 @@ def hooked(stage, register, before):
     model(rows(0, rank)).square().sum().backward()
     opt.step()
     opt.detach()
-    return seen[0], model.w.weight.detach() - start
+    return seen[0].as_subclass(torch.Tensor), model.w.weight.detach() - start
 
 
 def hooked_everywhere():
@@ -226,7 +226,9 @@ def nothing(model, opt):
 def trained_as_ever(model, opt):
     """What trainers and schedulers of torch do between backward and step."""
     torch.optim.lr_scheduler.StepLR(opt, 1)
-    torch.nn.utils.get_total_norm([x for x in [p.detach() for p in model.parameters()] if x.numel()])
+    torch.nn.utils.get_total_norm(
+        [x for x in [p.detach().as_subclass(torch.Tensor) for p in model.parameters()] if x.numel()]
+    )
     dist.barrier()
 
 

@@ -349,7 +349,8 @@ def sorted_out(result: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What a program returns: tensors of the rank's own, and gradients of parameters."""
     items = result if isinstance(result, list | tuple) else [] if result is None else [result]
     own = [x.detach().clone() for x in items if not isinstance(x, OfLeaves)]
-    return own, {n: x.detach().clone() for item in items if isinstance(item, OfLeaves) for n, x in item.items()}
+    ofs = (pair for item in items if isinstance(item, OfLeaves) for pair in item.items())
+    return own, {n: x.detach().clone().as_subclass(Tensor) for n, x in ofs}
 
 
 def cell(scenario: Scenario, stage: int, precision: str) -> dict[str, Any]:

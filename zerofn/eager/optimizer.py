@@ -35,7 +35,7 @@ from ..module.backward_hooks import check_inner_hooks
 from ..ranks.backend import as_local
 from ..ranks.leases import lease
 from ..ranks.together import together
-from ..sharded.guarded_parameter import read
+from ..sharded.guarded_parameter import read, write
 from . import step_hooks as _hooks
 from .accumulation_window import Window
 from .averaged import Averaged
@@ -275,7 +275,8 @@ class Optimizer(torch.optim.Optimizer):
             # DeepSpeed's do, never clears gradients.
             for path in grads:
                 self._params[path].grad = None
-        left = [(x, read(x)) for x in self._params.values()]
+        with torch.DisableTorchFunctionSubclass():
+            left = [(x, read(x)) for x in self._params.values()]
         self._spent = [(x, weakref.ref(g), version(g)) for x, g in left if g is not None]
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
@@ -301,10 +302,11 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
         self._home.clear(set_to_none)
-        for p in self._params.values():
-            grad = read(p)
-            if grad is not None:
-                p.grad = None if set_to_none else torch.zeros_like(grad)
+        with torch.DisableTorchFunctionSubclass():
+            for p in self._params.values():
+                grad = read(p)
+                if grad is not None:
+                    write(p, None if set_to_none else torch.zeros_like(grad))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """DeepSpeed's spelling of `loss.backward()`.

@@ -273,13 +273,15 @@ class Residence:
             # The first of them is what streams.
             rest = tuple(s for s in self.pipe.stages[self.pipe.cut + 1 :] if not s.only_dtype)
             return self.uncleared.take(self.pipe.pull(rest, grads, self.state.leaves) if rest else grads)
-        grads = {p: x.grad for p, x in self.params.items() if x.grad is not None and x.requires_grad}
+        with torch.DisableTorchFunctionSubclass():
+            found = ((path, read(p)) for path, p in self.params.items() if p.requires_grad)
+            grads = {path: g for path, g in found if g is not None}
         if self.control is None:
             return grads
-        found, noticed = agree_on((len(grads), self.wholes.noticed()), marks, self.control)
+        some, noticed = agree_on((len(grads), self.wholes.noticed()), marks, self.control)
         if noticed:
             self.wholes.compare()
-        return grads if found else {}
+        return grads if some else {}
 
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.

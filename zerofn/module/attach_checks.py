@@ -56,14 +56,11 @@ class Watch:
             RuntimeError: everything that has changed is named.
         """
         bad = []
-        for leaf in self.layout.leaves:
-            p, (address, shape, dtype, device) = self.params[leaf.path], self.data[leaf.path]
-            if p.dtype != dtype or p.device != device:
-                bad.append((leaf.path, f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"))
-            elif p.data_ptr() != address or p.shape != shape:
-                bad.append((leaf.path, "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"))
-            elif p.requires_grad != leaf.trainable:
-                bad.append((leaf.path, f"requires_grad became {p.requires_grad}"))
+        with torch.DisableTorchFunctionSubclass():
+            for leaf in self.layout.leaves:
+                reason = _moved(self.params[leaf.path], leaf.trainable, *self.data[leaf.path])
+                if reason:
+                    bad.append((leaf.path, reason))
         modules = [(path, "added, removed or replaced") for registry in self.registered for path in registry.changed()]
         frozen = any("requires_grad" in reason for _, reason in bad)
         bad += modules
@@ -72,6 +69,16 @@ class Watch:
             if frozen or modules:
                 right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+
+
+def _moved(
+    p: Tensor, trainable: bool, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> str:
+    if p.dtype != dtype or p.device != device:
+        return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
+    if p.data_ptr() != address or p.shape != shape:
+        return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
+    return f"requires_grad became {p.requires_grad}" if p.requires_grad != trainable else ""
 
 
 class _Registry:

@@ -25,7 +25,15 @@ from .._compat import SHALLOW
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.mixing import check_beside_part, check_beside_whole, check_placed, check_slice, in_place, pointwise
+from ..sharded.mixing import (
+    LOSSES,
+    check_beside_part,
+    check_beside_whole,
+    check_placed,
+    check_slice,
+    in_place,
+    pointwise,
+)
 from ..sharded.part import Origin, handed, part_of
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
@@ -97,7 +105,7 @@ class Parted(Partial):
             written = 1 if in_place(name) else 0
             if written and args and isinstance(args[0], Parted) and not args[0].is_whole():
                 check_placed(name, f"the sharded parameter {args[0].path}")
-            if not is_dynamo_compiling() and (pointwise(name) or name == "__setitem__"):
+            if not is_dynamo_compiling() and (pointwise(name) or name in LOSSES or name == "__setitem__"):
                 if written and args and _is_part(args[0]):
                     return func(*_parts(name, args), **kwargs)
                 _check_beside_wholes(name, [*args, *kwargs.values()])
@@ -109,7 +117,7 @@ class Parted(Partial):
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
         if is_dynamo_compiling() or self.is_whole() or ours(frame):
             return x
-        return part_of(x, Origin(how, self.path, how != "p.data"))
+        return part_of(x, Origin(how, self.path, how in ("p.grad", "a gradient")))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _check_copied(self, "copy.deepcopy(model)")

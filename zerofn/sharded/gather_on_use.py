@@ -147,7 +147,12 @@ class Units:
                     "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
                 )
             )
-        return self.parameters(i)[j]
+        if i not in self.gathered.live:
+            return self.parameters(i)[j]
+        # Its age has told of writes into this one; those into its neighbours are told where they are used.
+        self.road.use(i, in_backward())
+        self.gathered.live.move_to_end(i)
+        return self.gathered.live[i][j]
 
     def age(self, i: int, j: int) -> int:
         """How often a parameter has changed."""
@@ -213,7 +218,8 @@ class Units:
 
     def _mine(self, i: int) -> Leaves:
         self.gathered.settle(i)
-        return {leaf.path: self.params[leaf.path].detach() for leaf in self.units[i]}
+        with torch.DisableTorchFunctionSubclass():
+            return {leaf.path: self.params[leaf.path].detach() for leaf in self.units[i]}
 
     def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> Leaves:
         pairs = zip(self.units[i], shards, strict=True)

@@ -75,7 +75,7 @@ class Origin(NamedTuple):
         return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
 
 
-STATE = Origin("a tensor in a state_dict() of a sharded model", "", False)
+STATE = Origin("a part of the sharded model's state_dict()", "", False)
 SEVERAL = Origin("parts of several sharded parameters", "", True)
 
 
@@ -86,8 +86,7 @@ class Part(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(t is not cls and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types):
-            # A sharded parameter knows better, and so may a class of the user's.
+        if _knows_better(types):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -109,6 +108,8 @@ class Share(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _knows_better(types):
+            return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         if not (name in LINEAR or name in SHARED or name in LOOKS or name.startswith(BEGINNINGS)) or (
             name in FACTORS and all(isinstance(x, Share) for x in args)
@@ -126,6 +127,12 @@ class Share(Tensor):
         # A loss of this rank's remains one when a share is added to it.
         alone = all(isinstance(x, Share) or not isinstance(x, Tensor) for x in args)
         return out.as_subclass(Share) if alone and name in LINEAR and type(out) is Tensor else out
+
+
+def _knows_better(types: Any) -> bool:
+    """Whether there is a sharded parameter among what a function is given, or a class of the user's."""
+    ours = (Part, Share)
+    return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
 
 
 def part_of(x: Tensor, of: Origin) -> Part:
@@ -214,7 +221,7 @@ def _refuse_saving(of: Origin) -> None:
     raise RuntimeError(
         explain(
             f"saving {of}",
-            "under shard it is this rank's flat part",
+            "under shard its tensors are this rank's flat parts",
             "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
             "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
             "x.as_subclass(torch.Tensor) for the part by itself",
