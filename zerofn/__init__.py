@@ -43,6 +43,7 @@ from .storage.checkpoint import save as save
 from .storage.checkpoints import Checkpoints as Checkpoints
 from .storage.describe import describe as describe
 from .storage.describe import plan as plan
+from .storage.load_safetensors import load_safetensors as load_safetensors
 from .storage.safetensors import export_safetensors as export_safetensors
 from .transforms.accumulate import accumulate as accumulate
 from .transforms.adam import adam as adam

@@ -152,6 +152,12 @@ def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
     return outlasting("reduce_scatter", _scatter_single, out, inp, op=add, group=group.pg, async_op=True)
 
 
+def available() -> list[str]:
+    """The backends that this torch was built with."""
+    asked = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    return [name for name, there in asked.items() if there()]
+
+
 def begin_exchange(
     out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None
 ) -> Any:

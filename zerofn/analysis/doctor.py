@@ -1,0 +1,191 @@
+"""`python -m zerofn doctor`: versions, processor, kernel, ranks, and what would be slow here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..kernels import native_cache
+from ..kernels.adam import adam_, implementation_for
+from ..ranks.backend import available
+from ..ranks.local.launch import launch
+
+# Elements of the update that is timed: 16 MiB of parameters, gradients and moments in bf16.
+ELEMENTS = 1 << 21
+OPTIONAL = {
+    "safetensors": "zf.export_safetensors, zf.load_safetensors",
+    "cloudpickle": "zf.launch of functions of a notebook",
+    "matplotlib": "curves of the examples",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        about: what it is about.
+        told: what was found.
+        remedy: what to do about it; nothing where it is well.
+        broken: whether something does not work, rather than being slow.
+    """
+
+    about: str
+    told: str
+    remedy: str = ""
+    broken: bool = False
+
+    def __str__(self) -> str:
+        mark = "FAIL" if self.broken else "slow" if self.remedy else "ok"
+        return f"{mark:>4}  {self.about:<10} {self.told}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
+
+
+def examine(nproc: int = 2) -> Iterator[Finding]:
+    """Look at this machine, finding by finding. Takes a few seconds.
+
+    Args:
+        nproc: local ranks that are started to see whether they can; 0 for none.
+
+    >>> [found.broken for found in examine(nproc=0)]
+    [False, False, False, False, False, False]
+    """
+    yield _versions()
+    yield _processor()
+    yield _devices()
+    yield _kernel()
+    yield _cache()
+    yield _optional()
+    if nproc:
+        yield _ranks(nproc)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _versions() -> Finding:
+    from .. import __version__
+
+    told = ", ".join(f"{name} {_version(name)}" for name in ("torch", "optree", "numpy"))
+    return Finding(
+        "versions", f"zerofn {__version__}, {told}, Python {platform.python_version()}, {platform.platform(terse=True)}"
+    )
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    told = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
+    if threads * ranks > cores:
+        of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
+        return Finding("processor", told + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
+    return Finding("processor", told)
+
+
+def _devices() -> Finding:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    return Finding("devices", names or "no GPU: everything runs on the CPU")
+
+
+def _kernel() -> Finding:
+    """The update of `low_precision_adam`, timed with the kernel and without."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            implementation = implementation_for([torch.ones(1)])
+            fast = _time("auto")
+        except Exception as error:
+            return Finding("kernel", f"{type(error).__name__}: {str(error).splitlines()[0]}", "see ZEROFN_NATIVE", True)
+    slow = _time("eager")
+    told = (
+        f"{implementation}: an update of 2 M bf16 elements takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
+    )
+    if implementation == "native" and not said:
+        return Finding("kernel", told)
+    why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
+    return Finding("kernel", told, why)
+
+
+def _time(implementation: str) -> float:
+    def once() -> None:
+        adam_(
+            [p],
+            [g],
+            [m],
+            [v],
+            step=1,
+            lr=1e-3,
+            rounding="stochastic",
+            keys=[1],
+            offsets=[0],
+            implementation=implementation,
+        )
+
+    p, g, m, v = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(4))
+    once()  # the first builds it
+    return min(_seconds(once) for _ in range(3))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def _cache() -> Finding:
+    try:
+        where = native_cache.directory()
+    except OSError as error:
+        why = "kernels are built anew in every process"
+        return Finding(
+            "cache", f"no directory for built kernels: {error}", f"XDG_CACHE_HOME=a directory of yours; {why}"
+        )
+    return Finding("cache", f"built kernels lie in {where}")
+
+
+def _optional() -> Finding:
+    missing = [f"{name} ({use})" for name, use in OPTIONAL.items() if _version(name) == "not installed"]
+    return Finding("optional", f"not installed: {', '.join(missing)}" if missing else "all packages are there")
+
+
+def _ranks(nproc: int) -> Finding:
+    backends = available()
+    if "gloo" not in backends:
+        return Finding("ranks", f"torch has {', '.join(backends) or 'no backends'}", "a torch with gloo", True)
+    begun = time.perf_counter()
+    try:
+        found = launch(_add_up, nproc, timeout=60)
+    except Exception as error:
+        return Finding("ranks", f"{nproc} local ranks: {str(error).splitlines()[0]}", "zf.launch says more", True)
+    told = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
+    if found != [float(nproc)] * nproc:
+        return Finding("ranks", f"{told}, and added up to {found}", "another build of torch", True)
+    return Finding("ranks", f"{told}; {', '.join(backends)}")
+
+
+def _add_up() -> float:
+    from ..ranks.collectives import all_reduce_
+    from ..ranks.process_groups import world_group
+
+    x = torch.ones(())
+    all_reduce_(x, world_group("doctor"))
+    return float(x)
+
+
+def main(nproc: int = 2) -> int:
+    """Print the report; 1 where something does not work."""
+    broken = False
+    for found in examine(nproc):
+        print(found, flush=True)
+        broken |= found.broken
+    return int(broken)

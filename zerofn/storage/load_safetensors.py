@@ -1,0 +1,175 @@
+"""`load_safetensors`: a file of the format that others write, read straight into this rank's parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain
+from ..core.entries import Entry, entries
+from ..core.pipeline import Pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..eager.optimizer import Optimizer
+from ..pure.api import pipe_of
+from ..ranks.backend import gather_objects
+from .buffers import buffers_of
+from .buffers import write as write_buffers
+from .checkpoint import state_of
+from .replicas import group_of, meet
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load_safetensors(
+    path: str | os.PathLike,
+    like: State | Optimizer,
+    tx: Transform | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> State:
+    """Read parameters by their names from a file of the `safetensors` format, each rank the part that it keeps.
+
+    The other way of `export_safetensors`, and the way in for weights that others have trained: names are those of
+    `model.state_dict()`. A rank reads the rows that it keeps and no others, so that it needs no memory for the whole
+    model; `like` may be a state of meta tensors. Numbers are cast to the dtype that the state stores them in.
+
+    At step 0 the states of transforms begin anew from what was read (an `ema` averages from there); later they stay.
+
+    Args:
+        path: a file, or the `.json` that tells in which of several files beside it each tensor is.
+        like: a state, which is not written; or an attached model's `opt`, which is, in place, with the buffers that
+            the file has. Of tied names one is enough.
+        tx: the pipeline, where `like` is a state.
+        only: whether a tensor of the file is for this model, by its name; all are, by default. A state has no buffers:
+            `only=lambda name: "running_" not in name`.
+
+    Returns:
+        The state; with `like=opt`, `opt.state`.
+
+    Raises:
+        ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
+        FileNotFoundError: no such file.
+        ValueError: tensors that are missing, unexpected, of another shape or of whole numbers, all of them by name.
+        TypeError: a state without `tx`.
+        RuntimeError: only some ranks call it, as for `zf.load`.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.chain(zf.shard(), zf.adamw(lr=1e-3))
+    >>> like = zf.init(tx, {"w": torch.empty(2, 2, device="meta")})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.export_safetensors(f"{directory}/a", zf.init(tx, {"w": torch.eye(2)}))
+    ...     state = zf.load_safetensors(f"{directory}/a", like=like, tx=tx)
+    >>> state.params["w"]
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
+        raise ImportError(explain("zf.load_safetensors(...)", why, right)) from error
+    state = state_of(like, "zf.load_safetensors(path, like={})")
+    opt = like if isinstance(like, Optimizer) else None
+    pipe = _pipe(state, opt, tx)
+    meet("zf.load_safetensors(path, like)", state.layout.placement)
+    buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
+    wanted = {e.path: e for e in entries(state) if e.owner == "params"}
+    leaves: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    failure: BaseException | None = None
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(file, "pt")) for file in _files(Path(path))]
+            here = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
+            names = _names(state, wanted, buffers, here, path)
+            leaves = {p: _read(here[name], wanted[p]) for p, name in names.items()}
+            others = {name: _read(here[name], e) for name, e in buffers.items() if name in here}
+    except (ValueError, OSError) as error:
+        failure = error
+    except Exception as error:
+        # The format's own errors.
+        failure = OSError(f"{path} could not be read: {error}")
+    # One file may be damaged, or not be there, for some ranks alone; the others must not go on without them.
+    group = group_of(state.layout.placement)
+    failure = next((x for x in gather_objects(failure, group) if x is not None), None) if group.size > 1 else failure
+    if failure is not None:
+        raise failure
+    fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
+    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
+    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
+    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
+    new = State(ordered, transforms, step, micro_step, state.layout)
+    if opt is None:
+        return new
+    opt.load_state(new)
+    write_buffers([e for name, e in buffers.items() if name in others], {buffers[n].key: x for n, x in others.items()})
+    return opt.state
+
+
+def _pipe(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:
+    if opt is not None:
+        return opt._pipe
+    if tx is None:
+        why = "the states of its transforms are made from what is read, and a state does not say by whom"
+        right = "zf.load_safetensors(path, like=state, tx=tx), or like=opt of an attached model"
+        raise TypeError(explain("zf.load_safetensors(path, like=state)", why, right))
+    return pipe_of(tx, state, "zf.load_safetensors")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}. Of several files give the .json beside them that names them.")
+        return [path]
+    named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+    # A table that somebody else wrote names files in its own directory, and nothing else.
+    return [path.parent / Path(name).name for name in dict.fromkeys(named)]
+
+
+def _names(
+    state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
+) -> dict[str, str]:
+    """By leaf the name under which the file has it; every tensor that does not fit is told of."""
+    layout, found, bad = state.layout, {}, []
+    of = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
+    for name in here:
+        if name in of:
+            found.setdefault(of[name], name)
+        elif name not in buffers:
+            bad.append((name, "is in the file and not in the model"))
+    for p, e in [*wanted.items(), *buffers.items()]:
+        name = found.get(p, p)
+        if name not in here:
+            bad += [(p, "is in the model and not in the file")] if p in wanted else []
+            continue
+        shape, dtype = tuple(here[name].get_shape()), here[name].get_dtype()
+        if shape != tuple(e.shape):
+            bad.append((name, f"is of shape {shape} in the file and of {tuple(e.shape)} in the model"))
+        elif p in wanted and dtype not in FLOATS:
+            bad.append((name, f"is of {dtype} in the file, whole numbers that another program knows how to read"))
+    if bad:
+        right = "a file of this model: zf.export_safetensors, or safetensors.torch.save_model"
+        raise ValueError(bad_leaves(f"zf.load_safetensors({os.fspath(path)!r}): the file does not fit", bad, right))
+    return found
+
+
+def _read(part: Any, e: Entry) -> Tensor:
+    """This process's range of a tensor, in the dtype and on the device of the state."""
+    like, shape = e.value, tuple(e.shape)
+    device = "cpu" if like.is_meta else like.device
+    if e.offset is None:
+        return part[...].to(device, like.dtype, copy=True).view(like.shape)
+    low, high = e.offset, e.offset + like.numel()
+    if not shape:
+        return part[...].view(1)[low:high].to(device, like.dtype, copy=True)
+    row = max(1, torch.Size(shape[1:]).numel())
+    first = low // row
+    rows = part[first : max(first, -(-high // row))].reshape(-1)
+    return rows[low - first * row : high - first * row].to(device, like.dtype, copy=True).view(like.shape)
