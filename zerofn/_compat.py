@@ -360,12 +360,18 @@ def is_shape_only(x: Tensor) -> bool:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that `model.state_dict()` has. To ask it would run hooks, which may rename or leave out."""
+    """The buffers that `model.state_dict()` has, and parameters of integers, which are like them.
+
+    To ask it would run hooks, which may rename or leave out.
+    """
+    kept = {"recurse": False, "remove_duplicate": False}
     return {
         f"{prefix}.{name}" if prefix else name: x
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, x in module.named_buffers(recurse=False, remove_duplicate=False)
+        for named in (module.named_parameters(**kept), module.named_buffers(**kept))
+        for name, x in named
         if name not in module._non_persistent_buffers_set
+        and not (isinstance(x, torch.nn.Parameter) and (x.dtype.is_floating_point or x.dtype.is_complex))
     }
 
 

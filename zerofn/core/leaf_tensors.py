@@ -29,6 +29,13 @@ class LeafTensors(MutableMapping[str, Any]):
         return self._tensors[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self.check(name, value)
+        if self._tensors[name] is not value:
+            with torch.no_grad():
+                self._tensors[name].copy_(value)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a `ValueError` where a value cannot be assigned."""
         mine = self._tensors.get(name)
         if mine is value and mine is not None:
             return
@@ -38,8 +45,6 @@ class LeafTensors(MutableMapping[str, Any]):
             why = f"of {self._path} the pipeline keeps {held or 'nothing'}, whose shapes are those of the pipeline"
             wrong = f"opt.state[{self._path}][{name!r}] = {what}"
             raise ValueError(explain(wrong, why, "a tensor of that shape, under one of these names"))
-        with torch.no_grad():
-            mine.copy_(value)
 
     def __delitem__(self, name: str) -> None:
         wrong, why = f"del opt.state[{self._path}][{name!r}]", "a state has the entries that its transforms have made"
@@ -62,6 +67,8 @@ def assign(mine: LeafTensors, given: Any) -> None:
         why = f"of this parameter the pipeline keeps {sorted(mine)}"
         raise ValueError(explain(f"opt.state[parameter] = {what}", why, "a dict with these names, each a tensor"))
     for name, x in given.items():
+        mine.check(name, x)
+    for name, x in given.items():
         mine[name] = x
 
 
@@ -72,5 +79,14 @@ def _of_leaf(own: Any, path: str, above: tuple[str, ...]) -> Iterator[tuple[tupl
     for key, x in own.items():
         if key != path:
             yield from _of_leaf(x, path, (*above, str(key)))
-        elif len(above) > 1 and not isinstance(x, Mapping):
-            yield above, x
+        elif len(above) > 1:
+            yield from _leaves(x, above)
+
+
+def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Of a leaf's own state, which may be a tree."""
+    if not isinstance(x, Mapping):
+        yield above, x
+        return
+    for key, part in x.items():
+        yield from _leaves(part, (*above, str(key)))

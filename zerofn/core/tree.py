@@ -6,6 +6,7 @@ from one to the other: everything inside zerofn is a `dict` from path to tensor.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import optree
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._compat import memory
@@ -250,6 +251,16 @@ def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
             _structure_message(layout, prefix, what, "a tree of the parameters' structure, or a function of the path")
         ) from error
     return found
+
+
+def parameters_of(model: nn.Module, recurse: bool = True) -> OrderedDict[str, nn.Parameter]:
+    """The parameters of a module by path, a tied one under each of its names.
+
+    Those of integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps them
+    whole, as it does buffers.
+    """
+    named = model.named_parameters(recurse=recurse, remove_duplicate=False)
+    return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
 
 
 def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: True) -> tuple[Layout, Leaves]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from ..core.arguments import check_flag
 from ..core.pipeline import pipeline
 from ..core.state import State
 from ..core.transform import Context, Transform
-from ..core.tree import make_layout
+from ..core.tree import make_layout, parameters_of
 from ..core.update import apply
 from ..module.attach_checks import (
     Owner,
@@ -124,7 +123,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
         check_hookable(model)
         _hooks.prepare(self)
-        named = OrderedDict(model.named_parameters(remove_duplicate=False))
+        named = parameters_of(model)
         check_free(named)
         check_initialised(named, "attach")
         layout, params = make_layout(named, lambda path: named[path].requires_grad)

@@ -12,7 +12,7 @@ from ..core.entries import over_ranks
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.backend import as_local
+from ..ranks.backend import as_local, coordinate_of
 from .param_groups import OWN, packed
 
 
@@ -51,6 +51,8 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         elif _cut_otherwise(a, b):
             # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
             bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
+        elif _elsewhere(a, b):
+            bad.append((k, f"the part of rank {coordinate_of(b)} instead of that of rank {coordinate_of(a)}"))
     if bad:
         right = "the state_dict of this pipeline on this model"
         if any(_cut_otherwise(a, theirs.get(k)) for k, a in mine.items()):
@@ -58,6 +60,11 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
                 ", on as many ranks. Between whole leaves and parts of them:\n"
                 "         zf.save(directory, opt) and opt.load_state(zf.load(directory, like=opt.state));\n"
                 "         of parameters alone, model.load_state_dict(full) and with opt.gathered(): model.state_dict()"
+            )
+        if any(_elsewhere(a, theirs.get(k)) for k, a in mine.items()):
+            right = (
+                "on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt');\n"
+                "         zf.save(directory, opt) on every rank, which is one checkpoint for any number of ranks"
             )
         if any(isinstance(a, Tensor) and a.dtype != getattr(theirs.get(k), "dtype", a.dtype) for k, a in mine.items()):
             right += (
@@ -100,6 +107,12 @@ def _cut_otherwise(a: Any, b: Any) -> bool:
     """Whether they are as long, and one is whole where the other is a part."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel() == b.numel()
     return both and as_local(a).shape != as_local(b).shape
+
+
+def _elsewhere(a: Any, b: Any) -> bool:
+    """Whether it is the part of another rank: what one rank has saved for all, as a Hugging Face Trainer does."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and as_local(a).numel() > 0
+    return both and None not in (coordinate_of(a), coordinate_of(b)) and coordinate_of(a) != coordinate_of(b)
 
 
 def _cut(x: Tensor) -> str:

@@ -12,6 +12,7 @@ from .._compat import IGNORED_BY_DDP
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaves
 from ..sharded.gather_on_use import Units
+from .accelerate import prepare
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
 from .sharded_parameter import Parted
 from .sharded_state_dict import mark
@@ -46,8 +47,9 @@ def label(
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
     told = {"why": why, "refused": refused, "asks": asks}
+    apart = [prepare(model)] if pipe.groups else []
     if units is None or pipe.sharding is None:
-        return [tell(p, Partial, **told) for p in params.values()]
+        return apart + [tell(p, Partial, **told) for p in params.values()]
     is_whole = lambda: units.suspended  # noqa: E731
     shapes = {leaf.path: tuple(leaf.shape) for leaf in pipe.layout.leaves}
     undo = [
@@ -63,7 +65,7 @@ def label(
         for path, p in params.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    return undo + mark(model, leaves, pipe.kept, is_whole) + [_hide_from_ddp(model)]
+    return apart + undo + mark(model, leaves, pipe.kept, is_whole) + [_hide_from_ddp(model)]
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:

@@ -100,8 +100,10 @@ class Parted(Partial):
                 _check_drawn([x for x in (*args, *kwargs.values()) if isinstance(x, Parted)], name)
             if name in GIVING and not is_dynamo_compiling():
                 return _give(func, name, args, kwargs, sys._getframe(1))
-            if _looks(func, name) or (name in CONVERSIONS and func(*args, **kwargs) is args[0]):
+            if _looks(func, name):
                 return func(*args, **kwargs)
+            if name in CONVERSIONS and _changes_nothing(func(*args, **kwargs), args, kwargs):
+                return args[0]
             written = 1 if in_place(name) else 0
             if written and args and isinstance(args[0], Parted) and not args[0].is_whole():
                 check_placed(name, f"the sharded parameter {args[0].path}")
@@ -149,6 +151,15 @@ def _looks(func: Any, name: str) -> bool:
     if name == "__get__":
         return func.__self__.__name__ not in COMPUTED
     return name in LOOKING or name in PRIVATE or name.startswith(BEGINNINGS) or name.endswith("_like")
+
+
+def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
+    """Whether a conversion gives what was there. `to("cpu:0")`, as accelerate writes it, is a copy to torch."""
+    p = args[0]
+    same = converted.dtype == p.dtype and converted.device == p.device and converted.stride() == p.stride()
+    # Of `to(..., non_blocking, copy)` the last.
+    wanted = kwargs.get("copy", len(args) > 3 and isinstance(args[-2], bool) and args[-1])
+    return converted is p or (same and not wanted)
 
 
 def _is_part(x: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import explain
-from ..core.tree import Leaf
+from ..core.tree import Leaf, parameters_of
 from ..sharded.part import STATE, Part, part_of
 from .forward_hooks import Hook
 
@@ -71,7 +71,7 @@ def mark(
                 state[prefix + name] = kept(x.detach(), leaf)
 
     names: dict[nn.Module, dict[str, Leaf]] = {
-        module: {n: leaves[id(p)] for n, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+        module: {n: leaves[id(p)] for n, p in parameters_of(module, recurse=False).items()}
         for module in model.modules()
     }
     undo: list[Callable[[], None]] = []

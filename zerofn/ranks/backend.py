@@ -222,10 +222,28 @@ def as_distributed(shards: Mapping[Hashable, tuple[Tensor, int]], group: Group) 
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
     return {
         key: DTensor.from_local(
-            x, meshes[x.device.type], [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
+            _from_zero(x), meshes[x.device.type], [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
         )
         for key, (x, numel) in shards.items()
     }
+
+
+def _from_zero(x: Tensor) -> Tensor:
+    """The same memory, as a storage that begins there: torch cannot pickle a distributed tensor with an offset."""
+    if x.storage_offset() == 0:
+        return x
+    # As bytes, since DLPack does not know every dtype.
+    return torch.from_dlpack(x.detach().view(torch.uint8)).view(x.dtype)
+
+
+def coordinate_of(x: Tensor) -> tuple[int, ...] | None:
+    """Of a distributed tensor, of which rank it is the part; `None` of a plain one."""
+    if type(x) is Tensor:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    place = x.device_mesh.get_coordinate() if isinstance(x, DTensor) else None
+    return None if place is None else tuple(place)
 
 
 def as_local(x: Tensor) -> Tensor:

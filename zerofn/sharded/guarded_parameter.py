@@ -13,6 +13,7 @@ what the other ranks have, on being asked, would hang those that ask on one rank
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
@@ -30,8 +31,10 @@ PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
 # Who reads `.grad` and knows what to do where there is none.
 LIBRARIES = ("torch", PACKAGE)
+LOGGING = "accelerate"
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
+APPLYING = nn.Module._apply.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
@@ -100,7 +103,8 @@ class Partial(nn.Parameter):
     def _get(self) -> Tensor | None:
         # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
         if not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING:
-            self._check_asked(sys._getframe(1))
+            if self._check_asked(sys._getframe(1)):
+                return self.data.new_full((), float("nan"))
         grad = read(self)
         if grad is None and not is_dynamo_compiling() and self.asks.gone() and self.requires_grad:
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
@@ -133,7 +137,14 @@ class Partial(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, plain(value))  # type: ignore[attr-defined]
+        value, mine = plain(value), Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
+        if kept and not is_dynamo_compiling() and sys._getframe(1).f_code is APPLYING:
+            # `model.to("cpu:0")`, as accelerate writes it, is a copy to torch; the optimizer has this memory.
+            with torch.DisableTorchFunctionSubclass():
+                mine.copy_(value)
+        else:
+            Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():
@@ -145,12 +156,15 @@ class Partial(nn.Parameter):
                 )
             )
 
-    def _check_asked(self, frame: Any) -> None:
+    def _check_asked(self, frame: Any) -> bool:
+        """Whether it is a norm for a log, of which nothing is clipped; an error where it would be wrong."""
         if frame.f_code is CLEARING:
             self._check_clearing("model.zero_grad()")
             self.asks.cleared(frame.f_locals.get("set_to_none", True))
         while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
             name = frame.f_code.co_name.removeprefix("_")
+            if name in self.refused and _logs(frame):
+                return True
             if name in self.refused:
                 clip = (
                     "zf.clip_by_value(max_value)" if name == "clip_grad_value_" else "zf.clip_by_global_norm(max_norm)"
@@ -160,6 +174,7 @@ class Partial(nn.Parameter):
                 )
                 raise RuntimeError(explain(f"torch.nn.utils.{name} on an attached model", self.why, right))
             frame = frame.f_back
+        return False
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
@@ -168,6 +183,18 @@ class Partial(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _logs(frame: Any) -> bool:
+    """Whether accelerate asks for the norm of gradients that nobody clips, as a Hugging Face Trainer does for its log.
+
+    It is given NaN: that is not in the way, and cannot be taken for the norm.
+    """
+    most = None
+    while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
+        most, frame = frame.f_locals.get("max_norm", most), frame.f_back
+    asks = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+    return asks == LOGGING and most == math.inf
 
 
 class Writes(NamedTuple):

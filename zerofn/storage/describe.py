@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +19,7 @@ from ..core.pictures import bars
 from ..core.pipeline import pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Placement, Tree, make_layout, tree_map
+from ..core.tree import Placement, Tree, make_layout, parameters_of, tree_map
 from ..core.views import Ranks
 from ..eager.optimizer import Optimizer
 from ..module.attach_checks import check_initialised
@@ -144,7 +143,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     trainable = {}
     if isinstance(params, nn.Module):
         # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
-        params = OrderedDict(params.named_parameters(remove_duplicate=False))
+        params = parameters_of(params)
         check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
     with shape_only() as fake:

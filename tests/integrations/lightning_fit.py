@@ -1,0 +1,108 @@
+"""Lightning under torchrun or on one process: `fit` with torch.optim, and with stages attached."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+import zerofn as zf
+
+STAGES: tuple[Callable[[], Any], ...] = (zf.all_reduce, zf.reduce_scatter, zf.shard)
+
+
+class Unwrapped(DDPStrategy):
+    """The strategy of the page on frameworks: the reduction over ranks is the pipeline's."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make: Callable[[nn.Module], Any], automatic: bool):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.make, self.automatic_optimization = make, automatic
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        if not self.automatic_optimization:
+            opt: Any = self.optimizers()
+            opt.zero_grad()
+            self.manual_backward(loss)
+            opt.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.opt = self.make(self.net)
+        return self.opt
+
+
+def fit(make: Any, folder: str, automatic: bool = True, epochs: int = 2, resume: Any = None, **more: Any) -> Any:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), 8)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module = Module(make, automatic)
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **quiet, **more)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return module, trainer
+
+
+def plain(net: nn.Module) -> Any:
+    return torch.optim.AdamW(net.parameters(), 1e-2, fused=True)
+
+
+def params(module: Any) -> list[Tensor]:
+    if isinstance(module.opt, zf.Optimizer):
+        module.opt.detach()
+    return [p.detach() for p in module.net.parameters()]
+
+
+def close(mine: list[Tensor], reference: list[Tensor]) -> None:
+    start = [p.detach() for p in Module(plain, True).net.parameters()]
+    for a, b, s in zip(mine, reference, start, strict=True):
+        # The order of sums over ranks, and Adam's division of what is nearly nothing by its root.
+        assert (a - b).norm() < 1e-5 * (b - s).norm(), (a - b).norm() / (b - s).norm()
+
+
+def one(folder: str) -> None:
+    for automatic in (True, False):
+        alone = {"devices": 1, "automatic": automatic}
+        attach = lambda net: zf.attach(net, zf.adamw(1e-2))  # noqa: E731
+        reference, _ = fit(plain, folder, **alone)
+        mine, trainer = fit(attach, folder, **alone)
+        trainer.save_checkpoint(f"{folder}/two.ckpt")
+        again, _ = fit(attach, folder, epochs=4, resume=f"{folder}/two.ckpt", **alone)
+        straight, _ = fit(attach, folder, epochs=4, **alone)
+        assert all(torch.equal(a, b) for a, b in zip(params(again), params(straight), strict=True))
+        close(params(mine), params(reference))
+
+
+def ranks(folder: str) -> None:
+    for automatic in (True, False):
+        both = {"devices": 2, "automatic": automatic, "enable_checkpointing": False}
+        reference, _ = fit(plain, folder, strategy="ddp", **both)
+        expected = params(reference)
+        for make in STAGES:
+            tx = zf.chain(make(), zf.adamw(1e-2))
+            mine, _ = fit(lambda net, tx=tx: zf.attach(net, tx), folder, strategy=Unwrapped(), **both)
+            close(params(mine), expected)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    {"one": one, "ranks": ranks}[sys.argv[1]](sys.argv[2])
+    print("right", sys.argv[1])
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""A Hugging Face Trainer under torchrun, with DistributedDataParallel and torch.optim, and with each stage attached."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import zerofn as zf
+
+STAGES: dict[str, list[Any]] = {
+    "zero0": [lambda: zf.all_reduce()],
+    "zero1": [lambda: zf.accumulate(2), lambda: zf.reduce_scatter()],
+    "zero2": [lambda: zf.reduce_scatter()],
+    "zero3": [lambda: zf.shard()],
+}
+RATE = 1e-2
+
+
+class Logs(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.rows.append(logs)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **off))
+
+
+def data() -> list[dict]:
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 64, (16,), generator=g) for _ in range(64)]
+    return [{"input_ids": x, "labels": x} for x in rows]
+
+
+def train(net: torch.nn.Module, optimizer: Any, folder: str, resume: Any = None, falls: bool = True, **more: Any) -> Logs:
+    logs = Logs()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 1 / (1 + e) if falls else 1.0)
+    fixed = {"per_device_train_batch_size": 4, "logging_steps": 1, "report_to": [], "use_cpu": True}
+    told = {"disable_tqdm": True, "max_steps": 4, "save_strategy": "no", "output_dir": folder, **fixed, **more}
+    args = transformers.TrainingArguments(**told)
+    trainer = transformers.Trainer(net, args, train_dataset=data(), optimizers=(optimizer, schedule), callbacks=[logs])
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return logs
+
+
+def plain(folder: str, **more: Any) -> tuple[list[torch.Tensor], Logs]:
+    net = model()
+    logs = train(net, torch.optim.AdamW(net.parameters(), RATE, weight_decay=0.1, fused=True), folder, **more)
+    return [p.detach() for p in net.parameters()], logs
+
+
+def attached(stage: str, folder: str, clip: bool, **more: Any) -> tuple[list[torch.Tensor], Logs]:
+    net = model()
+    parts = [make() for make in STAGES[stage]] + [zf.clip_by_global_norm(1.0)] * clip
+    opt = zf.attach(net, zf.chain(*parts, zf.adamw(RATE, weight_decay=0.1)))
+    logs = train(net, opt, folder, max_grad_norm=0.0, **more)
+    opt.detach()
+    return [p.detach() for p in net.parameters()], logs
+
+
+def check(name: str, mine: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    """The change of every parameter. Adam's first steps divide by the root of what may be rounding."""
+    for a, b, s in zip(mine, plain, [p.detach() for p in model().parameters()], strict=True):
+        assert (a - b).norm() < 1e-3 * (b - s).norm(), f"{name}: {((a - b).norm() / (b - s).norm()).item()}"
+
+
+def stages(folder: str) -> None:
+    """With the trainer's accumulation, and with the pipeline's: its micro-steps are the trainer's steps then."""
+    for clip in (False, True):
+        reference, told = plain(folder, max_grad_norm=float(clip), gradient_accumulation_steps=2)
+        for stage in ("zero0", "zero2", "zero3"):
+            params, logs = attached(stage, folder, clip, gradient_accumulation_steps=2)
+            check(f"{stage}, clip {clip}", params, reference)
+            for a, b in zip(logs.rows[:-1], told.rows[:-1], strict=True):
+                assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
+                assert math.isnan(a["grad_norm"])
+        reference, _ = plain(folder, max_grad_norm=float(clip), gradient_accumulation_steps=2, falls=False)
+        params, _ = attached("zero1", folder, clip, max_steps=8, falls=False)
+        check(f"zero1, clip {clip}", params, reference)
+
+
+def resumed(folder: str) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    straight, _ = attached("zero0", f"{folder}/a", True, **saving)
+    again, _ = attached("zero0", f"{folder}/b", True, resume=f"{folder}/a/checkpoint-2")
+    assert all(torch.equal(a, b) for a, b in zip(straight, again, strict=True))
+
+
+def refused(folder: str) -> None:
+    for more, words in (({"max_grad_norm": 1.0}, "zf.clip_by_global_norm"), ({"bf16": True}, "zf.precision")):
+        net = model()
+        opt = zf.attach(net, zf.chain(zf.reduce_scatter(), zf.adamw(RATE)))
+        try:
+            train(net, opt, folder, **{"max_grad_norm": 0.0, **more})
+        except RuntimeError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{more} was not refused")
+        opt.detach()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    {"stages": stages, "resumed": resumed, "refused": refused}[sys.argv[1]](sys.argv[2])
+    print("right", sys.argv[1])
+    dist.destroy_process_group()
