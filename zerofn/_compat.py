@@ -354,6 +354,10 @@ def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
         yield mode.from_tensor
 
 
+# What `module.to` and its kin end in.
+CONVERTING = torch.nn.Module._apply
+
+
 def is_shape_only(x: Tensor) -> bool:
     """Whether a tensor was made inside `shape_only`."""
     return isinstance(x, FakeTensor)
@@ -364,7 +368,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
     To ask it would run hooks, which may rename or leave out.
     """
-    kept = {"recurse": False, "remove_duplicate": False}
+    kept: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
     return {
         f"{prefix}.{name}" if prefix else name: x
         for prefix, module in model.named_modules(remove_duplicate=False)

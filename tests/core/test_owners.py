@@ -172,7 +172,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_that_of_torch(nesterov, monkeypatch):
     # torch's iteration is in bf16, where the order of two roundings shows in the first digits.
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.clone)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *a, **k: x.clone() if torch.bfloat16 in k.values() else to(x, *a, **k)
+    )
     torch.manual_seed(0)
     start = {"a": torch.randn(8, 5, dtype=F64), "b": torch.randn(3, 9, dtype=F64)}
     theirs = {k: x.clone().requires_grad_() for k, x in start.items()}

@@ -1,6 +1,8 @@
-"""`opt.state` as a mapping from parameter to what transforms keep of it, as libraries that know `torch.optim` use it."""
+"""`opt.state` as a mapping from parameter to what transforms keep of it, for those that know `torch.optim`."""
 
 from __future__ import annotations
+
+import io
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_it_has_what_torch_optim_has():
 
 
 def test_what_is_assigned_is_written_into_the_state():
-    model, opt = trained(zf.adamw(1e-2))
+    _, opt = trained(zf.adamw(1e-2))
     for p, kept in opt.state.items():
         kept["exp_avg"] = torch.full_like(kept["exp_avg"], 2.0)
         opt.state[p] = {name: x + 1 for name, x in kept.items()}
@@ -125,3 +127,31 @@ def test_frozen_integers_stay_whole_and_are_saved_with_the_buffers(tmp_path):
     for mine in zf.launch(_frozen_integers, 2, str(tmp_path / "two"), timeout=limit()):
         # Equal batches on both ranks: their mean is each of them, to the bit.
         assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+def _through_torch_save(stage: str) -> tuple[bool, str]:
+    """Each rank takes what it has saved itself; what another rank has saved is refused."""
+    first = {"zero2": zf.reduce_scatter, "zero3": zf.shard}[stage]
+    _, opt = trained(zf.chain(first(), zf.adamw(1e-2)))
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    before = [x.clone() for x in opt.state.transforms["adamw"]["exp_avg"].values()]
+    for kept in opt.state.values():
+        kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
+    opt.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+    same = all(map(torch.equal, before, opt.state.transforms["adamw"]["exp_avg"].values()))
+    files: list[bytes] = [b"", b""]
+    dist.all_gather_object(files, file.getvalue())
+    try:
+        opt.load_state_dict(torch.load(io.BytesIO(files[1 - dist.get_rank()]), weights_only=False))
+    except ValueError as error:
+        return same, str(error)
+    return same, ""
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_file_of_another_rank_is_refused(stage):
+    for rank, (same, message) in enumerate(zf.launch(_through_torch_save, 2, stage, timeout=limit())):
+        assert same
+        assert f"the part of rank ({1 - rank},) instead of that of rank ({rank},)" in message
+        assert "zf.save(directory, opt)" in message

@@ -1,4 +1,4 @@
-"""accelerate's own loop under torchrun or on one process, with torch.optim and DistributedDataParallel, and attached."""
+"""accelerate's loop under torchrun or on one process, with torch.optim and DistributedDataParallel, and attached."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def data() -> list[dict]:
     return [{"input_ids": x, "labels": x} for x in rows]
 
 
-def train(net: torch.nn.Module, optimizer: Any, folder: str, resume: Any = None, falls: bool = True, **more: Any) -> Logs:
+def train(
+    net: torch.nn.Module, optimizer: Any, folder: str, resume: Any = None, falls: bool = True, **more: Any
+) -> Logs:
     logs = Logs()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 1 / (1 + e) if falls else 1.0)
     fixed = {"per_device_train_batch_size": 4, "logging_steps": 1, "report_to": [], "use_cpu": True}

@@ -125,7 +125,7 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[
     sight.blocks = {id(m) for m in blocks}
     for module in model.modules():
         plain = registered(module)[0]
-        names = {n: paths[id(p)] for n, p in plain.items() if p is not None}
+        names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
         if names:
             register_in(module, SeenParameters(plain, names, sight, _buffers_dtype(module)))
             sight.undo.append(functools.partial(_restore, module, plain))

@@ -12,8 +12,8 @@ from .._compat import IGNORED_BY_DDP
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaves
 from ..sharded.gather_on_use import Units
-from .accelerate import prepare
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
+from .accelerate import prepare
 from .sharded_parameter import Parted
 from .sharded_state_dict import mark
 

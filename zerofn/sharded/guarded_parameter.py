@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import eagerly, version
+from .._compat import CONVERTING, eagerly, version
 from .._errors import explain
 from .part import plain
 
@@ -34,7 +34,7 @@ LIBRARIES = ("torch", PACKAGE)
 LOGGING = "accelerate"
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
-APPLYING = nn.Module._apply.__code__
+APPLYING = CONVERTING.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
@@ -102,9 +102,9 @@ class Partial(nn.Parameter):
 
     def _get(self) -> Tensor | None:
         # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
-        if not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING:
-            if self._check_asked(sys._getframe(1)):
-                return self.data.new_full((), float("nan"))
+        asking = not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING
+        if asking and self._check_asked(sys._getframe(1)):
+            return torch.full((), math.nan, device=self.device)
         grad = read(self)
         if grad is None and not is_dynamo_compiling() and self.asks.gone() and self.requires_grad:
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")

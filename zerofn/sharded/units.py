@@ -24,7 +24,7 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[l
     modules: list[nn.Module] = []
     loose: list[Leaf] = []  # the last unit, if it is no block
     for module, block in _pieces(model, False):
-        paths = [named[id(p)] for p in module.parameters(recurse=block)]
+        paths = [named[id(p)] for p in module.parameters(recurse=block) if id(p) in named]
         unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
         if paths:
             modules.append(module)
