@@ -30,9 +30,10 @@ from .porting.deepspeed import from_deepspeed as from_deepspeed
 from .pure.api import bind as bind
 from .pure.api import full_params as full_params
 from .pure.api import init as init
-from .pure.api import make_step as make_step
 from .pure.api import update as update
 from .pure.api import vjp as vjp
+from .pure.step import make_step as make_step
+from .pure.unroll import unroll as unroll
 from .pure.whole import gather as gather
 from .pure.whole import global_norm as global_norm
 from .ranks.local.launch import RankError as RankError

@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# torch's tree library, which the compiler reads.
+pytree = torch.utils._pytree  # type: ignore[attr-defined]
+
 # What torch.func wraps tensors in, and the levels of its transforms.
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
@@ -88,12 +91,22 @@ def tell_autograd(written: list[Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
+def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which the compiler calls while it makes a graph instead of tracing it; what it returns is a constant there.
+
+    As torch.compiler.assume_constant_result, which imports the compiler at once.
+    """
+    vars(fn)["_dynamo_marked_constant"] = True
+    return fn
+
+
+@while_traced
 def functorch_active() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
-    # The compiler knows this one, and not the list of levels.
     return _functorch.peek_interpreter_stack() is not None
 
 
+@while_traced
 def differentiating() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
     stack = _functorch.get_interpreter_stack() if functorch_active() else ()
@@ -114,6 +127,27 @@ def innermost(x: Tensor) -> Tensor:
 def is_wrapped(x: object) -> bool:
     """Whether `x` is a tensor of a torch.func transform, whose value no Python branch may read."""
     return isinstance(x, Tensor) and _functorch.maybe_get_level(x) != -1
+
+
+def constant(x: Tensor) -> Tensor:
+    """`x` as no function of anything, at any level of torch.func; a batch is one still."""
+    if not is_wrapped(x):
+        with beneath_functorch():
+            return x.detach()
+    inner = constant(_functorch.get_unwrapped(x))
+    if _functorch.is_batchedtensor(x):
+        return _functorch._add_batch_dim(inner, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
+    return inner
+
+
+def is_function(x: Tensor) -> bool:
+    """Whether `x` is a function of something that is differentiated, at any level."""
+    while True:
+        if x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None:
+            return True
+        if not is_wrapped(x):
+            return False
+        x = _functorch.get_unwrapped(x)
 
 
 def is_batch(x: Tensor) -> bool:
@@ -287,9 +321,14 @@ def has_triton() -> bool:
 
 def register_pytree_node(cls: type, flatten, unflatten) -> None:
     """Make `cls` a node for torch.func, whose tree library has no public registration."""
-    torch.utils._pytree.register_pytree_node(  # type: ignore[attr-defined]
+    pytree.register_pytree_node(  # type: ignore[attr-defined]
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
     )
+
+
+def register_constant(cls: type) -> None:
+    """Let the compiler take what is of this class for constants, compared by `==`."""
+    pytree.register_constant(cls)  # type: ignore[attr-defined]
 
 
 def saved_tensors_hooks() -> Any:

@@ -53,6 +53,8 @@ class Conveyor:
 
     def bring(self, state: TransformState, paths: Collection[str]) -> TransformState:
         """Some leaves' state beside their parameters; what will probably be wanted next is sent for."""
+        if self.recorded:
+            return {slot: _beside(entry, self.params) for slot, entry in state.items()}
         here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
         found = {p: coming for p in paths if (coming := self._found(p, state)) is not None}
         for path, coming in found.items():
@@ -82,8 +84,6 @@ class Conveyor:
 
     def _away(self, path: str, state: TransformState) -> dict[str, Tensor]:
         """What of a leaf's state is on another device than the leaf, by slot."""
-        if self.recorded:
-            return {}
         device = self.params[path].device
         found = {slot: entry.get(path) for slot, entry in state.items() if isinstance(entry, dict)}
         return {slot: x for slot, x in found.items() if isinstance(x, Tensor) and x.ndim and x.device != device}

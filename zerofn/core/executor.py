@@ -98,7 +98,8 @@ def segment(
             state = states[part.name] if whole else {k: slice_entry(v, paths) for k, v in states[part.name].items()}
             signal, own = part.update_fn(signal, state, here, p.carry, ctx)
             _merge(changed[part.name], own, states[part.name])
-            signal = passed(p.emit, signal)
+            if not isinstance(p.emit, bool):
+                signal = passed(p.emit, signal)
             if p.emit is False or signal is None:
                 signal = {}
                 break
@@ -110,14 +111,14 @@ def segment(
     return (None if held else out), changed
 
 
-def passed(emit: bool | Tensor, signal: Leaves | None) -> Leaves | None:
+def passed(emit: Tensor, signal: Leaves | None) -> Leaves | None:
     """What goes on to the right of a hold that only a tensor knows of: what is held back counts as zero there.
 
     It is computed all the same and not chosen. But the derivative of what is not chosen is a zero times its own, so
     that must be finite: with only the output masked, a step that a NaN has skipped has NaN for its derivative.
     """
-    if isinstance(emit, bool) or signal is None:
-        return signal
+    if signal is None:
+        return None
     return {p: torch.where(emit.to(x.device), x, torch.zeros_like(x)) for p, x in signal.items()}
 
 

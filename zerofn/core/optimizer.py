@@ -127,7 +127,7 @@ def optimizer(
         # One optimizer per group, so where it stands names it, whatever the user calls it.
         rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
         ctx.report("lr", rate)
-        found = {key: ctx.replicated(x) for key, x in numbers.items()}
+        found = {key: ctx.replicated(x) for key, x in numbers.items()} if ctx.recorded else numbers
         return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):

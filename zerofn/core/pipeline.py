@@ -35,7 +35,7 @@ from .transform import (
     TransformState,
     nothing_to_prepare,
 )
-from .tree import Layout, Leaf, Leaves, Placement
+from .tree import Layout, Leaf, Leaves, Placement, the_one
 from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_in, view_all
 
 
@@ -77,6 +77,13 @@ class Pipeline:
     views: tuple[View | None, ...]
     dtypes: Dtypes
     late: bool
+
+    def made_ready(self) -> Pipeline:
+        """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
+        for name, value in vars(Pipeline).items():
+            if isinstance(value, cached_property):
+                getattr(self, name)
+        return self
 
     @cached_property
     def stages(self) -> tuple[View, ...]:
@@ -326,7 +333,7 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     if wire is not None:
         parts, layout = _with_owners(parts, layout, wire)
     check_pieces(parts, layout.placement.size, where)
-    return Pipeline(tx, layout, parts, tuple(views), dtypes, late)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late)
 
 
 def _with_owners(parts: tuple[Transform, ...], layout: Layout, wire: Wire) -> tuple[tuple[Transform, ...], Layout]:

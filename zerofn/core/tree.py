@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -17,7 +18,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: igno
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._compat import memory
+from .._compat import memory, pytree, register_constant
 from .._errors import bad_leaves, explain
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
@@ -99,6 +100,7 @@ class Layout:
         places: for every position of the tree, the index into `leaves`, or -1 for `None`.
         paths: for every position, its path; tied tensors have several.
         placement: how what is stored lies over ranks.
+        numbered: the tree with the number of each position at it: the structure as the compiler can read it.
     """
 
     leaves: tuple[Leaf, ...]
@@ -106,10 +108,16 @@ class Layout:
     paths: tuple[str, ...]
     spec: Any = field(repr=False)
     placement: Placement = Placement()
+    numbered: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbered", optree.tree_unflatten(self.spec, list(range(len(self.places)))))
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""
         flat = [None if i < 0 else leaves.get(self.leaves[i].path) for i in self.places]
+        if torch.compiler.is_compiling():
+            return pytree.tree_map(lambda i: flat[i], self.numbered)
         return optree.tree_unflatten(self.spec, flat)
 
     def join_once(self, leaves: Mapping[str, Any]) -> Tree:
@@ -147,6 +155,9 @@ class Layout:
         entries = self.match(tree, "these are not the stored parameters of this state", "state.params")
         done = iter([fn(self.leaves[i], entry) for i, _, entry in entries])
         return optree.tree_unflatten(self.spec, [None if i < 0 else next(done) for i in self.places])
+
+
+register_constant(Layout)
 
 
 def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str:
@@ -188,7 +199,9 @@ def _entry(entry: Any) -> str:
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """Leaves and structure; `None` is a leaf."""
+    """Leaves and structure; `None` is a leaf. In a graph by torch's own library, which the compiler reads."""
+    if torch.compiler.is_compiling():
+        return pytree.tree_flatten(tree)
     try:
         return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
@@ -219,11 +232,15 @@ def _inside_itself(tree: Tree) -> list[str] | None:
 
 def unflatten(spec: Any, leaves: list[Any]) -> Tree:
     """The inverse of `flatten`."""
+    if isinstance(spec, pytree.TreeSpec):
+        return pytree.tree_unflatten(leaves, spec)
     return optree.tree_unflatten(spec, leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
+    if torch.compiler.is_compiling():
+        return pytree.tree_map(fn, tree, *rests)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
@@ -295,7 +312,13 @@ def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: Tr
             tensors[path] = tensor
     if not leaves:
         raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
-    return Layout(tuple(leaves), tuple(places), tuple(paths), spec), tensors
+    return the_one(Layout(tuple(leaves), tuple(places), tuple(paths), spec)), tensors
+
+
+@lru_cache(maxsize=256)
+def the_one(layout: Layout) -> Layout:
+    """The same object for equal layouts: by that a compiled step knows a state again, and makes no further graph."""
+    return layout
 
 
 def _same_path(params: Tree, paths: list[str], path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
-from ..kernels.recording import differentiated, recorded
+from ..kernels.recording import recorded
 from .executor import finish, run
 from .gradients import check_readable, misshapen
 from .order import effect
@@ -103,9 +104,13 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     check_readable(grads, state.leaves)
     check_vmap(pipe, ctx.weight, grads, state)
     ctx = replace(ctx, recorded=ctx.recorded or recorded())
+    donated = ctx.donate and torch.compiler.is_compiling() and not functorch_active()
     if ctx.recorded:
-        _check_recordable(pipe, ctx)
-        state, ctx = _in_batch(pipe, grads, state, ctx) if functorch_active() else (state, ctx)
+        _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
+        if torch.compiler.is_compiling():
+            ctx = replace(ctx, donate=False)
+        elif functorch_active():
+            state, ctx = _in_batch(pipe, grads, state, ctx)
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
     ctx = replace(ctx, micro_step=state.micro_step)
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
@@ -122,15 +127,27 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     finally:
         ctx.settle()
     step = select(emitted, state.step + 1, state.step)
-    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, pipe.layout)
+    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, state.layout)
+    if donated:
+        new = tree_map(_into, state, new)
     defaults = {"skipped": torch.tensor(False)}
     shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
     return new, shown
 
 
-def _check_recordable(pipe: Pipeline, ctx: Context) -> None:
+def _into(old: Any, new: Any) -> Any:
+    """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made."""
+    written = isinstance(old, Tensor) and old.is_floating_point() and old.ndim and new is not old
+    return old.copy_(new) if written else new
+
+
+def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:
     """Refuse what has no derivative, by name."""
-    if ctx.donate and (differentiated() or not functorch_active()):
+    if not ctx.donate:
+        return
+    graph = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    # A graph that a compiler makes may write: it is run once for each step, and what it is asked for is known.
+    if differentiating() or graph or not (functorch_active() or torch.compiler.is_compiling()):
         raise RuntimeError(
             explain(
                 "a step that writes into its state, being differentiated",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import differentiating, functorch_active, levels
+from .._compat import differentiating, functorch_active, is_wrapped, levels
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -32,7 +32,11 @@ def differentiated(*values: Any) -> bool:
 
 
 def _requires_grad(values: Iterable[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    if torch.is_grad_enabled():
+        for x in values:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def readable(x: Any) -> bool:
@@ -41,7 +45,7 @@ def readable(x: Any) -> bool:
     >>> readable(torch.ones(())), torch.vmap(lambda x: x * readable(x))(torch.ones(1))
     (True, tensor([0.]))
     """
-    return not torch.compiler.is_compiling() and not (isinstance(x, Tensor) and levels(x))
+    return not torch.compiler.is_compiling() and not (is_wrapped(x) and levels(x))
 
 
 def root(x: Tensor) -> Tensor:

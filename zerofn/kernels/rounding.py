@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import reinterpret
+from .._compat import reinterpret, while_traced
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D
@@ -44,6 +44,7 @@ _STRIDES = {FIRST_FORMAT: 1, FORMAT: _GOLDEN}
 _LANES = (0x243F6A88, 0x85A308D3)
 
 
+@while_traced
 def leaf_key(path: str) -> int:
     """Stable 63-bit key of a leaf's path: equal in every process, unlike Python's salted ``hash``.
 

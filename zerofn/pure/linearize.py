@@ -21,7 +21,7 @@ from .sharded_params import Blocks, settled
 
 def check_recording(where: str) -> None:
     """Refuse to differentiate where autograd records nothing."""
-    if torch.is_inference_mode_enabled() and not functorch_active():
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not functorch_active():
         raise RuntimeError(
             explain(
                 f"{where} inside torch.inference_mode()",
@@ -171,7 +171,8 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     views = pipe.leaf_views
     seen = {p: view(resident[p], None) for p, view in views.items()}
     fixed = {p: x for p, x in seen.items() if p not in paths}
-    ran = _func_vjp if functorch_active() else _graph_vjp
+    # The compiler reads torch.autograd.grad only where it is told to.
+    ran = _func_vjp if functorch_active() or torch.compiler.is_compiling() else _graph_vjp
 
     def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         return inner({**fixed, **dict(zip(paths, values, strict=True))}, inputs)

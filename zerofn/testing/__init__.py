@@ -21,7 +21,8 @@ from ..core.compose import as_transform, chain
 from ..core.state import State
 from ..core.transform import Scope, Transform
 from ..core.tree import Tree, flatten, make_layout, tree_map, tree_paths
-from ..pure.api import init, make_step, update
+from ..pure.api import init, update
+from ..pure.step import make_step
 from ..transforms.sgd import sgd
 from .cutting import check_cut, draw_cut, fit_for_pieces, singly
 

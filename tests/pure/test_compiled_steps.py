@@ -1,0 +1,127 @@
+"""`torch.compile(step, fullgraph=True)`: one graph for a whole step, and the same one however its numbers change.
+
+By `aot_eager`, which traces all and generates no code: that takes a minute for each pipeline.
+"""
+
+import pytest
+import torch
+from support.time_limits import limit
+from torch.utils._pytree import tree_leaves, tree_map
+
+import zerofn as zf
+
+BF16 = torch.bfloat16
+# Said by torch of its own tracing of a Function, which instantiates one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def loss(p, x):
+    return torch.tanh(x.to(p["w"].dtype) @ p["w"]).float().square().mean() + p["b"].float().square().sum()
+
+
+def params(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(4, 3, generator=generator), "b": torch.randn(3, generator=generator)}
+
+
+def batches(n):
+    return torch.randn(n, 5, 4, generator=torch.Generator().manual_seed(9))
+
+
+def compiled(fn):
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def no_graph_twice():
+    """A step that is compiled anew fails."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+PIPELINES = {
+    "sgd": lambda: zf.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "window": lambda: zf.chain(
+        zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(lambda step: 0.1 * 0.9**step), zf.ema(0.9)
+    ),
+    "scaled": lambda: zf.chain(zf.precision(param_dtype=BF16), zf.scale_loss(growth_interval=1), zf.adam(0.1)),
+    "stochastic": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1)),
+    "kahan": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1, rounding="kahan")),
+    "offload": lambda: zf.offload(zf.adamw(0.1)),
+    "groups": lambda: zf.partition({"x": zf.muon(0.1), "y": zf.sgd(0.1)}, lambda path: "x" if path == "w" else "y"),
+}
+# What the formula and a kernel of torch's differ by, and the norm in another order: of numbers near 1, per update.
+BOUNDS = {"window": 3e-7, "scaled": 3e-7, "offload": 3e-7, "groups": 1e-6}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_compiled_step_gives_the_numbers_of_the_step(name):
+    tx = PIPELINES[name]()
+    step = zf.make_step(loss, tx)
+    fast, state = compiled(step), zf.init(tx, params())
+    other = state
+    for i, x in enumerate(batches(4)):
+        state, metrics = step(state, x)
+        other, shown = fast(other, x)
+        for a, b in zip(tree_leaves(other), tree_leaves(state), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=(i + 1) * BOUNDS.get(name, 0.0))
+        torch.testing.assert_close(shown["loss"], metrics["loss"])
+        assert shown["updated"] == metrics["updated"] and shown["step"] == metrics["step"]
+
+
+def test_rates_and_states_that_change_make_no_further_graph():
+    rate = torch.tensor(0.1)
+    tx = zf.adamw(rate)
+    step = zf.make_step(loss, tx)
+    fast, state = compiled(step), zf.init(tx, params())
+    for value in (0.1, 0.3, 0.0):
+        rate.fill_(value)
+        (got, metrics), (want, _) = fast(state, batches(1)[0]), step(state, batches(1)[0])
+        assert metrics["lr"] == rate
+        torch.testing.assert_close(got.params, want.params, rtol=0, atol=3e-7)
+    fast(zf.init(zf.adamw(rate), params(seed=1)), batches(1)[0])
+
+
+def test_a_donated_state_keeps_its_memory():
+    tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(0.1))
+    step, fast = zf.make_step(loss, tx), compiled(zf.make_step(loss, tx, donate=True))
+    want, state = zf.init(tx, params()), zf.init(tx, params())
+    memory = {p: x.data_ptr() for p, x in state.leaves.items()}
+    for x in batches(4):
+        want, _ = step(want, x)
+        state, _ = fast(state, x)
+        torch.testing.assert_close(state.params, want.params, rtol=0, atol=2 * 3e-7)
+    assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
+
+
+def test_transforms_of_torch_func_inside_of_a_graph():
+    tx = zf.chain(zf.clip_by_global_norm(0.5), zf.sgd(0.1))
+    step, state, (x,) = zf.make_step(loss, tx), zf.init(tx, params()), batches(1)
+    after = torch.func.grad(lambda x: step(state, x)[0].leaves["w"].square().sum())
+    torch.testing.assert_close(compiled(after)(x), after(x))
+    assert after(x).abs().max() > 1e-4
+    many = tree_map(lambda *leaves: torch.stack(leaves), *(zf.init(tx, params(seed=s)) for s in range(3)))
+    together = torch.vmap(step, (0, None))
+    torch.testing.assert_close(compiled(together)(many, x)[0].params, together(many, x)[0].params)
+    donated = zf.make_step(loss, tx, donate=True)
+    anew = torch._dynamo.config.patch(error_on_recompile=False)  # of torch.func.grad, for another function
+    with anew, pytest.raises(Exception, match="a step that writes into its state"):
+        compiled(torch.func.grad(lambda x: donated(state, x)[0].leaves["w"].sum()))(x)
+
+
+def on_ranks():
+    import torch.distributed as dist
+
+    tx = zf.chain(zf.shard(), zf.adamw(0.1))
+    step, state = zf.make_step(loss, tx), zf.init(tx, params())
+    x = batches(2)[dist.get_rank()]
+    want = step(state, x)[0].params
+    got = torch.compile(step, backend="aot_eager")(state, x)[0].params
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True))
+    with pytest.raises(Exception, match="step_over_ranks"):
+        compiled(zf.make_step(loss, tx))(state, x)
+    return True
+
+
+def test_a_step_over_ranks_runs_uncompiled_and_is_no_whole_graph():
+    assert all(zf.launch(on_ranks, 2, timeout=limit(120)))

@@ -1,0 +1,114 @@
+"""`zf.unroll`: derivatives are those of the steps one after the other, and little is kept between them."""
+
+import weakref
+
+import pytest
+import torch
+from torch.func import grad, hessian, jvp, vmap
+from torch.utils._pytree import tree_leaves
+
+import zerofn as zf
+
+F64 = torch.float64
+RATE, W = torch.tensor(0.1, dtype=F64), torch.tensor([0.3, -0.2, 1.0], dtype=F64)
+X = torch.randn(7, 5, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def loss(p, x):
+    return (torch.tanh(x @ p["w"]) - 0.3).square().mean() + 0.1 * (p["w"] ** 2).sum()
+
+
+def tx(rate):
+    return zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.3), zf.adamw(rate, eps=1e-3), zf.ema(0.9))
+
+
+def step(state, x, rate):
+    return zf.make_step(loss, tx(rate))(state, x)
+
+
+def unrolled(rate, w, xs, every=3, create_graph=False):
+    state, losses = zf.unroll(step, zf.init(tx(rate), {"w": w}, create_graph=create_graph), list(xs), rate, every=every)
+    assert losses.shape == (len(xs),) and state.step == len(xs) // 2
+    return state.leaves["w"].square().sum() + losses.mean()
+
+
+def one_by_one(rate, w, xs):
+    state, losses = zf.init(tx(rate), {"w": w}), []
+    for x in xs:
+        state, metrics = step(state, x, rate)
+        losses.append(metrics["loss"])
+    return state.leaves["w"].square().sum() + torch.stack(losses).mean()
+
+
+def agree(got, want):
+    """To double precision: backward adds what comes from the segments in another order."""
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert b.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 9])
+def test_derivatives_are_those_of_the_steps(every):
+    ours = lambda *a: unrolled(*a, every=every)  # noqa: E731
+    assert unrolled(RATE, W, X, every) == one_by_one(RATE, W, X)
+    agree(grad(ours, (0, 1, 2))(RATE, W, X), grad(one_by_one, (0, 1, 2))(RATE, W, X))
+    leaves = [x.clone().requires_grad_() for x in (RATE, W, X)]
+    got = torch.autograd.grad(unrolled(*leaves, every, create_graph=True), leaves)
+    agree(got, grad(one_by_one, (0, 1, 2))(RATE, W, X))
+
+
+def test_other_transforms_and_second_derivatives():
+    at, ones = (RATE, W, X), tuple(map(torch.ones_like, (RATE, W, X)))
+    agree(jvp(unrolled, at, ones), jvp(one_by_one, at, ones))
+    agree(hessian(unrolled, (0, 1))(*at), hessian(one_by_one, (0, 1))(*at))
+    rates = torch.tensor([0.1, 0.2], dtype=F64)
+    agree(vmap(lambda r: grad(unrolled)(r, W, X))(rates), vmap(lambda r: grad(one_by_one)(r, W, X))(rates))
+    leaves = [x.clone().requires_grad_() for x in at]
+    (first,) = torch.autograd.grad(unrolled(*leaves, create_graph=True), leaves[1], create_graph=True)
+    want = grad(lambda *a: grad(one_by_one, 1)(*a).square().sum(), (0, 1, 2))(*at)
+    agree(torch.autograd.grad(first.square().sum(), leaves), want)
+
+
+def test_between_states_nothing_is_kept():
+    """Of 12 steps at every 4th: what autograd saves are the inputs of three segments, and none of their activations."""
+    saved = []
+
+    class Kept:
+        def __init__(self, x):
+            self.x = x
+            saved.append(weakref.ref(self))
+
+    leaf = torch.tensor(0.1, requires_grad=True)
+    start = zf.init(zf.sgd(0.1), {"w": torch.ones(3)})
+    plain = lambda s, x, rate: zf.make_step(lambda p, x: (p["w"] * x).exp().sum(), zf.sgd(rate))(s, x)  # noqa: E731
+    xs = [torch.full((3,), 0.1 * i) for i in range(12)]
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x):
+        state, _ = zf.unroll(plain, start, xs, leaf, every=4)
+    assert state.leaves["w"].requires_grad
+    state_and_batches = len(tree_leaves(start)) + 4 + 1
+    assert sum(ref() is not None for ref in saved) == 3 * state_and_batches
+
+
+def test_a_step_that_has_a_rate_from_elsewhere_is_refused():
+    """Even where the first step is held, so that its rate is looked at in the second only."""
+    leaf = RATE.clone().requires_grad_()
+
+    def after(rate, create_graph=False):
+        w = W.clone().requires_grad_() if create_graph else W
+        state = zf.init(tx(rate), {"w": w}, create_graph=create_graph)
+        return zf.unroll(lambda s, x: step(s, x, rate), state, list(X), every=3)[0].leaves["w"].sum()
+
+    with pytest.raises(RuntimeError, match="a tensor from elsewhere"):
+        after(leaf, create_graph=True).backward()
+    for call in (
+        lambda: grad(after)(RATE),
+        lambda: jvp(after, (RATE,), (RATE,)),
+        lambda: vmap(grad(after))(RATE[None]),
+    ):
+        with pytest.raises(RuntimeError, match="a tensor from elsewhere"):
+            call()
+    assert after(RATE).isfinite()
+    with pytest.raises(ValueError, match="there is no step to run"):
+        zf.unroll(step, zf.init(tx(RATE), {"w": W}), [], RATE, every=2)
+    with pytest.raises(ValueError, match="every"):
+        zf.unroll(step, zf.init(tx(RATE), {"w": W}), list(X), RATE, every=0)

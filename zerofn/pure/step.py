@@ -1,0 +1,160 @@
+"""`make_step`: a training step from a loss, for plain code, for torch.func and for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import eagerly, functorch_active, while_traced
+from .._errors import explain
+from ..core.agreement import shared_weight
+from ..core.arguments import check_flag, check_function, check_positional
+from ..core.pipeline import Pipeline, pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Layout, Tree, apart, tree_map
+from ..core.update import Metrics, apply, check_data, check_vmap
+from .api import asked, pipe_of
+from .linearize import check_recording, linearize
+from .sharded_params import settled
+
+
+def make_step(
+    loss_fn: Callable[..., Any], tx: Transform, donate: bool = False, *, create_graph: bool | None = None
+) -> Callable[..., tuple[State, Metrics]]:
+    """A training step from a loss: `step(state, *batch) -> (state, metrics)`.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` comes back as
+            `metrics["aux"]`.
+        tx: the pipeline.
+        donate: let the step write into the memory of the state it is given, which must not be used
+            again. Saves one copy of parameters and optimizer state. Tensors that a step passes on as they are,
+            such as the parameters of a held one, belong to the old state and the new: to donate the new one
+            overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
+            some members take must choose between old and new; an error there if the state is not batched. A step
+            that is differentiated needs the state it began with: refused.
+        create_graph: as of `zf.update`: whether autograd records steps, so that what they return can be
+            differentiated, by the batch too. By default where a tensor of the state requires grad.
+
+    Returns:
+        The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
+        `zf.update` and `loss`, unscaled. It is a function as `zf.update` is: torch.func differentiates it by its
+        state's tensors, by its batch, by what `loss_fn` and `tx` were made with. Inside of torch.func a leaf that the
+        loss does not use has a gradient of zeros, where it has none otherwise. On several ranks the derivative by
+        this rank's batch is that of this rank's own loss, as `x.grad` would be.
+
+    >>> import torch, zerofn as zf
+    >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
+    >>> state = zf.init(zf.sgd(0.25), {"w": torch.zeros(1)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.ones(1))
+    >>> state.params["w"], float(metrics["loss"])
+    (tensor([0.8750]), 0.0625)
+    """
+    check_function("zf.make_step", loss_fn)
+    check_flag("make_step", "donate", donate)
+    if create_graph is not None:
+        check_flag("make_step", "create_graph", create_graph)
+    pipes = Pipelines(tx, "step")
+
+    def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
+        check_positional("step(state", keywords)
+        pipe = pipes.of(state)
+        if torch.compiler.is_compiling() and pipe.groups:
+            return eagerly(step_over_ranks, step, state, batch, weight)
+        check_recording("step")
+        check_data(state, "a step")
+        record = asked("make_step", create_graph, (), state)
+        check_vmap(pipe, weight, state, batch)
+        aux: dict[str, Any] = {}
+
+        def scalar(params: Tree, *inputs: Tree) -> Any:
+            out = loss_fn(params, *inputs)
+            if isinstance(out, tuple) and len(out) == 2:
+                out, aux["aux"] = out[0], settled(out[1])
+            _check_loss(out)
+            return out
+
+        loss, pull = linearize(pipe, scalar, state, batch, keep=False, record=record)
+        share = None
+        if not functorch_active() and not torch.compiler.is_compiling():
+            weight, share = shared_weight(pipe, weight)
+        unit = torch.ones_like(loss)
+        # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
+        grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
+        del pull
+        if not record:
+            aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
+        if donate and not torch.compiler.is_compiling():
+            # A backward may return a parameter it saved, so gradients too.
+            loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
+        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate, recorded=record))
+        return new, {"loss": loss, **metrics, **aux}
+
+    # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
+    step.__code__ = step.__code__.replace()
+    return step
+
+
+class Pipelines:
+    """The pipelines of one function of states: resolved once for each structure of parameters that it meets.
+
+    The compiler cannot resolve one. It calls `resolve` while it makes a graph, and takes the number that it gives for
+    a constant.
+    """
+
+    def __init__(self, tx: Transform, where: str):
+        numbers: dict[Layout, int] = {}
+        numbered: dict[int, Pipeline] = {}
+
+        @while_traced
+        def resolve(layout: Layout) -> int:
+            if layout not in numbers:
+                numbered[len(numbered)] = pipeline(tx, layout, where).made_ready()
+                numbers[layout] = len(numbers)
+            return numbers[layout]
+
+        self.tx, self.where, self.resolve, self.numbered = tx, where, resolve, numbered
+        self.resolved: dict[Layout, Pipeline] = {}
+        self.last: tuple[Any, Any, list[str]] = (None, None, [])
+
+    def of(self, state: Any) -> Pipeline:
+        """That of a state."""
+        if torch.compiler.is_compiling() and isinstance(state, State):
+            return self.numbered[self.resolve(state.layout)]
+        if not isinstance(state, State):
+            return pipe_of(self.tx, state, self.where)
+        # Nearly always the layout of the last call: to hash one takes long where it has many leaves.
+        layout, pipe, names = self.last
+        if state.layout is layout and list(state.transforms) == names:
+            return pipe
+        pipe = self.resolved.get(state.layout)
+        if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
+            pipe = self.resolved[state.layout] = pipe_of(self.tx, state, self.where)
+        self.last = state.layout, pipe, list(state.transforms)
+        return pipe
+
+
+def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    """A step over several ranks, which is no graph: the loss in it may be compiled, its collectives are not."""
+    return step(state, *batch, weight=weight)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        got = (
+            f"a {type(loss).__name__}"
+            if not isinstance(loss, Tensor)
+            else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
+        )
+        raise ValueError(
+            explain(
+                f"loss_fn returned {got}",
+                "a step differentiates one number",
+                "return loss.mean(), or (loss, aux); for other outputs zf.vjp with cotangents of your own",
+            )
+        )

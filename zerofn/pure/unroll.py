@@ -1,0 +1,178 @@
+"""`unroll`: many steps as one function, whose derivative keeps few of the states between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._compat import constant, functorch_active, is_function
+from .._errors import explain
+from ..core.arguments import check_count, check_function
+from ..core.transform import concrete
+from ..core.tree import Tree, flatten, tree_map, unflatten
+
+# Tensors in, tensors out: those that can be differentiated, and the others.
+Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+
+
+def unroll(
+    step: Callable[..., tuple[Any, Any]], state: Tree, batches: Sequence[Any], *args: Tree, every: int
+) -> tuple[Any, Tensor]:
+    """Run a step on all batches, as a function whose derivative needs the memory of `every` steps.
+
+    Forward keeps each `every`-th state and nothing of the steps between; backward runs them again, `every` at a time,
+    from the last to the first (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). So the peak is that
+    of n / every states and of the activations of `every` steps, for one more evaluation of each step. Best is about the
+    root of the number of steps.
+
+    Args:
+        step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`: of
+            `zf.make_step`, or a function around it.
+        state: the first state, or any tree of tensors that `step` takes.
+        batches: one entry for each step; a tuple is spread over arguments.
+        args: what else the steps get, alike in each, after their batch. What the result is differentiated by must be
+            here, in `state` or in `batches`: a step is run again in backward, where tensors of its closure are
+            constants. One of those that requires grad is refused.
+        every: how many steps lie between two states that are kept.
+
+    Returns:
+        `(state, losses)`: the last state, and the loss of each step, of shape (n,). Functions of the state, the batches
+        and `args` to torch.func (`grad`, `vjp`, `jvp`, `vmap` and what is made of them) and to plain autograd, to any
+        order. Values are those of the steps; derivatives are those of the formula (see `zf.update`).
+
+    Raises:
+        ValueError: no batches.
+        RuntimeError: a derivative by a tensor that `step` has from elsewhere: inside of torch.func at once, for which
+            the steps of the first update are run once more, and else in backward.
+
+    >>> import torch, zerofn as zf
+    >>> def step(state, x, rate):
+    ...     return zf.make_step(lambda p, x: (p["w"] - x) ** 2, zf.sgd(rate))(state, x)
+    >>> def final(rate):
+    ...     start = zf.init(zf.sgd(rate), {"w": torch.tensor(0.0)})
+    ...     state, losses = zf.unroll(step, start, [torch.tensor(1.0)] * 4, rate, every=2)
+    ...     return state.params["w"]
+    >>> torch.func.grad_and_value(final)(torch.tensor(0.25))
+    (tensor(1.), tensor(0.9375))
+    """
+    check_function("zf.unroll", step)
+    check_count("zf.unroll", "every", every, "steps between states that are kept")
+    if not batches:
+        raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
+    if functorch_active():
+        _check_constants(step, state, batches, args)
+    losses = []
+    for i in range(0, len(batches), every):
+        state, found = _segment(step, state, tuple(batches[i : i + every]), args)
+        losses.append(found)
+    return state, torch.cat(losses)
+
+
+def _check_constants(step: Callable, state: Tree, batches: Sequence[Any], args: tuple) -> None:
+    """Refuse a step that is a function of more than it is given: of constants it would be one still.
+
+    Run until the first update, since a step that is held looks at no rate. Inside of a node torch.func takes what comes
+    from elsewhere for a constant and says nothing.
+    """
+    state, batches, args = tree_map(lambda x: constant(x) if isinstance(x, Tensor) else x, (state, list(batches), args))
+    for batch in batches:
+        state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
+        found = [*flatten(state)[0], metrics["loss"]]
+        if any(is_function(x) for x in found if isinstance(x, Tensor) and x.is_floating_point()):
+            raise _from_elsewhere()
+        updated = metrics.get("updated", True)
+        if not concrete(updated) or updated:
+            return
+
+
+def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[Any, Tensor]:
+    """A few steps as one node of the graph."""
+    values, spec = flatten((state, batches, args))
+    floats, others, constants = _sorted(values)
+    given = [values[i] for i in (*floats, *others)]
+    after: dict[str, Any] = {}
+
+    def run(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        now, rows, more = unflatten(spec, _filled(constants, (*floats, *others), (*some, *fixed)))
+        losses = []
+        for row in rows:
+            now, metrics = step(now, *(row if isinstance(row, tuple) else (row,)), *more)
+            losses.append(metrics["loss"])
+        made, after["spec"] = flatten((now, torch.stack(losses)))
+        first, second, after["constants"] = _sorted(made)
+        after["places"] = (*first, *second)
+        # A tensor that a step passes on as it is must be another one where it leaves a node.
+        return [made[i].clone() for i in first], [made[i].clone() for i in second]
+
+    out = _Segment.apply(run, len(floats), *given)
+    assert isinstance(out, tuple)
+    return unflatten(after["spec"], _filled(after["constants"], after["places"], out))
+
+
+def _sorted(values: list[Any]) -> tuple[list[int], list[int], list[Any]]:
+    """Where the tensors are that have derivatives, where the others, and what is no tensor, at its place."""
+    tensors = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
+    floats = [i for i in tensors if values[i].is_floating_point()]
+    rest = [None if isinstance(x, Tensor) else x for x in values]
+    return floats, [i for i in tensors if i not in set(floats)], rest
+
+
+def _filled(constants: list[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list[Any]:
+    found = list(constants)
+    for i, x in zip(places, tensors, strict=True):
+        found[i] = x
+    return found
+
+
+class _Segment(Function):
+    """`run`, of which nothing but what it was given is kept; its derivatives run it again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        made, rest = run(tensors[:count], tensors[count:])
+        return (*made, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.run, ctx.count, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*(x for x in output if not x.is_floating_point()))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple:  # type: ignore[override]
+        given, fixed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        alone = not torch.is_grad_enabled() and not functorch_active()
+        if alone:
+            given = [x.detach() for x in given]
+        with torch.set_grad_enabled(alone or torch.is_grad_enabled()):
+            made, pull = torch.func.vjp(lambda *xs: ctx.run(xs, fixed)[0], *given)  # type: ignore[misc]
+        if alone and any(x.requires_grad for x in made):
+            raise _from_elsewhere()
+        found = pull([torch.zeros_like(y) if g is None else g for y, g in zip(made, cotangents, strict=False)])
+        return None, None, *found, *(None for _ in fixed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
+        given, fixed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        pairs = [(x, torch.zeros_like(x) if t is None else t) for x, t in zip(given, tangents[2:], strict=False)]
+        points, moved = zip(*pairs, strict=True)
+        _, out = torch.func.jvp(lambda *xs: ctx.run(xs, fixed)[0], points, moved)  # type: ignore[misc]
+        return (*out, *(None for _ in ctx.run(given, fixed)[1]))
+
+
+def _from_elsewhere() -> RuntimeError:
+    return RuntimeError(
+        explain(
+            "zf.unroll(step, state, batches) of a step that has a tensor from elsewhere which is differentiated",
+            "steps are run again in backward, where it is a constant: its gradient would be zero in silence",
+            "zf.unroll(step, state, batches, rate, every=k) with def step(state, x, rate): ...; "
+            "or rate.detach(), if it is a constant",
+        )
+    )
