@@ -213,7 +213,8 @@ def test_public_signatures():
     def arguments(f):
         return [p.name for p in inspect.signature(f).parameters.values()]
 
-    assert arguments(zf.precision) == ["param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype"]
+    dtypes = ["param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype"]
+    assert arguments(zf.precision) == [*dtypes, "labels"]
     scale = {p.name: p.default for p in inspect.signature(zf.scale_loss).parameters.values()}
     assert scale == {
         "scale": "dynamic",

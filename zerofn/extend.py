@@ -30,7 +30,7 @@ from .core.arguments import (
     no_weight,
     weight_of,
 )
-from .core.compose import as_transform, chain, of_members
+from .core.compose import as_transform, chain, of_members, values_by_path
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.leafwise import transform
@@ -133,6 +133,7 @@ __all__ = [
     "transform",
     "tree_map",
     "typed",
+    "values_by_path",
     "watches_parameters",
     "weight_of",
 ]

@@ -174,7 +174,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "precision": (
         zf.precision,
-        dict.fromkeys(("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype")),
+        dict.fromkeys(("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype", "labels")),
         {},
     ),
     "offload": (zf.offload, {"transform": None, "device": None}, {}),

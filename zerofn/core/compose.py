@@ -228,7 +228,7 @@ def masked(transform: Transform, mask: Any) -> Transform:
     inner = _inside(as_transform(transform), "masked")
 
     def chosen(layout: Layout) -> dict[str, bool]:
-        return {path: bool(v) for path, v in _values(mask, layout, "mask", bool).items()}
+        return {path: bool(v) for path, v in values_by_path(mask, layout, "mask", bool).items()}
 
     return _grouped(
         "masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner}
@@ -268,7 +268,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
                 "an optimizer for every label, or for none",
             )
         )
-    return _grouped("partition", lambda layout: _values(labels, layout, "labels", str), inner)
+    return _grouped("partition", lambda layout: values_by_path(labels, layout, "labels", str), inner)
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
@@ -282,7 +282,12 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
     return group.factory(**config).renamed(group.name, group.base)
 
 
-def _values(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
+def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
+    """What a function of paths, or a tree that may stop above the leaves, gives each leaf.
+
+    Raises:
+        TypeError: of another kind; every such leaf is named.
+    """
     if callable(given):
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
     else:

@@ -7,8 +7,8 @@ in the model between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -105,6 +105,7 @@ class Dtypes:
         grad_dtype: what the update half is given.
         reduce_dtype: what gradients are summed over ranks in.
         output_dtype: what floating-point outputs of the model are cast to.
+        by_path: others, for leaves that have their own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -112,19 +113,36 @@ class Dtypes:
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    by_path: Mapping[str, Dtypes] = field(default_factory=dict)
+
+    def of(self, leaf: Leaf) -> Dtypes:
+        """Those of one leaf."""
+        return self.by_path.get(leaf.path, self)
 
     def stored(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf in the state."""
-        return self.store_dtype or leaf.dtype
+        return self.of(leaf).store_dtype or leaf.dtype
 
     def seen(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf in the model."""
-        return self.param_dtype or self.stored(leaf)
+        return self.of(leaf).param_dtype or self.stored(leaf)
 
     def gradient(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf's gradient once it is pulled back."""
         stored = self.stored(leaf)
-        return self.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+        return self.of(leaf).grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """What floating-point inputs of a model are cast to: the one dtype that all of its parameters were given."""
+        given = {d.param_dtype or d.store_dtype for d in (self.by_path.values() or (self,))}
+        return given.pop() if len(given) == 1 else None
+
+    @property
+    def seen_otherwise(self) -> bool:
+        """Whether a model may compute in other dtypes than it was made in."""
+        every = (self, *self.by_path.values())
+        return any(x is not None for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype))
 
 
 OnLeaf = Callable[[Tensor, Leaf], Tensor]

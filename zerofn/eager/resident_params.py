@@ -134,7 +134,7 @@ class Residence:
         if pipe.sharded_use:
             resident = resident.clone()
         if any(stage.only_dtype for stage in later):
-            resident = resident.to(pipe.dtypes.param_dtype or resident.dtype)
+            resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
         if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
             resident = resident.contiguous()
         was = p.grad_dtype

@@ -176,7 +176,7 @@ class Sight:
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
-        dtype = cast_to(x, self.pipe.dtypes.param_dtype or self.pipe.dtypes.store_dtype)
+        dtype = cast_to(x, self.pipe.dtypes.inputs)
         if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
         if not self.scaled:

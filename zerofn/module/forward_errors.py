@@ -37,7 +37,9 @@ def note(error: BaseException, model: nn.Module, pipe: Pipeline, unchanged: Call
 
 
 def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
-    seen = pipe.dtypes.param_dtype or pipe.dtypes.store_dtype
+    seen = pipe.dtypes.inputs
+    if pipe.dtypes.by_path and seen is None:
+        _note_several(error, pipe)
     if seen is None:
         return
     named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]
@@ -49,4 +51,24 @@ def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None
         f"  why:   {buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
         "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
         "         a buffer that may lose bits: model.buffer = model.buffer.to(dtype) before zf.attach"
+    )
+
+
+def _note_several(error: BaseException, pipe: Pipeline) -> None:
+    """Which leaves are seen in which dtype; the fewest of one first, since those are most likely the ones that met."""
+    groups: dict[torch.dtype, list[str]] = {}
+    for leaf in pipe.layout.leaves:
+        groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
+    if len(groups) < 2:
+        return
+    lines = []
+    for dtype, paths in sorted(groups.items(), key=lambda group: len(group[1])):
+        rest = f" and {len(paths) - MOST} more" if len(paths) > MOST else ""
+        lines.append(f"{dtype}: {', '.join(paths[:MOST])}{rest}")
+    told = "\n         ".join(lines)
+    error.add_note(
+        f"zerofn: precision(..., labels=...) gives the model parameters in several dtypes\n"
+        f"  why:   {told}\n"
+        "  write: x.to(self.weight.dtype) in forward where what one computes goes into another; inputs of the model "
+        "stay as they are"
     )

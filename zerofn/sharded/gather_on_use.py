@@ -96,7 +96,9 @@ class Units:
     def look(self, path: str, keep: bool) -> Tensor:
         """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
         if self.suspended:
-            return self.params[path].detach().to(self.pipe.dtypes.param_dtype or self.params[path].dtype)
+            i, j = self.place[path]
+            stored = self.params[path].detach()
+            return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
         i, j = self.place[path]
         if functorch_active():
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..extend import Dtypes, Leaf, Spec, Transform, View, check_dtype, transform
+from .._errors import bad_leaves, explain
+from ..extend import Dtypes, Layout, Leaf, Ranks, Spec, Transform, View, check_dtype, transform, values_by_path
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -16,7 +19,8 @@ def _cast(dtypes: Dtypes) -> View:
     """The view: a cast to the compute dtype; its transpose casts the cotangent back."""
 
     def view(x: Tensor, leaf: Leaf) -> Tensor:
-        return x.to(dtypes.param_dtype) if dtypes.param_dtype else x
+        seen = dtypes.of(leaf).param_dtype
+        return x.to(seen) if seen else x
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
         return g.to(dtypes.gradient(leaf))
@@ -39,13 +43,17 @@ def _through(spec: Spec) -> Spec:
     return spec.after("cast_by")
 
 
+Dtype = torch.dtype | None | Mapping[str, torch.dtype | None]
+
+
 @transform
 def precision(
-    param_dtype: torch.dtype | None = None,
-    store_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
+    param_dtype: Dtype = None,
+    store_dtype: Dtype = None,
+    grad_dtype: Dtype = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
+    labels: Any = None,
 ) -> Transform:
     """Choose dtypes. Names follow FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
 
@@ -55,6 +63,11 @@ def precision(
 
     An attached model also has its floating-point *inputs* cast to the compute dtype, as FSDP2 does; in the
     pure route the loss function is yours, and so are its inputs.
+
+    The first three may be dicts from label to dtype, of leaves that `labels` names: the head and the norms in fp32 and
+    the rest in bf16, or fp32 gradients for some. Where parameters are seen in several dtypes inputs stay as they are,
+    and what one layer computes is cast where it goes into another, by the model: `x.to(self.weight.dtype)`. Buffers
+    are never cast; before `zf.attach` they can be, `model.buffer = model.buffer.to(dtype)`.
 
     Args:
         param_dtype: dtype the model sees parameters in.
@@ -68,8 +81,11 @@ def precision(
             was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
             backward that comes by way of `y`. `y.float()` outside of the model has no such limit.
 
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+
     Raises:
-        ValueError: a dtype that is no floating-point dtype of 16 to 64 bits.
+        ValueError: a dtype that is no floating-point dtype of 16 to 64 bits; labels without dtypes by label, or the
+            other way round; when a state is made, a leaf whose label has no dtype, or a label that no leaf has.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(1.0))
@@ -77,9 +93,50 @@ def precision(
     >>> out, pullback = zf.vjp(lambda p: p["w"] * 3, tx, state)
     >>> out.dtype, pullback(torch.ones(1, dtype=torch.bfloat16))[0]
     (torch.bfloat16, {'w': tensor([3.])})
+    >>> by_label = {"head": torch.float32, "rest": torch.bfloat16}
+    >>> tx = zf.chain(zf.precision(by_label, labels=lambda path: "head" if "head" in path else "rest"), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"head": torch.ones(1), "w": torch.ones(1)})
+    >>> zf.bind(lambda p: (p["head"].dtype, p["w"].dtype), tx, state)(state.params)
+    (torch.float32, torch.bfloat16)
     """
-    dtypes = Dtypes(param_dtype, store_dtype, grad_dtype, reduce_dtype, output_dtype)
-    for f in fields(dtypes):
-        check_dtype("precision", f.name, getattr(dtypes, f.name), FLOATS)
-    view = _cast(dtypes)
-    return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
+    given = {"param_dtype": param_dtype, "store_dtype": store_dtype, "grad_dtype": grad_dtype}
+    several = {name: x for name, x in given.items() if isinstance(x, Mapping)}
+    if bool(several) != (labels is not None):
+        wrong = f"precision({', '.join(several) or 'labels'}=...)"
+        why = "dtypes by label are for leaves that have labels" if several else "no dtype is given by label"
+        right = 'precision(param_dtype={"head": torch.float32, "rest": torch.bfloat16}, labels=lambda path: ...)'
+        raise ValueError(explain(wrong, why, right))
+    for name, x in {**given, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}.items():
+        for dtype in x.values() if name in several else (x,):  # type: ignore[union-attr]
+            check_dtype("precision", name, dtype, FLOATS)
+    one: dict[str, Any] = {name: None if name in several else x for name, x in given.items()}
+    dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    if not several:
+        view = _cast(dtypes)
+        return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
+
+    def by_leaf(layout: Layout, ranks: Ranks) -> View:
+        of = values_by_path(labels, layout, "labels", str)
+        _check_labels(several, of)
+        own = {label: replace(dtypes, **{name: x[label] for name, x in several.items()}) for label in set(of.values())}
+        return _cast(replace(dtypes, by_path={path: own[label] for path, label in of.items()}))
+
+    return Transform("precision", needs="element", view_fn=by_leaf, through=_through)
+
+
+def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str]) -> None:
+    """Every leaf's label has a dtype, and every label a leaf: one that no leaf has was meant otherwise."""
+    known = {label for x in several.values() for label in x}
+    wrong = [
+        (path, f"label {label!r} is not in {name}")
+        for path, label in of.items()
+        for name, x in several.items()
+        if label not in x
+    ]
+    if wrong:
+        right = f"one of {', '.join(map(repr, sorted(known)))}; None leaves a dtype as it is"
+        raise ValueError(bad_leaves("precision: labels without a dtype", wrong, right))
+    if idle := sorted(known - set(of.values())):
+        told = f"precision(..., labels=...) with {', '.join(map(repr, idle))} among the labels"
+        given = ", ".join(map(repr, sorted(set(of.values()))))
+        raise ValueError(explain(told, f"no leaf has it; leaves have {given}", "labels that leaves have"))
