@@ -14,6 +14,8 @@ from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
 from .analysis import curvature as curvature
+from .analysis.replay import record as record
+from .analysis.replay import replay as replay
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.compose import masked as masked
