@@ -91,6 +91,10 @@ def tell_autograd(written: list[Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
+# Before, the compiler could neither take a frozen dataclass for a constant nor make one: a state is such.
+COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which the compiler calls while it makes a graph instead of tracing it; what it returns is a constant there.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import eagerly, functorch_active, while_traced
+from .._compat import COMPILES_STATES, eagerly, functorch_active, while_traced
 from .._errors import explain
 from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
@@ -63,6 +63,8 @@ def make_step(
 
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         check_positional("step(state", keywords)
+        if torch.compiler.is_compiling() and not COMPILES_STATES:
+            return eagerly(step_before_torch_2_13, step, state, batch, weight)
         pipe = pipes.of(state)
         if torch.compiler.is_compiling() and pipe.groups:
             return eagerly(step_over_ranks, step, state, batch, weight)
@@ -141,6 +143,11 @@ class Pipelines:
 
 def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """A step over several ranks, which is no graph: the loss in it may be compiled, its collectives are not."""
+    return step(state, *batch, weight=weight)
+
+
+def step_before_torch_2_13(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    """A step that the compiler of an older torch cannot read: it runs uncompiled, and is no whole graph."""
     return step(state, *batch, weight=weight)
 
 
