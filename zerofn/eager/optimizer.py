@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from ..ranks.leases import lease
 from ..ranks.together import together
 from ..sharded.guarded_parameter import read, write
 from . import step_hooks as _hooks
+from . import torch_form
 from .accumulation_window import Window
 from .averaged import Averaged
 from .param_groups import ParamGroups
@@ -427,7 +429,17 @@ class Optimizer(torch.optim.Optimizer):
         `zf.save(directory, opt)` keeps them.
         """
         self._averages.refuse("opt.state_dict()")
-        return _hooks.saved(self, lambda: as_dict(self._pipe, self.state, self.param_groups))
+        asks = sys._getframe(1).f_globals.get("__name__")
+        return _hooks.saved(self, lambda: self._as_torch() if asks == torch_form.ASKS else self._as_dict())
+
+    def _as_dict(self) -> dict[str, Any]:
+        return as_dict(self._pipe, self.state, self.param_groups)
+
+    def _as_torch(self) -> dict[str, Any]:
+        return torch_form.in_torch_form(self._as_dict(), self._groups, self._paths())
+
+    def _paths(self) -> dict[int, str]:
+        return {id(p): path for path, p in self._params.items()}
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -444,7 +456,10 @@ class Optimizer(torch.optim.Optimizer):
         self._load(as_dict(self._pipe, state, groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Go on from a `state_dict`.
+        """Go on from a `state_dict`, of ours or in the form of `torch.optim`.
+
+        One of `torch.optim.AdamW`, or of `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, has the
+        moments, counts and rates; parameters are in the model's own, and betas and decay stay those of the chain.
 
         Raises:
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
@@ -456,7 +471,11 @@ class Optimizer(torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._check_usable("load_state_dict")
         self._averages.refuse("opt.load_state_dict(...)")
-        for mine, theirs in pairs(as_dict(self._pipe, self.state, self.param_groups), state_dict):
+        if torch_form.is_torch_form(state_dict):
+            for mine, theirs in torch_form.pairs_of(self._as_dict(), self._groups, self._paths(), state_dict):
+                mine.copy_(theirs)
+            return self._groups.load(torch_form.groups_of(self._groups, state_dict["param_groups"]))
+        for mine, theirs in pairs(self._as_dict(), state_dict):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))
         self._home.refresh()
