@@ -494,7 +494,7 @@ def test_differentiating_a_step_of_an_attached_model():
 
 
 def test_averages_that_do_not_exist():
-    with refuses(ValueError, "full_params(of='ema')", "zf.ema(0.999)"):
+    with refuses(ValueError, "zf.full_params(tx, state, of='ema')", "zf.ema(0.999)"):
         zf.full_params(O, zf.init(O, params()), of="ema")
 
 
