@@ -173,7 +173,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
 def test_muon_is_that_of_torch(nesterov, monkeypatch):
     # torch's iteration is in bf16, where the order of two roundings shows in the first digits.
     to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.clone)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
     monkeypatch.setattr(
         torch.Tensor, "to", lambda x, *a, **k: x.clone() if torch.bfloat16 in k.values() else to(x, *a, **k)
     )

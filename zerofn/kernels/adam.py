@@ -218,7 +218,7 @@ def adam_update(
 
     >>> p, g, z = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.zeros(2)
     >>> rate = lambda lr: adam_update(p, g, z, z, step=1, lr=lr, key=0, offset=0)[0].float().sum()
-    >>> torch.func.grad(rate)(torch.tensor(0.125))
+    >>> torch.func.grad(rate)(torch.tensor(0.125)).round()
     tensor(-2.)
     """
     leaves = Leaves([p], [g], [m], [v], [c] if rounding == "kahan" and c is not None else None, [key], [offset])
