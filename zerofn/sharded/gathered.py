@@ -93,13 +93,14 @@ class Gathered:
         for i in list(self.coming):
             self.coming.pop(i)()
 
-    def forget(self, i: int) -> None:
-        """Let a unit go. What forward has written into it is stored."""
+    def forget(self, i: int, settled: bool = False) -> None:
+        """Let a unit go. What forward has written into it is stored, if it is not yet."""
         if i in self.coming:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        self.settle(i)
+        if not settled:
+            self.settle(i)
         left, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
         del self.live[i]
         self.seen.pop(i, None)
@@ -123,10 +124,13 @@ class Gathered:
 
     def look_again(self) -> None:
         """Store what forward has written into copies that it has and that are kept here no longer."""
+        for i in list(self.live) if self.watch.held else ():
+            # While what is stored is what the newer copy was made from: that is how writes into it are told.
+            self.settle(i)
         for i in self.watch.look_again():
             # What we have written into parts is no write of the user's.
             self.counts[i] = self._writes(i)
-            self._discard(i)
+            self.forget(i, settled=True)
 
     def _discard(self, i: int) -> None:
         """A unit's copy holds old values."""
