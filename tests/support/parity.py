@@ -186,7 +186,8 @@ def compare(
 
 def _overflowed(opts: list[zf.Optimizer]) -> bool:
     """Whether a gradient overflowed, in which case that optimizer's step must change nothing."""
-    bad = [o for o in opts if any(p.grad is not None and not p.grad.isfinite().all() for p in o._params.values())]
+    grads = [(o, p.grad.as_subclass(torch.Tensor)) for o in opts for p in o._params.values() if p.grad is not None]
+    bad = [o for o in opts if any(not g.isfinite().all() for other, g in grads if other is o)]
     for opt in bad:
         before = [p.detach().clone() for p in opt._params.values()]
         opt.step()

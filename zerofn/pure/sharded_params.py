@@ -116,6 +116,14 @@ class Blocks(Units):
             self.open = False
 
     def parameters(self, i: int) -> list[Tensor]:
+        self._check_open()
+        return super().parameters(i)
+
+    def parameter(self, i: int, j: int, age: int) -> Tensor:
+        self._check_open()
+        return super().parameter(i, j, age)
+
+    def _check_open(self) -> None:
         if not self.open:
             raise RuntimeError(
                 explain(
@@ -124,7 +132,6 @@ class Blocks(Units):
                     "return what is computed from it, or keep params['w'].clone()",
                 )
             )
-        return super().parameters(i)
 
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         try:
