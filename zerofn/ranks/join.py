@@ -7,14 +7,17 @@ gather needs this rank's shard whether or not this rank uses the result, and to 
 zeros. A rank with nothing to do waits at a *rest*, taking part, until every rank rests.
 
 The exchange costs one small message per collective. The alternative, a fixed order, cannot be had here: which
-parameters a rank needs next, only its own forward knows. But each rank tells as well what it expects to need next, and
-where all expect the same that is begun at once, while they compute. When they come to it they need no exchange for it:
-half of all messages, and nobody waits for what nobody else needs.
+parameters a rank needs next, only its own forward knows. But each rank tells as well what it expects to ask for next.
+As far as all expect the same they promise it to each other: it is done in that order without another exchange, by a
+rank that comes to need something else as well, and where none follows a rest does it. A promise that was not wanted
+costs its collectives, and promises are short again after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from .group import Group
 Asked = tuple[int, int]  # a kind of collective, and a unit
 REST = 0
 NOTHING = -1
+# How much is promised at most.
+MOST = 8
 # Where a rank rests: between two calls of the model, or at a step.
 CALL, STEP = 0, 1
 
@@ -39,16 +44,20 @@ class Rounds:
 
     def __init__(self, control: Group, join: Callable[[int, int], None]):
         self.control, self.join = control, join
-        # Whether all ranks asked for the same in the last round.
+        # Whether all ranks asked for the same in the last exchange.
         self.together = True
+        # What all ranks do next, in this order.
+        self.promised: deque[Asked] = deque()
+        # How much a rank promises at most: one more each time it was right.
+        self.trust = 1
 
     def perform(
         self,
         kind: int,
         unit: int,
         begin: Callable[[], Callable[[], Any]],
-        ahead: int = NOTHING,
-        fetch: Callable[[int], None] = lambda unit: None,
+        ahead: Callable[[int], list[Asked]] = lambda most: [],
+        early: Callable[[int, int], bool] = lambda kind, unit: False,
     ) -> Any:
         """The collective `(kind, unit)`, together with what other ranks ask for.
 
@@ -56,22 +65,39 @@ class Rounds:
             kind: of collective.
             unit: whose.
             begin: begins it; what it returns ends it, and gives its result.
-            ahead: a unit whose parameters this rank expects to need next.
-            fetch: begins to gather it, where all ranks have asked for the same and expect the same.
+            ahead: what this rank expects to ask for after it, at most so many.
+            early: begins what all do next before this one has ended, if it may; whether it has.
         """
         mine = (kind, unit)
-        result: Any = None
-        every, resting, expected = self._exchange(kind, unit, ahead)
+        while self.promised:
+            asked = self.promised.popleft()
+            if asked == mine:
+                return self._both(begin, early)
+            self._keep(asked)
+        every, resting, expected = self._exchange(kind, unit, ahead(self.trust))
         self.together = every == [mine] and not resting
+        if self.together:
+            self.trust = min(MOST, self.trust + 1)
+            self.promised.extend(expected)
+        result: Any = None
         for asked in every:
-            if asked != mine:
+            if asked == mine:
+                result = self._both(begin, early)
+            else:
                 self.join(*asked)
-                continue
-            end = begin()
-            if self.together and ahead != NOTHING and expected == {ahead}:
-                fetch(ahead)
-            result = end()
         return result
+
+    def _both(self, begin: Callable[[], Callable[[], Any]], early: Callable[[int, int], bool]) -> Any:
+        """A collective, and what comes after it if that may be under way beside it."""
+        end = begin()
+        if self.promised and early(*self.promised[0]):
+            self.promised.popleft()
+        return end()
+
+    def _keep(self, asked: Asked) -> None:
+        """What was promised and is not wanted here."""
+        self.trust = 1
+        self.join(*asked)
 
     def rest(self, place: int = CALL, told: Callable[[], int] = lambda: 0) -> bool:
         """Return once no rank wants anything any more; until then take part.
@@ -86,6 +112,8 @@ class Rounds:
         Returns:
             Whether the others rest too and tell the same. It costs no message of its own.
         """
+        while self.promised:
+            self._keep(self.promised.popleft())
         while True:
             asked, resting, _ = self._exchange(REST, place | told() << 1)
             for kind, unit in asked:
@@ -94,12 +122,25 @@ class Rounds:
                 return len({x >> 1 for x in resting}) == 1
 
     def _exchange(
-        self, kind: int, unit: int, ahead: int = NOTHING
-    ) -> tuple[list[tuple[int, int]], list[int], set[int]]:
-        """What any rank asks for, once each in a fixed order; what those say that rest; and what ranks expect next."""
-        sent = torch.tensor((kind, unit, ahead), dtype=torch.int64, device=self.control.device)
-        every = sent.new_empty(3 * self.control.size)
+        self, kind: int, unit: int, ahead: Sequence[Asked] = ()
+    ) -> tuple[list[Asked], list[int], list[Asked]]:
+        """What any rank asks for, once each in a fixed order; what those say that rest; and what all expect next."""
+        mine = [kind, unit, *chain.from_iterable(ahead)]
+        width = 2 + 2 * MOST
+        sent = torch.tensor(mine + [NOTHING] * (width - len(mine)), dtype=torch.int64, device=self.control.device)
+        every = sent.new_empty(width * self.control.size)
         all_gather_into(every, sent, self.control)
-        rows = every.reshape(-1, 3).tolist()
-        asked = sorted({(k, u) for k, u, _ in rows if k != REST})
-        return asked, [u for k, u, _ in rows if k == REST], {a for *_, a in rows}
+        rows = every.reshape(-1, width).tolist()
+        asked = sorted({(k, u) for k, u, *_ in rows if k != REST})
+        return asked, [u for k, u, *_ in rows if k == REST], _common(rows)
+
+
+def _common(rows: list[list[int]]) -> list[Asked]:
+    """What all expect next, up to where one expects something else or nothing."""
+    found: list[Asked] = []
+    for i in range(2, 2 + 2 * MOST, 2):
+        first = rows[0][i], rows[0][i + 1]
+        if first[0] == NOTHING or any((row[i], row[i + 1]) != first for row in rows):
+            break
+        found.append(first)
+    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ from ..core.gradients import check_dense
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..ranks.group import Group
-from ..ranks.join import NOTHING, STEP, Rounds
+from ..ranks.join import STEP, Asked, Rounds
 from .gathered import ALIVE, Gathered
 from .lazy_tensor import Lazy
-from .prefetch import Road
+from .prefetch import Course
 from .unit_collectives import UnitCollectives
 from .written_in_forward import Written
 
@@ -81,7 +82,7 @@ class Units:
         self.alone = {leaf.path: i for i, leaf in enumerate(alone, len(units))}
         self.watch = Written(units, params, self.collectives.wire.span, pipe.exact)
         self.gathered = Gathered(self.units, self.blocks, params, self.watch)
-        self.road = Road()
+        self.course = Course()
         # Backwards since the last step that have not come to their end.
         self.waiting: set[int] = set()
         # Leaves of which other ranks may still bring a part of the gradient of this backward.
@@ -115,7 +116,6 @@ class Units:
                 gathered.seen[i] = found
         elif i in gathered.live:
             gathered.live.move_to_end(i)
-            self.road.use(i, in_backward())
         return found[j]
 
     def look_alone(self, path: str) -> Tensor:
@@ -124,7 +124,6 @@ class Units:
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, from those that are gathered or gathered now."""
-        self.road.use(i, in_backward())
         found = self.gathered.get(i)
         if found is None:
             self.gathered.drop(ALIVE - 1)
@@ -152,7 +151,6 @@ class Units:
         if i not in self.gathered.live:
             return self.parameters(i)[j]
         # Its age has told of writes into this one; those into its neighbours are told where they are used.
-        self.road.use(i, in_backward())
         self.gathered.live.move_to_end(i)
         return self.gathered.live[i][j]
 
@@ -190,18 +188,36 @@ class Units:
             )
         if in_backward():
             self.rest_after_backward()
-        ahead = self.road.ahead()
         # What is here is no longer needed once the next one is: beside a unit that is on its way, nothing is kept.
         keep = ALIVE - 1 - (kind == PARAMETERS)
+
+        def begins() -> Callable[[], Any]:
+            self.course.go(kind, i)
+            return begin()
+
         with lasting():
             return self.rounds.perform(
-                kind, i, begin, NOTHING if ahead in self.gathered else ahead, lambda unit: self._fetch(unit, keep)
+                kind,
+                i,
+                begins,
+                lambda most: self._ahead(kind, i, most),
+                lambda k, unit: (k, unit) != (kind, i) and self._fetch(k, unit, keep),
             )
 
-    def _fetch(self, i: int, keep: int) -> None:
-        """Begin to gather the unit that is used next; `keep` others are still needed."""
+    def _ahead(self, kind: int, i: int, most: int) -> list[Asked]:
+        """What is expected after a collective."""
+        # Sums of gradients are asked for one by one: that others have a part of one too is to be known, and where a
+        # rank brings zeros for what it has a part of later, sums are made in another order.
+        return list(takewhile(lambda asked: asked[0] == PARAMETERS, self.course.ahead(kind, i, most)))
+
+    def _fetch(self, kind: int, i: int, keep: int) -> bool:
+        """Begin to gather the unit that is used next, if one is; `keep` others are still needed."""
+        if kind != PARAMETERS or i in self.gathered:
+            return False
         self.gathered.drop(keep)
+        self.course.go(kind, i)
         self.gathered.coming[i] = self.collectives.begin_gather(i, self._mine(i))
+        return True
 
     def _join(self, kind: int, i: int) -> None:
         """Take part in a collective for other ranks."""
@@ -240,7 +256,7 @@ class Units:
         self.gathered.settle_all()
         self.gathered.seen.clear()
         if not in_backward() and not self.suspended:
-            self.road.end()
+            self.course.end()
             self.rounds.rest()
             self.watch.check()
 
@@ -256,7 +272,7 @@ class Units:
             if not after_this_node(self.rest_after_backward):
                 # A checkpoint repeats what forward writes.
                 self.gathered.settle_all()
-                self.road.end()
+                self.course.end()
                 self.rounds.rest()
                 self.ended()
                 self.watch.check()
@@ -284,7 +300,7 @@ class Units:
         """
         if self.waiting:
             self.waiting.clear()
-            self.road.end()
+            self.course.end()
             self.rounds.rest()
 
 

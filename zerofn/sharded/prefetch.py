@@ -1,39 +1,39 @@
-"""Which unit will be used next: the one that followed the last time.
+"""Which collectives follow the one that is asked for now: those that did the last time.
 
-What a model uses after what is the same in nearly every call. A wrong guess costs one gather that nobody needs, and is
-not made twice; ranks that guess otherwise fetch nothing (`ranks.join`). A guess is made from the last two units, since
-a parameter that all blocks share comes between any two of them.
+What a model needs after what is the same in nearly every call and backward. Ranks that expect the same promise each
+other to do it, and the next unit's parameters are gathered while the last one computes (`ranks.join`).
 """
 
 from __future__ import annotations
 
-from ..ranks.join import NOTHING
+from ..ranks.join import Asked
+
+START: Asked = (0, 0)
 
 
-class Road:
-    """The units that are used, in order: in a call of the model, and in a backward."""
+class Course:
+    """The collectives of a call of the model, or of a backward, in order."""
 
     def __init__(self) -> None:
-        self.after: dict[tuple[bool, int, int], int] = {}
-        # Whether in backward, the unit before the last, and the last one.
-        self.here: tuple[bool, int, int] | None = None
+        # Told from the last two, since parameters that all blocks share come between any two.
+        self.after: dict[tuple[Asked, Asked], Asked] = {}
+        self.here: tuple[Asked, Asked] = (START, START)
 
-    def use(self, i: int, backward: bool) -> None:
-        """A unit is used."""
-        here = self.here
-        if here is None or here[0] is not backward:
-            self.end()
-            self.here = backward, NOTHING, i
-        elif here[2] != i:
-            self.after[here] = i
-            self.here = backward, here[2], i
+    def go(self, kind: int, unit: int) -> None:
+        """A collective has begun."""
+        self.after[self.here] = (kind, unit)
+        self.here = (self.here[1], (kind, unit))
 
-    def ahead(self) -> int:
-        """The unit that comes next, as far as is known."""
-        return NOTHING if self.here is None else self.after.get(self.here, NOTHING)
+    def ahead(self, kind: int, unit: int, most: int) -> list[Asked]:
+        """What followed the last time on a collective that is asked for now, as far as is known."""
+        found: list[Asked] = []
+        here = (self.here[1], (kind, unit))
+        while len(found) < most and (then := self.after.get(here)) is not None:
+            found.append(then)
+            here = (here[1], then)
+        return found
 
     def end(self) -> None:
         """The call, or the backward, is over: nothing follows."""
-        if self.here is not None:
-            self.after.pop(self.here, None)
-        self.here = None
+        self.after.pop(self.here, None)
+        self.here = (START, START)
