@@ -99,7 +99,9 @@ def test_calls_that_differ_from_what_was_promised_give_the_same_numbers():
 
 def test_what_was_promised_is_not_asked_for():
     (_, counts), _ = zf.launch(trained, 2, timeout=limit())
-    # Of nearly 30 collectives and three rests all are asked for at first, and then one in nine.
-    assert counts[0] > 25 and max(counts[1:4]) <= 30 / (1 + MOST) + 4, counts
+    # Nearly 30 collectives and three rests; all are asked for at first. Then one in nine gathers of forward, the gathers
+    # of backward with the sums that come before them, and each sum: whether others have a part of it is to be known.
+    asked = -(-LAYERS // (1 + MOST)) + LAYERS + 3
+    assert counts[0] > 25 and counts[1:4] == [asked] * 3, counts
     # After calls that went another way promises are made again.
     assert counts[12] == counts[3], counts

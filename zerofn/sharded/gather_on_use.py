@@ -214,6 +214,8 @@ class Units:
         """Begin to gather the unit that is used next, if one is; `keep` others are still needed."""
         if kind != PARAMETERS or i in self.gathered:
             return False
+        # Of those on their way one is enough: an earlier one that was passed over is no longer expected.
+        self.gathered.turn_away()
         self.gathered.drop(keep)
         self.course.go(kind, i)
         self.gathered.coming[i] = self.collectives.begin_gather(i, self._mine(i))

@@ -87,9 +87,10 @@ class Gathered:
         while len(self.live) > max(0, keep - len(self.coming)):
             self.forget(next(iter(self.live)))
         if not keep:
-            self._turn_away()
+            self.turn_away()
 
-    def _turn_away(self) -> None:
+    def turn_away(self) -> None:
+        """Let those go that are on their way."""
         for i in list(self.coming):
             self.coming.pop(i)()
 
