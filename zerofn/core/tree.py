@@ -315,9 +315,14 @@ def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: Tr
     return the_one(Layout(tuple(leaves), tuple(places), tuple(paths), spec)), tensors
 
 
-@lru_cache(maxsize=256)
 def the_one(layout: Layout) -> Layout:
     """The same object for equal layouts: by that a compiled step knows a state again, and makes no further graph."""
+    # Placements over other ranks are equal, see there, and yet not the same: what one of them saves is its own.
+    return _first_of(layout, layout.placement.axes)
+
+
+@lru_cache(maxsize=256)
+def _first_of(layout: Layout, _axes: tuple[tuple[int, ...], ...]) -> Layout:
     return layout
 
 

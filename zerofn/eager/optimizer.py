@@ -391,9 +391,9 @@ class Optimizer(torch.optim.Optimizer):
         >>> model(torch.ones(1, 1)).sum().backward()
         >>> opt.step()
         >>> with opt.averaged():
-        ...     print(float(model(torch.ones(1, 1)).detach()), float(model(torch.ones(1, 1)).detach()))
-        -0.5 -0.5
-        >>> float(model.weight)
+        ...     model(torch.ones(1, 1)).item()
+        -0.5
+        >>> model.weight.item()
         -1.0
         """
         self._check_usable("averaged")

@@ -39,8 +39,8 @@ class _Thread(threading.local):
         self.walks = None if units is None else Walks(units)
         # By path: the stored tensor, its view in the call under way, and where that was.
         self.seen: Seen = {}
-        # Calls of the model that have ended, and whether all of what it saw in them is compared.
-        self.ended, self.compares = 0, False
+        # Calls of the model that have ended, in eval and in train, and whether all of what it saw in them is compared.
+        self.ended, self.compares = [0, 0], False
         # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
         self.mark: int | None = None
         # By path: the view that was given last, and what it is the view of.

@@ -19,6 +19,7 @@ from .._compat import (
     backward_hooks,
     eagerly,
     forward_hooks,
+    innermost,
     is_wrapped,
     next_sequence,
     register_in,
@@ -292,19 +293,24 @@ def _carry_written(sight: Sight, seen: Seen) -> None:
     """What a model writes into a parameter that it sees in another dtype goes into a copy, and is stored from there.
 
     `w.data` and NumPy write without a version's counting it. To compare all parameters takes time, so it is done in
-    calls 1, 2, 4, 8, ..., and in all of a model that has written so in its first: programs repeat themselves.
+    calls 1, 2, 4, 8, ... in `train()` and in `eval()`, and in all of a model that has written so in the first of one:
+    programs repeat themselves.
     """
     _check_underived(seen)
     bad: dict[str, str] = {}
-    local = sight.local
-    local.ended += 1
-    compares = local.compares or local.ended & (local.ended - 1) == 0
+    local, model = sight.local, sight.model()
+    mode = model is not None and model.training
+    local.ended[mode] += 1
+    ended = local.ended[mode]
+    compares = local.compares or ended & (ended - 1) == 0
     for path, (stored, view, begin) in seen.items():
         exact = all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
         exchanged = address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or sight.suspended):
             continue
-        counted = not view.is_inference() and version(view) > 0
+        # A transform's wrapper counts nothing that `foreach` or `.data` writes; the tensor inside of it does.
+        inner = innermost(view)
+        counted = not inner.is_inference() and max(version(view), version(inner)) > 0
         if not (exchanged or counted or (compares and begin is not None and exact and not _same(view, stored))):
             continue
         if not exact:
@@ -313,7 +319,7 @@ def _carry_written(sight: Sight, seen: Seen) -> None:
             bad[path] = "inside of a transform of torch.func"
         elif view.shape != stored.shape:
             bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
-        elif not (exchanged or counted or local.compares or local.ended == 1):
+        elif not (exchanged or counted or local.compares or ended == 1):
             bad[path] = "by .data or NumPy, and in no call before that was compared"
         else:
             local.compares = True

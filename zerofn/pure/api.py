@@ -82,7 +82,7 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     pipe = pipe_of(tx, state, "zf.full_params")
     leaves = state.leaves
     if of != "params":
-        leaves = {**leaves, **averages_of(state, of, "full_params(of={})")}
+        leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
     return state.layout.join(pipe.whole(leaves))
 
 

@@ -47,9 +47,10 @@ def rmsprop(
         centered: whether the variance is taken in place of the second moment.
 
     >>> import torch, zerofn as zf
-    >>> tx = zf.rmsprop(lr=0.1)
-    >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))[0].params["w"]
-    tensor([-1.])
+    >>> tx = zf.rmsprop(lr=0.1, alpha=0.75)
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
+    >>> round(state.params["w"].item(), 4)  # -lr / sqrt(1 - alpha)
+    -0.2
     """
     check_lr("rmsprop", lr)
     check_number("rmsprop", "alpha", alpha, high=1.0)
