@@ -99,8 +99,8 @@ def test_calls_that_differ_from_what_was_promised_give_the_same_numbers():
 
 def test_what_was_promised_is_not_asked_for():
     (_, counts), _ = zf.launch(trained, 2, timeout=limit())
-    # Nearly 30 collectives and three rests; all are asked for at first. Then one in nine gathers of forward, the gathers
-    # of backward with the sums that come before them, and each sum: whether others have a part of it is to be known.
+    # Nearly 30 collectives and three rests; all are asked for at first. Then one in nine gathers of forward, and each
+    # sum of gradients, since whether others have a part of it is to be known; gathers of backward come with the sums.
     asked = -(-LAYERS // (1 + MOST)) + LAYERS + 3
     assert counts[0] > 25 and counts[1:4] == [asked] * 3, counts
     # After calls that went another way promises are made again.
