@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ pytree = torch.utils._pytree  # type: ignore[attr-defined]
 
 # What torch.func wraps tensors in, and the levels of its transforms.
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+# What a torch.compile that is under way does with each function that is called.
+_eval_frame = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 
 # Horizontally fused kernels: the ones behind torch.optim's `fused` and `foreach`.
 fused_adam_ = torch._fused_adam_  # type: ignore[attr-defined]
@@ -281,13 +284,27 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
-# Unlike torch.compiler.disable this imports the compiler at the first call and not here.
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it.
+_OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
-    For where `is_dynamo_compiling()` alone: elsewhere it would import the compiler for nothing.
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def uncompiled(fn: Fn) -> Fn:
+    """`fn` as what the compiler leaves alone, with all that it calls: graphs end before it.
+
+    As `torch.compiler.disable`, which imports the compiler at once and makes each call 1 us longer. The one mark is for
+    code that is traced into, the other for code that is run while a compiler waits for functions to compile. Where
+    `fn` asked by itself whether it is traced, a graph was made of that question, for each kind of argument anew; at
+    the eighth the compiler gives `fn` up, and what `fn` calls is compiled all the same.
     """
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _eval_frame.set_code_exec_strategy(fn.__code__, _OUTSIDE)
+    return fn
+
+
+@uncompiled
+def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it."""
     return fn(*args)
 
 
@@ -378,12 +395,9 @@ def saved_by(node: Any) -> list[Any]:
     return found
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@uncompiled
 def at_end_of_backward(fn) -> None:
-    """Run `fn` when the backward that is under way has finished. Public torch has no such moment.
-
-    Not to be compiled: hooks that a compiled backward calls are, frame by frame, and there it is refused.
-    """
+    """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
 
 

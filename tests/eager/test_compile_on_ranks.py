@@ -91,7 +91,8 @@ def cells(size: int) -> list[tuple[int, str, str]]:
 
 def everything() -> dict[tuple[int, str, str], Any]:
     _, size = P.rank_and_size()
-    with warnings.catch_warnings():
+    # What runs at every call and every saved tensor is compiled never, and so never anew.
+    with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         # The compiler looks whether a view has a .grad; compiled autograd makes an instance of every Function.
         warnings.simplefilter("ignore")
         return {

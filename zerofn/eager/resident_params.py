@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
-from .._compat import eagerly
+from .._compat import uncompiled
 from ..core.agreement import agree_on_start
 from ..core.executor import counter
 from ..core.gradients import check_readable
@@ -173,10 +172,8 @@ class Residence:
             self.undo.append(p.register_post_accumulate_grad_hook(functools.partial(self._hand_over, leaf.path)).remove)
         return stream
 
+    @uncompiled
     def _hand_over(self, path: str, p: Tensor) -> None:
-        if is_dynamo_compiling():
-            # Collectives are no part of a graph.
-            return eagerly(self._hand_over, path, p)
         grad = read(p)
         if grad is None:
             # A leaf of a gathered unit that no rank used.

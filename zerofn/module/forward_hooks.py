@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from .._compat import (
     CALL,
     backward_hooks,
-    eagerly,
     forward_hooks,
     innermost,
     is_wrapped,
@@ -25,6 +23,7 @@ from .._compat import (
     register_in,
     registered,
     set_flat_weights,
+    uncompiled,
     version,
 )
 from .._errors import bad_leaves, explain
@@ -53,10 +52,9 @@ class Hook:
     def __init__(self, fn: Callable[..., Any] | None):
         self.fn = fn
 
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
-        if self.fn is None:
-            return None
-        return eagerly(self.fn, *args) if is_dynamo_compiling() else self.fn(*args)
+        return None if self.fn is None else self.fn(*args)
 
     def __deepcopy__(self, memo: dict) -> Hook:
         return Hook(None)
@@ -89,8 +87,9 @@ class _Begin(Hook):
         self.plain = not recurrent and module is not sight.model()
         self.block = id(module) in sight.blocks
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        if self.plain and not is_dynamo_compiling():
+        if self.plain:
             local = self.sight.local
             # Only ours is at the end of the call: no hook of the user's is to be shown anything.
             quiet = not self.sight.scaled or not (_others(self.sight, module) or backward_hooks(module))
@@ -181,7 +180,7 @@ def _before(
         # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
         sight.forget_calls()
     outermost = not local.calls and not sight.repeating(module)
-    if sight.scaled and not is_dynamo_compiling():
+    if sight.scaled:
         check_hooks_of_call(sight.model(), module, outermost, args)
     if outermost and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise RuntimeError(

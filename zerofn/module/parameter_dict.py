@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from .._compat import eagerly
+from .._compat import uncompiled
 from .boundary import Sight
 
 
@@ -73,9 +72,8 @@ class SeenParameters(dict):
         return dict, (dict(self),)
 
 
+@uncompiled
 def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
-    if is_dynamo_compiling():
-        return eagerly(_seen, parameters, name, stored)
     sight = parameters.sight
     if not sight.active():
         return stored

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_dynamo_compiling
 
 from .._compat import (
     after_this_node,
     at_end_of_backward,
     beneath_functorch,
-    eagerly,
     functorch_active,
     graph_task,
     in_backward,
     is_batch,
+    uncompiled,
 )
 from .._errors import explain
 from ..core.gradients import check_dense
@@ -262,11 +261,9 @@ class Units:
             self.rounds.rest()
             self.watch.check()
 
+    @uncompiled
     def rest_after_backward(self) -> None:
         """Stay available at the end of this backward: other ranks' may be longer."""
-        if is_dynamo_compiling():
-            # Collectives, and what ends a backward, are no part of a compiled one.
-            return eagerly(self.rest_after_backward)
 
         def rest() -> None:
             self.waiting.discard(task)
@@ -338,10 +335,9 @@ class GatherUnit(Function):
         raise RuntimeError(BATCHED)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_unbatched(gs)
-        if is_dynamo_compiling():
-            return None, None, None, *eagerly(ScatterUnit.apply, ctx.units, ctx.i, *gs)
         return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
 
 
@@ -358,6 +354,7 @@ class ScatterUnit(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_unbatched(gs)
         return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import CONVERTING, eagerly, version
+from .._compat import CONVERTING, uncompiled, version
 from .._errors import explain
 from .part import plain
 
@@ -46,13 +46,10 @@ def ours(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith(OURS)
 
 
+@uncompiled
 def write(p: Tensor, value: Tensor | None) -> None:
-    """As for a plain parameter."""
-    if is_dynamo_compiling():
-        # The compiler of torch 2.14 fails at descriptors.
-        eagerly(write, p, value)
-    else:
-        _write(p, value)
+    """As for a plain parameter. The compiler of torch 2.14 fails at descriptors."""
+    _write(p, value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

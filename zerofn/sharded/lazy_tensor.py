@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat import eagerly, no_torch_function, schema, without_memory
+from .._compat import no_torch_function, schema, uncompiled, without_memory
 from .._errors import explain
 from ..core.tree import Leaf, Leaves
 
@@ -80,11 +80,10 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return eagerly(_compute, func, args, kwargs or {})
         return _compute(func, args, kwargs or {})
 
 
+@uncompiled
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     if schema(func).is_mutable:
         _check_unwritten(func, args, kwargs)

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from .._compat import eagerly, innermost, next_sequence, number_of, saved_by, saved_tensors_hooks, version
+from .._compat import innermost, next_sequence, number_of, saved_by, saved_tensors_hooks, uncompiled, version
 from .gather_on_use import Units
 
 NEVER = 1 << 64
@@ -50,14 +49,11 @@ def note_of(source: Units, t: Tensor) -> Note | None:
     return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
 
-def _gathered(note: Note) -> Tensor:
+@uncompiled
+def _unpack(note: Note) -> Tensor:
     with torch.no_grad():
         full = note.source.parameter(note.unit, note.index, note.age)
     return full.as_strided(note.size, note.stride, note.offset)
-
-
-def _unpack(note: Note) -> Tensor:
-    return eagerly(_gathered, note) if is_dynamo_compiling() else _gathered(note)
 
 
 class _Hooks:
@@ -66,10 +62,12 @@ class _Hooks:
     def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]):
         self.source, self.outer = source, outer
 
+    @uncompiled
     def pack(self, t: Tensor) -> Any:
         note = note_of(self.source, t)
         return self.outer[0](t) if note is None else note
 
+    @uncompiled
     def unpack(self, saved: Any) -> Tensor:
         return _unpack(saved) if isinstance(saved, Note) and saved.source is self.source else self.outer[1](saved)
 
