@@ -84,7 +84,12 @@ def judge(seed: int, folder: str, hung: bool, died: str) -> Verdict:
     try:
         want = U.reference(program)
     except Exception as error:
-        return Verdict("accepted what plain torch refuses", str(error))
+        # Torch refuses by a count of writes, which may have changed no number: what was saved is what is right.
+        try:
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                want = U.reference(program)
+        except Exception:
+            return Verdict("accepted what plain torch refuses", str(error))
     for rank in range(program.size):
         got = U.Result(**torch.load(f"{folder}/{seed}.{rank}"))
         off, where = U.worst(got, want[rank])

@@ -36,7 +36,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaf, Leaves, Placement, the_one
-from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_in, view_all
+from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_in, summable, view_all
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -154,8 +154,7 @@ class Pipeline:
         """The dtype of `p.grad` in an attached model."""
         if not any(view.only_dtype for view in self.stages[self.cut :]):
             return self.dtypes.gradient(leaf)
-        seen = self.dtypes.reduce_dtype or self.dtypes.seen(leaf)
-        return torch.float32 if seen == torch.float16 else seen
+        return summable(self.dtypes.summed(leaf))
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
@@ -218,8 +217,11 @@ class Pipeline:
             dtype = self.dtypes.seen(leaf)
         elif self._index(stages) == 0 and not self.late:
             dtype = self.dtypes.stored(leaf)
-        else:
+        elif self.late or all(s.wire is None for s in self.stages[: self._index(stages)]):
             dtype = self.dtypes.gradient(leaf)
+        else:
+            # A second sum, along another axis of the mesh.
+            dtype = self.dtypes.summed(leaf)
         shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
         return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
 

@@ -132,6 +132,10 @@ class Dtypes:
         stored = self.stored(leaf)
         return self.of(leaf).grad_dtype or (torch.float32 if stored == torch.float16 else stored)
 
+    def summed(self, leaf: Leaf) -> torch.dtype:
+        """The dtype in which gradients of the leaf are summed over ranks."""
+        return self.reduce_dtype or summable(self.seen(leaf))
+
     @property
     def inputs(self) -> torch.dtype | None:
         """What floating-point inputs of a model are cast to: the one dtype that all of its parameters were given."""
@@ -184,17 +188,26 @@ class View:
         """What a gradient is once it has been pulled through."""
         if self.wire is None:
             return before
-        before = before._replace(dtype=self.wire.reduce_dtype or before.dtype)
+        before = before._replace(dtype=self.wire.reduce_dtype or summable(before.dtype))
         if not self.wire.cuts:
             return before
         low, high = self.wire.span(leaf)
         return before._replace(numel=high - low, shape=(high - low,))
 
 
+def summable(dtype: torch.dtype) -> torch.dtype:
+    """Where nobody says in which dtype to sum: in that of the gradients; fp16 in fp32, since it overflows at 65504."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def over_ranks(wire: Wire, resident: bool) -> View:
     """The view of a wire."""
     several = wire.group.size > 1
-    return View(wire.view, wire.pull, wire.store, lambda leaf: several, wire, resident)
+
+    def pull(g: Tensor, leaf: Leaf) -> Tensor:
+        return wire.pull(g.to(wire.reduce_dtype or summable(g.dtype)), leaf)
+
+    return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident)
 
 
 # Opens the group of a mesh, or of all ranks, for the function that is named in messages.
@@ -262,7 +275,7 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
     for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
         flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
         first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
-        buffer = wire.pack(flat, bucket, numels, wire.reduce_dtype or first.dtype, first.device)
+        buffer = wire.pack(flat, bucket, numels, wire.reduce_dtype or summable(first.dtype), first.device)
         for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
             if g is not None:
                 out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)

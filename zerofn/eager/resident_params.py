@@ -161,7 +161,7 @@ class Residence:
         # Backward reaches the parameters that forward used last, first.
         leaves = [leaf for leaf in reversed(pipe.layout.leaves) if leaf.trainable]
         like = {
-            leaf.path: Like(p.numel(), tuple(p.shape), pipe.resident_grad_dtype(leaf), p.device)
+            leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
             for leaf in leaves
             for p in [self.params[leaf.path]]
         }

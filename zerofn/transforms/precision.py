@@ -76,7 +76,8 @@ def precision(
             fp32 gradients on bf16 parameters are summed in fp32 over several backwards. Of fp16
             parameters it is fp32 unless you say otherwise, since true gradients often lie below
             fp16's smallest number.
-        reduce_dtype: dtype in which gradients are summed over ranks; by default `param_dtype`.
+        reduce_dtype: dtype in which gradients are summed over ranks; by default the one parameters are seen in, and
+            fp32 where that is fp16.
         output_dtype: dtype of the model's floating-point outputs. They are copies then: of `y, h = model(x)`, where `y`
             was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
             backward that comes by way of `y`. `y.float()` outside of the model has no such limit.

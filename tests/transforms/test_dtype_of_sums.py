@@ -1,0 +1,90 @@
+"""In which dtype gradients are summed over ranks: the one that `precision` says, by both routes, wherever it stands."""
+
+import itertools
+
+import torch
+from rank_programs import rank_and_size
+from time_limits import limit
+from torch import nn
+from torch.func import functional_call
+
+import zerofn as zf
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LR = 0.5
+CHAINS = {
+    "ZeRO-2, precision after": lambda p: (zf.reduce_scatter(), p),
+    "ZeRO-2, precision before": lambda p: (p, zf.reduce_scatter()),
+    "ZeRO-0, precision after": lambda p: (zf.all_reduce(), p),
+    "ZeRO-0, precision before": lambda p: (p, zf.all_reduce()),
+    "ZeRO-3": lambda p: (zf.shard(), p),
+}
+DTYPES = {
+    "bf16": {"param_dtype": BF16},
+    "bf16 stored": {"store_dtype": BF16},
+    "bf16 stored, fp32 gradients": {"store_dtype": BF16, "grad_dtype": FP32},
+    "bf16 seen, fp32 sums": {"param_dtype": BF16, "reduce_dtype": FP32},
+    "fp16": {"param_dtype": FP16},
+    "fp16 stored": {"store_dtype": FP16},
+}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return torch.randn(6, 5, generator=g), torch.randn(6, 3, generator=g)
+
+
+def loss(out, y):
+    return (out.float() - y).square().mean()
+
+
+def by_both_routes() -> dict:
+    rank, _ = rank_and_size()
+    found = {}
+    for (name, chain), (dtypes, given) in itertools.product(CHAINS.items(), DTYPES.items()):
+        tx = zf.chain(*chain(zf.precision(**given)), zf.sgd(LR))
+        x, y = data(rank)
+        x = x.to(given.get("param_dtype", given.get("store_dtype")))
+        model, plain = make(), make()
+        state = zf.init(tx, dict(plain.named_parameters()))
+        opt = zf.attach(model, tx)
+        loss(model(x), y).backward()
+        opt.step()
+        state, _ = zf.make_step(lambda p, x, y, m=plain: loss(functional_call(m, p, (x,)), y), tx)(state, x, y)
+        found[name, dtypes] = zf.full_params(tx, opt.state), zf.full_params(tx, state)
+        opt.detach()
+    return found
+
+
+def expected(seen: torch.dtype, summed: torch.dtype) -> dict:
+    """Of parameters stored in fp32: halves of two ranks' gradients, added in that dtype."""
+    halves = []
+    for rank in range(2):
+        model = make().to(seen)
+        x, y = data(rank)
+        loss(model(x.to(seen)), y).backward()
+        halves.append({n: p.grad.to(summed) / 2 for n, p in model.named_parameters()})
+    return {n: p.detach() - LR * (halves[0][n] + halves[1][n]).float() for n, p in make().named_parameters()}
+
+
+def test_sums_are_in_the_dtype_that_is_said():
+    ranks = zf.launch(by_both_routes, 2, timeout=limit())
+    wanted = {"bf16": (BF16, BF16), "bf16 seen, fp32 sums": (BF16, FP32), "fp16": (FP16, FP32)}
+    wanted = {name: expected(*dtypes) for name, dtypes in wanted.items()}
+    before = {n: p.detach() for n, p in make().named_parameters()}
+    assert not torch.equal(wanted["bf16"]["2.weight"], wanted["bf16 seen, fp32 sums"]["2.weight"])
+    for found in ranks:
+        for (chain, dtypes), (eager, pure) in found.items():
+            for n, p in before.items():
+                assert torch.equal(eager[n], pure[n]), (chain, dtypes, n)
+                assert not torch.equal(eager[n].float(), p), (chain, dtypes, n)
+                if dtypes in wanted:
+                    # The update of sgd rounds once, the reference twice.
+                    torch.testing.assert_close(
+                        eager[n], wanted[dtypes][n], rtol=0, atol=6e-8, msg=f"{chain} {dtypes} {n}"
+                    )
