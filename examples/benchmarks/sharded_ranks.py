@@ -235,7 +235,7 @@ def traffic(opt: Any) -> dict[str, int]:
         data += sum(n for op, n in g.traffic.by_op.items())
     others = [home.control]
     others += [home.stream.control] if home.stream else []
-    others += [home.units.rounds.control] if home.units else []
+    others += [home.units.rounds.protocol.control] if home.units else []
     for g in {id(g): g for g in others if g is not None and id(g) not in groups}.values():
         control += g.traffic.bytes
     return {"data": data, "control": control}

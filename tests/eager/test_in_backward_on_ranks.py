@@ -164,7 +164,7 @@ def half_way() -> bool:
     except ZeroDivisionError:
         opt.zero_grad()
     handle.remove()
-    return not opt._home.held and not opt._home.units.partial
+    return not opt._home.held and not opt._home.units.rounds.partial
 
 
 def test_a_backward_that_is_given_up_leaves_no_parts():

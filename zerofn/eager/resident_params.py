@@ -29,12 +29,14 @@ from ..module.forward_hooks import install, needs_sight
 from ..module.guards import label
 from ..ranks.group import Group
 from ..ranks.process_groups import channel, joint_channel
-from ..sharded.gather_on_use import KEPT, Units
+from ..sharded.agreement_on_rounds import agree_on
+from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks, read, write
-from ..sharded.reducer import Stream, agree_on
+from ..sharded.reducer import Stream
+from ..sharded.rests import KEPT
 from ..sharded.uncleared_gradients import Uncleared
 from ..sharded.units import split
-from ..sharded.written_in_forward import WRITTEN
+from ..sharded.write_back import WRITTEN
 from .in_backward import InBackward
 from .master_weights import Copies
 from .written_by_hand import Wholes
@@ -112,7 +114,7 @@ class Residence:
     def _cleared(self, to_none: bool = True) -> None:
         """The user has cleared gradients by hand, or by `model.zero_grad()`."""
         if self.units is not None:
-            self.units.kept = 0
+            self.units.rounds.kept = 0
         self.uncleared.clear(to_none)
 
     def _zero(self, path: str) -> Tensor:
@@ -181,7 +183,7 @@ class Residence:
         write(p, None)
         grad = grad.detach()
         check_readable({path: grad}, {path: p})
-        if self.in_backward is not None and self.units is not None and path in self.units.partial:
+        if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
             self._hold(path, grad)
         else:
             self._pass_on(path, grad)
@@ -203,7 +205,7 @@ class Residence:
             if leaf.path in self.held:
                 self._pass_on(leaf.path, self.held.pop(leaf.path))
         if self.units is not None:
-            self.units.partial.clear()
+            self.units.rounds.partial.clear()
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
@@ -255,7 +257,7 @@ class Residence:
             boundary: what `set_boundary` says of this step; ranks must say the same.
         """
         self.copies.carry_over()
-        more = None if self.units is None else self.units.rest_at_step()
+        more = None if self.units is None else self.units.rests.at_step()
         marks = self._marks(boundary, dropped=False, more=more)
         if self.units is not None:
             self._release()
@@ -292,8 +294,8 @@ class Residence:
     def give_up_backward(self) -> None:
         """Take no part in a backward of this rank that did not come to its end."""
         if self.units is not None:
-            self.units.rest_for_unfinished()
-            self.units.kept = 0
+            self.units.rests.for_unfinished()
+            self.units.rounds.kept = 0
 
     def _forget(self, always: bool) -> None:
         """Forget the gradients of this micro-step.
@@ -305,7 +307,7 @@ class Residence:
             self._give_up(self.in_backward, always)
             return
         if self.units is not None:
-            self.units.partial.clear()
+            self.units.rounds.partial.clear()
         self.held.clear()
         if self.stream is not None and (always or not self.stream.idle):
             self.stream.discard(self._marks(None, dropped=True))
@@ -332,7 +334,7 @@ class Residence:
             # Of a step under way when a state was loaded nothing is left in what is stored.
             self.in_backward.forget()
         if self.units is not None:
-            self.units.renew()
+            self.units.gathered.renew()
         stages = self.pipe.stages[self.pipe.cut :]
         if not stages:
             return
@@ -369,7 +371,7 @@ class Residence:
                 p.data = parts[path]
             self._suspend(False)
             if self.units is not None:
-                self.units.drop()
+                self.units.gathered.drop()
         if changed:
             self.refresh()
 
@@ -400,7 +402,7 @@ class Residence:
             self._forget(always=True)
         if self.units is not None:
             # A gather that was begun for nobody ends before its channel is closed.
-            self.units.drop()
+            self.units.gathered.drop()
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
             if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.exact:

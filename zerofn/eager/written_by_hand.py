@@ -16,7 +16,7 @@ from ..core.tree import Leaves
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import writes
-from ..sharded.written_in_forward import checksum
+from ..sharded.write_back import checksum
 
 
 class Wholes:

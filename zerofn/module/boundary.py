@@ -17,9 +17,10 @@ from .._compat import backward_call, executing, functorch_active, graph_task, is
 from .._errors import bad_leaves
 from ..core.linear_map import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
 from ..core.pipeline import Pipeline
-from ..sharded.gather_on_use import Units, lasting
+from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
-from ..sharded.written_in_forward import Place, place
+from ..sharded.unit_rounds import lasting
+from ..sharded.write_back import Place, place
 from .closed_graph import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .graph_check import Attributes, Shown
@@ -190,8 +191,8 @@ class Sight:
         """An output on its way out."""
         if self.units is not None and y.grad_fn is not None:
             # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
-            units = self.units
-            y.grad_fn.register_prehook(lambda _: units.rest_after_backward())
+            rests = self.units.rests
+            y.grad_fn.register_prehook(lambda _: rests.after_backward())
         dtype = cast_to(y, self.pipe.dtypes.output_dtype)
         if not crosses(y):
             return y

@@ -30,7 +30,7 @@ from .._errors import bad_leaves, explain
 from ..core.linear_map import is_linear_map
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
-from ..sharded.written_in_forward import carried, same
+from ..sharded.write_back import carried, same
 from .backward_hooks import check_hooks_of_call
 from .boundary import Call, Seen, Sight, address
 from .forward_errors import note

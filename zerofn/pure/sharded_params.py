@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,6 @@ from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves, Tree, tree_map
 from ..core.views import Like, pull_all
-from ..ranks.join import Rounds
 from ..sharded.gather_on_use import Units
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.units import SMALL
@@ -57,7 +55,7 @@ class Handles(Function):
         blocks, i = ctx.blocks, ctx.i
         for leaf, g in zip(blocks.units[i], blocks.gradients(i, gs), strict=True):
             if g is not None and leaf.trainable:
-                blocks.accept(leaf, g)
+                blocks.rounds.accept(leaf, g)
         return None, None, None
 
 
@@ -81,10 +79,8 @@ class Blocks(Units):
         self.open = False
         self.written = {p: version(x) for p, x in shards.items()}
         collect = functools.partial(_collect, self.found)
-        super().__init__(by_prefix(pipe.layout.leaves), pipe, shards, (group, group), lambda: scale, collect)
-        # A cycle would keep the shards of a state that is gone until the collector comes by.
-        this = weakref.ref(self)
-        self.rounds = Rounds(group, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
+        units, groups = by_prefix(pipe.layout.leaves), (group, group)
+        super().__init__(units, pipe, shards, groups, lambda: scale, collect, early=False)
 
     def handles(self, anchor: Tensor) -> Leaves:
         """Lazy parameters by path, which have a gradient if `anchor` has."""
@@ -105,7 +101,7 @@ class Blocks(Units):
         try:
             yield
         except Exception:
-            self.drop()
+            self.gathered.drop()
             if self.open:
                 # The others may still be in theirs.
                 self.rounds.rest()
@@ -133,9 +129,10 @@ class Blocks(Units):
                 )
             )
 
-    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
         try:
-            return self.rounds.perform(kind, i, begin)
+            yield
         except BaseException:
             # Nobody may be there any more.
             self.open = False
@@ -160,7 +157,7 @@ class Blocks(Units):
             return self._averaged(self.found), result
         finally:
             self.found.clear()
-            self.drop()
+            self.gathered.drop()
 
     def _averaged(self, grads: Leaves) -> Leaves:
         """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""

@@ -11,39 +11,26 @@ code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import takewhile
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import (
-    after_this_node,
-    at_end_of_backward,
-    beneath_functorch,
-    functorch_active,
-    graph_task,
-    in_backward,
-    is_batch,
-    uncompiled,
-)
+from .._compat import beneath_functorch, functorch_active, in_backward, is_batch, uncompiled
 from .._errors import explain
 from ..core.gradients import check_dense
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..ranks.group import Group
-from ..ranks.join import STEP, Asked, Rounds
 from .gathered import ALIVE, Gathered
 from .lazy_tensor import Lazy
 from .prefetch import Course
+from .rests import Rests
 from .unit_collectives import UnitCollectives
+from .unit_rounds import PARAMETERS, TANGENTS, UnitRounds, lasting
 from .written_in_forward import Written
-
-# Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
-PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
-KEPT = "how much of their gradients has come since they were last cleared"
 
 
 class Units:
@@ -58,6 +45,7 @@ class Units:
         accept: takes the gradient of a shard that other ranks' backward brought about.
         ended: called at the end of a backward, when it has ended on all ranks.
         alone: leaves that may be asked for one by one as well, as they are stored and outside of the loss scale.
+        early: whether the unit that is expected next is gathered before it is used.
     """
 
     def __init__(
@@ -70,24 +58,19 @@ class Units:
         accept: Callable[[Leaf, Tensor], None],
         ended: Callable[[], None] = lambda: None,
         alone: tuple[Leaf, ...] = (),
+        early: bool = True,
     ):
         data, control = groups
         self.units = [*units, *([leaf] for leaf in alone)]
         self.blocks = len(units)
         self.collectives = UnitCollectives(self.units, self.blocks, pipe, data, params, scale)
-        self.pipe, self.params, self.accept, self.ended = pipe, params, accept, ended
-        self.rounds = Rounds(control, self._join)
+        self.pipe, self.params = pipe, params
         self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
         self.alone = {leaf.path: i for i, leaf in enumerate(alone, len(units))}
         self.watch = Written(units, params, self.collectives.wire.span, pipe.exact)
         self.gathered = Gathered(self.units, self.blocks, params, self.watch)
-        self.course = Course()
-        # Backwards since the last step that have not come to their end.
-        self.waiting: set[int] = set()
-        # Leaves of which other ranks may still bring a part of the gradient of this backward.
-        self.partial: set[str] = set()
-        # Sums of gradients since gradients were last cleared, of which every rank has its part, or has dropped it.
-        self.kept = 0
+        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, Course() if early else None)
+        self.rests = Rests(self.rounds, self.gathered, self.watch.back, ended)
         # The parameters are full ones for a while, so that they are seen as they are.
         self.suspended = False
         # The model is a plain one again.
@@ -126,7 +109,8 @@ class Units:
         found = self.gathered.get(i)
         if found is None:
             self.gathered.drop(ALIVE - 1)
-            found = self._perform(PARAMETERS, i, lambda: self.collectives.begin_gather(i, self._mine(i)))
+            with self._sending():
+                found = self.rounds.parameters(i)
             self.gathered.put(i, found)
         return found
 
@@ -165,18 +149,17 @@ class Units:
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Gather something else of the parameters' layout."""
-        return self._perform(TANGENTS, i, lambda: self.collectives.begin_gather(i, self._filled(i, shards)))
+        with self._sending():
+            return self.rounds.tangents(i, shards)
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
         check_dense({leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None})
-        found = self._perform(GRADIENTS, i, lambda: self.collectives.begin_scatter(i, fulls))
-        self.kept += 1
-        if not self.rounds.together:
-            self.partial.update(leaf.path for leaf in self.units[i])
-        return found
+        with self._sending():
+            return self.rounds.gradients(i, fulls)
 
-    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
+    def _sending(self) -> AbstractContextManager[Any]:
+        """What stands around each collective."""
         if self.left:
             raise RuntimeError(
                 explain(
@@ -186,121 +169,15 @@ class Units:
                 )
             )
         if in_backward():
-            self.rest_after_backward()
-        # What is here is no longer needed once the next one is: beside a unit that is on its way, nothing is kept.
-        keep = ALIVE - 1 - (kind == PARAMETERS)
-
-        def begins() -> Callable[[], Any]:
-            self.course.go(kind, i)
-            return begin()
-
-        with lasting():
-            return self.rounds.perform(
-                kind,
-                i,
-                begins,
-                lambda most: self._ahead(kind, i, most),
-                lambda k, unit: (k, unit) != (kind, i) and self._fetch(k, unit, keep),
-            )
-
-    def _ahead(self, kind: int, i: int, most: int) -> list[Asked]:
-        """What is expected after a collective."""
-        # Sums of gradients are asked for one by one: that others have a part of one too is to be known, and where a
-        # rank brings zeros for what it has a part of later, sums are made in another order.
-        return list(takewhile(lambda asked: asked[0] == PARAMETERS, self.course.ahead(kind, i, most)))
-
-    def _fetch(self, kind: int, i: int, keep: int) -> bool:
-        """Begin to gather the unit that is used next, if one is; `keep` others are still needed."""
-        if kind != PARAMETERS or i in self.gathered:
-            return False
-        # Of those on their way one is enough: an earlier one that was passed over is no longer expected.
-        self.gathered.turn_away()
-        self.gathered.drop(keep)
-        self.course.go(kind, i)
-        self.gathered.coming[i] = self.collectives.begin_gather(i, self._mine(i))
-        return True
-
-    def _join(self, kind: int, i: int) -> None:
-        """Take part in a collective for other ranks."""
-        nothing: tuple = (None,) * len(self.units[i])
-        with lasting(), torch.no_grad():
-            if kind == PARAMETERS:
-                self.gathered.drop(ALIVE - 1)
-                self.collectives.begin_gather(i, self._mine(i))()
-            elif kind == TANGENTS:
-                self.collectives.begin_gather(i, self._filled(i, nothing))()
-            else:
-                self.kept += 1
-                for leaf, g in zip(self.units[i], self.collectives.begin_scatter(i, nothing)(), strict=True):
-                    if g is not None and leaf.trainable:
-                        self.accept(leaf, g)
-
-    def _mine(self, i: int) -> Leaves:
-        self.gathered.settle(i)
-        with torch.DisableTorchFunctionSubclass():
-            return {leaf.path: self.params[leaf.path].detach() for leaf in self.units[i]}
-
-    def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> Leaves:
-        pairs = zip(self.units[i], shards, strict=True)
-        return {x.path: torch.zeros_like(self.params[x.path]) if shard is None else shard for x, shard in pairs}
-
-    def drop(self) -> None:
-        """Let all gathered units go."""
-        self.gathered.drop()
-
-    def renew(self) -> None:
-        """The parameters have changed."""
-        self.gathered.renew()
+            self.rests.after_backward()
+        return lasting()
 
     def end_of_call(self) -> None:
-        """A call has ended: its tensors belong to its graph alone, and other ranks may still be in theirs."""
+        """A call has ended: its tensors belong to its graph alone."""
         self.gathered.settle_all()
         self.gathered.seen.clear()
-        if not in_backward() and not self.suspended:
-            self.course.end()
-            self.rounds.rest()
-            self.watch.check()
-
-    @uncompiled
-    def rest_after_backward(self) -> None:
-        """Stay available at the end of this backward: other ranks' may be longer."""
-
-        def rest() -> None:
-            self.waiting.discard(task)
-            # The end of a nested backward is the middle of the outer one.
-            if not after_this_node(self.rest_after_backward):
-                # A checkpoint repeats what forward writes.
-                self.gathered.settle_all()
-                self.course.end()
-                self.rounds.rest()
-                self.ended()
-                self.watch.check()
-
-        task = graph_task()
-        if task not in self.waiting:
-            self.waiting.add(task)
-            at_end_of_backward(rest)
-
-    def rest_at_step(self) -> dict[str, int]:
-        """Wait for all ranks at a step; what must be equal on all of them, by name.
-
-        A rank that has cleared gradients half-way through a micro-step of the others has dropped its parts of
-        sums of which they have theirs.
-        """
-        agreed = self.rounds.rest(STEP, lambda: self.kept)
-        self.waiting.clear()
-        self.drop()
-        return {KEPT: 0 if agreed else 1 + self.kept, **self.watch.marks()}
-
-    def rest_for_unfinished(self) -> None:
-        """The rest of a backward that this rank has given up: another one may still be in it.
-
-        One that has ended has rested, and to rest once more would be to wait for something that never comes.
-        """
-        if self.waiting:
-            self.waiting.clear()
-            self.course.end()
-            self.rounds.rest()
+        if not self.suspended:
+            self.rests.after_call()
 
 
 BATCHED = explain(
@@ -364,12 +241,3 @@ def check_unbatched(gs: tuple[Tensor | None, ...]) -> None:
     """Several cotangents at once: each would be a message of its own, for which collectives have no rule."""
     if any(g is not None and is_batch(g) for g in gs):
         raise RuntimeError(BATCHED)
-
-
-def lasting() -> AbstractContextManager[Any]:
-    """Where tensors are made that outlive a call under `torch.inference_mode`: of its own, training can use none.
-
-    A unit that an evaluation has gathered may be the next one that training wants, and gradients come to a
-    rank that rests between two calls, whatever mode it rests in.
-    """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

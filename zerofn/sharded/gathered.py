@@ -106,7 +106,7 @@ class Gathered:
         del self.live[i]
         self.seen.pop(i, None)
         if left is not None:
-            self.watch.hold(i, left, self.refs[i], dtypes)
+            self.watch.let_go.hold(i, left, self.refs[i], dtypes)
 
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's copy so far."""
@@ -125,7 +125,7 @@ class Gathered:
 
     def look_again(self) -> None:
         """Store what forward has written into copies that it has and that are kept here no longer."""
-        for i in list(self.live) if self.watch.held else ():
+        for i in list(self.live) if self.watch.let_go.held else ():
             # While what is stored is what the newer copy was made from: that is how writes into it are told.
             self.settle(i)
         for i in self.watch.look_again():

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..core.tree import Leaf
 from ..core.views import Like, Wire, cut
-from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
+from .agreement_on_rounds import Question, check_marks
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
@@ -57,7 +57,7 @@ class Stream:
         done: Callable[[Leaf, Tensor], None],
         marks: tuple[str, ...],
     ):
-        self.marks = marks
+        self.question = Question(control, marks)
         self.wire, self.control, self.like, self.done = wire, control, like, done
         self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
@@ -65,9 +65,6 @@ class Stream:
         self.missing = [len(b) for b in self.buckets]
         self.next = 0
         self.rounds = 0
-        # The question whether there is a round after `rounds`, once it is asked, and the answers.
-        self.question: tuple[Any, Tensor, Tensor] | None = None
-        self.allowed = 1
         self.patience = PATIENCE
         self.dropping = False
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
@@ -88,14 +85,13 @@ class Stream:
 
     def _may_begin(self, behind: bool) -> bool:
         """Whether the next bucket's round is one that all ranks know of; asks them if it is not."""
-        if self.rounds < self.allowed:
+        question = self.question
+        if self.rounds < question.allowed:
             return True
-        if self.question is None:
-            self._ask(True, {})
-        assert self.question is not None
-        if self.question[0].is_completed() or (behind and self._comes(self.question[0])):
-            self._answer()
-        return self.rounds < self.allowed
+        work = question.ask(True)
+        if work.is_completed() or (behind and self._comes(work)):
+            question.answer()
+        return self.rounds < question.allowed
 
     def _comes(self, work: Any) -> bool:
         """Wait for an operation, but not for ever: see `PATIENCE`. Whether it is done."""
@@ -107,22 +103,6 @@ class Stream:
                 return False
             time.sleep(5e-5)
         return True
-
-    def _ask(self, more: bool, marks: dict[str, int], noticed: bool = False) -> None:
-        mine = torch.tensor([more + 2 * noticed, *(marks or dict.fromkeys(self.marks, 0)).values()], dtype=torch.int64)
-        mine = mine.to(self.control.device)
-        every = mine.new_empty(self.control.size * len(mine))
-        self.question = all_gather_into(every, mine, self.control, async_op=True), every, mine
-
-    def _answer(self) -> list[list[int]]:
-        """What all ranks said; another round is allowed if any wants one."""
-        assert self.question is not None
-        work, every, mine = self.question
-        work.wait()
-        self.question = None
-        rows = every.reshape(-1, len(mine)).tolist()
-        self.allowed += any(row[0] & 1 for row in rows)
-        return rows
 
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
@@ -174,7 +154,7 @@ class Stream:
         """Send what is left, on every rank as many rounds, and wait for all of it.
 
         Args:
-            marks: numbers that must be equal on all ranks, by name: those of `self.marks`.
+            marks: numbers that must be equal on all ranks, by the names it was made with.
             noticed: something of this rank that the others are to know of.
 
         Returns:
@@ -183,17 +163,17 @@ class Stream:
         Raises:
             RuntimeError: on every rank, if a number differs; each rank's value is named.
         """
+        question = self.question
         while True:
-            while self.rounds < self.allowed:
+            while self.rounds < question.allowed:
                 self._send()
-            if self.question is None:
-                self._ask(bool(self.pending), marks, noticed)
-            rows = self._answer()
-            if self.rounds == self.allowed:
+            question.ask(bool(self.pending), marks, noticed)
+            rows = question.answer()
+            if self.rounds == question.allowed:
                 break
         while self.flying:
             self._land()
-        self.rounds, self.allowed = 0, 1
+        self.rounds, question.allowed = 0, 1
         check_marks([row[1:] for row in rows], list(marks), self.control)
         return any(row[0] & 2 for row in rows)
 
@@ -206,26 +186,3 @@ class Stream:
             self.settle(marks)
         finally:
             self.dropping = False
-
-
-def agree_on(values: tuple[int, ...], marks: dict[str, int], control: Group) -> list[int]:
-    """The largest of each value over ranks, after a check that all ranks have the same marks."""
-    n = len(values)
-    mine = torch.tensor([*values, *marks.values()], dtype=torch.int64, device=control.device)
-    every = mine.new_empty(control.size * len(mine))
-    all_gather_into(every, mine, control)
-    rows = every.reshape(control.size, len(mine)).tolist()
-    check_marks([row[n:] for row in rows], list(marks), control)
-    return [max(row[i] for row in rows) for i in range(n)]
-
-
-def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
-    """Raise on every rank, naming each rank's value, if one differs."""
-    for i, name in enumerate(names):
-        found = [row[i] for row in rows]
-        if len(set(found)) > 1:
-            told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
-            raise RuntimeError(
-                f"ranks disagree on {name} ({told}). Every rank must make the same calls of step() and "
-                "zero_grad(), as many micro-batches included; give ranks without data an empty batch."
-            )

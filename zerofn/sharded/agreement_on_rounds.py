@@ -1,0 +1,77 @@
+"""What ranks tell each other of their gradients: whether they have more, and that their steps agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ranks.collectives import all_gather_into
+from ..ranks.group import Group
+
+
+class Question:
+    """Whether there is one more round of reductions: there is if any rank wants one.
+
+    Args:
+        control: a group for it, apart from what is reduced.
+        marks: names of the numbers that ranks compare with their answers.
+
+    Attributes:
+        allowed: rounds that all ranks know of. The first one needs no agreement.
+    """
+
+    def __init__(self, control: Group, marks: tuple[str, ...]):
+        self.control, self.marks = control, marks
+        self.allowed = 1
+        # What is under way once it is asked, and the answers.
+        self.sent: tuple[Any, Tensor, Tensor] | None = None
+
+    def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
+        """Ask, if it is not asked yet; what is under way.
+
+        Args:
+            more: what this rank says.
+            marks: its numbers.
+            noticed: something of this rank that the others are to know of.
+        """
+        if self.sent is None:
+            numbers = marks or dict.fromkeys(self.marks, 0)
+            mine = torch.tensor([more + 2 * noticed, *numbers.values()], dtype=torch.int64).to(self.control.device)
+            every = mine.new_empty(self.control.size * len(mine))
+            self.sent = all_gather_into(every, mine, self.control, async_op=True), every, mine
+        return self.sent[0]
+
+    def answer(self) -> list[list[int]]:
+        """What all ranks said; another round is allowed if any wants one."""
+        assert self.sent is not None
+        work, every, mine = self.sent
+        work.wait()
+        self.sent = None
+        rows = every.reshape(-1, len(mine)).tolist()
+        self.allowed += any(row[0] & 1 for row in rows)
+        return rows
+
+
+def agree_on(values: tuple[int, ...], marks: dict[str, int], control: Group) -> list[int]:
+    """The largest of each value over ranks, after a check that all ranks have the same marks."""
+    n = len(values)
+    mine = torch.tensor([*values, *marks.values()], dtype=torch.int64, device=control.device)
+    every = mine.new_empty(control.size * len(mine))
+    all_gather_into(every, mine, control)
+    rows = every.reshape(control.size, len(mine)).tolist()
+    check_marks([row[n:] for row in rows], list(marks), control)
+    return [max(row[i] for row in rows) for i in range(n)]
+
+
+def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
+    """Raise on every rank, naming each rank's value, if one differs."""
+    for i, name in enumerate(names):
+        found = [row[i] for row in rows]
+        if len(set(found)) > 1:
+            told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
+            raise RuntimeError(
+                f"ranks disagree on {name} ({told}). Every rank must make the same calls of step() and "
+                "zero_grad(), as many micro-batches included; give ranks without data an empty batch."
+            )

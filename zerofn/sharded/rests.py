@@ -1,0 +1,74 @@
+"""Where this rank has nothing more to send, and others may: at the end of a call, of a backward, and at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .._compat import after_this_node, at_end_of_backward, graph_task, in_backward, uncompiled
+from ..ranks.join import STEP
+from .gathered import Gathered
+from .unit_rounds import UnitRounds
+from .write_back import WriteBack
+
+KEPT = "how much of their gradients has come since they were last cleared"
+
+
+class Rests:
+    """The rests of one attached model.
+
+    Args:
+        rounds: its collectives.
+        gathered: its gathered units.
+        back: takes what forward has written into them.
+        ended: called at the end of a backward, when it has ended on all ranks.
+    """
+
+    def __init__(self, rounds: UnitRounds, gathered: Gathered, back: WriteBack, ended: Callable[[], None]):
+        self.rounds, self.gathered, self.back, self.ended = rounds, gathered, back, ended
+        # Backwards since the last step that have not come to their end.
+        self.waiting: set[int] = set()
+
+    def after_call(self) -> None:
+        """A call has ended: other ranks may still be in theirs."""
+        if not in_backward():
+            self.rounds.rest()
+            self.back.check()
+
+    @uncompiled
+    def after_backward(self) -> None:
+        """Stay available at the end of this backward: other ranks' may be longer."""
+
+        def rest() -> None:
+            self.waiting.discard(task)
+            # The end of a nested backward is the middle of the outer one.
+            if not after_this_node(self.after_backward):
+                # A checkpoint repeats what forward writes.
+                self.gathered.settle_all()
+                self.rounds.rest()
+                self.ended()
+                self.back.check()
+
+        task = graph_task()
+        if task not in self.waiting:
+            self.waiting.add(task)
+            at_end_of_backward(rest)
+
+    def at_step(self) -> dict[str, int]:
+        """Wait for all ranks at a step; what must be equal on all of them, by name.
+
+        A rank that has cleared gradients half-way through a micro-step of the others has dropped its parts of
+        sums of which they have theirs.
+        """
+        agreed = self.rounds.rest(STEP, lambda: self.rounds.kept)
+        self.waiting.clear()
+        self.gathered.drop()
+        return {KEPT: 0 if agreed else 1 + self.rounds.kept, **self.back.marks()}
+
+    def for_unfinished(self) -> None:
+        """The rest of a backward that this rank has given up: another one may still be in it.
+
+        One that has ended has rested, and to rest once more would be to wait for something that never comes.
+        """
+        if self.waiting:
+            self.waiting.clear()
+            self.rounds.rest()
