@@ -218,7 +218,7 @@ def distinct(tensors: Any) -> int:
 def model_state(o: dict[str, Any], model: nn.Module, opt: Any, x: Tensor, y: Tensor) -> int:
     """Bytes of parameters, gradients and optimizer state of this rank after a backward and its reductions."""
     loss_of(o, model, x, y).backward()
-    grads = [g for g in opt._home.collect().values()]
+    grads = [g for g in opt._home.micro_step.collect().values()]
     slots = [t for s in opt.state.transforms.values() for e in s.values() if isinstance(e, dict) for t in e.values()]
     held = [t for t in slots if t.ndim]
     total = distinct([*model.parameters(), *opt.state.leaves.values(), *grads, *held])
@@ -234,7 +234,7 @@ def traffic(opt: Any) -> dict[str, int]:
     for g in groups.values():
         data += sum(n for op, n in g.traffic.by_op.items())
     others = [home.control]
-    others += [home.stream.control] if home.stream else []
+    others += [home.arrivals.stream.control] if home.arrivals.stream else []
     others += [home.units.rounds.protocol.control] if home.units else []
     for g in {id(g): g for g in others if g is not None and id(g) not in groups}.values():
         control += g.traffic.bytes

@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watch.check()
         if self._home.in_backward is not None:
             self._refuse_override(weight)
-            self._home.collect(self._window.forced)
+            self._home.micro_step.collect(self._window.forced)
             self._home.state, metrics = self._home.in_backward.finish()
         else:
             metrics = self._update(weight)
@@ -257,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         rates = self._groups.rates()
-        grads = self._home.collect(self._window.forced)
+        grads = self._home.micro_step.collect(self._window.forced)
         check_weight(self._pipe, weight)
         window, closes = self._window, self.is_boundary
         averaged = window.averaged is not False
@@ -271,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
                     new.leaves[path] = old.leaves[path]
         self._home.state = new
         if window.holds:
-            self._home.uncleared.clear(to_none=True)
+            self._home.micro_step.uncleared.clear(to_none=True)
             # The sum has it now. Left in place it would be counted again by a loop that, as
             # DeepSpeed's do, never clears gradients.
             for path in grads:
@@ -302,7 +302,7 @@ class Optimizer(torch.optim.Optimizer):
                     "opt.zero_grad()",
                 )
             )
-        self._home.clear(set_to_none)
+        self._home.micro_step.clear(set_to_none)
         with torch.DisableTorchFunctionSubclass():
             for p in self._params.values():
                 grad = read(p)
@@ -336,7 +336,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             )
         self._window.average(scale_wrt_gas)
-        self._home.uncleared.clear(to_none=True)
+        self._home.micro_step.uncleared.clear(to_none=True)
         for p, spent, count in self._spent:
             if p.grad is not None and p.grad is spent() and version(p.grad) == count:
                 p.grad = None
@@ -411,7 +411,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._averages.refuse("opt.detach()")
         if self._attached:
-            self._home.give_up_backward()
+            self._home.micro_step.give_up_backward()
             self._together("opt.detach()", "opt.detach() on every rank")
             self._home.leave()
             for p in self._params.values():

@@ -1,70 +1,27 @@
-"""What passes the boundary of an attached model: its parameters as it sees them, inputs in, outputs out."""
+"""What passes the boundary of an attached model: inputs in, outputs out."""
 
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import backward_call, executing, functorch_active, graph_task, is_wrapped, next_sequence, number_of
-from .._errors import bad_leaves
-from ..core.linear_map import EntryMap, ExitMap, LeafView, cast_to, crosses, differentiable
+from .._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
+from ..core.linear_map import EntryMap, ExitMap, cast_to, crosses, differentiable
 from ..core.pipeline import Pipeline
 from ..sharded.gather_on_use import Units
-from ..sharded.saved_tensors import Walks
-from ..sharded.unit_rounds import lasting
-from ..sharded.write_back import Place, place
+from .calls import Local
 from .closed_graph import check_closed
 from .crossing import Crossing, Edge, crossing_of
-from .graph_check import Attributes, Shown
+from .graph_check import Attributes
 from .nested_tensors import map_outputs
+from .parameter_views import ParameterViews
 from .spans import Spans
 from .upstream import RETURNED, SHOWN, Leaving
-
-Seen = dict[str, tuple[Tensor, Tensor, Place | None]]
-
-
-class _Thread(threading.local):
-    """What each thread that calls the model has for itself."""
-
-    def __init__(self, units: Units | None) -> None:
-        self.calls: list[Call] = []
-        # What their graphs have saved of parameters that were gathered.
-        self.walks = None if units is None else Walks(units)
-        # By path: the stored tensor, its view in the call under way, and where that was.
-        self.seen: Seen = {}
-        # Calls of the model that have ended, in eval and in train, and whether all of what it saw in them is compared.
-        self.ended, self.compares = [0, 0], False
-        # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
-        self.mark: int | None = None
-        # By path: the view that was given last, and what it is the view of.
-        self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
-        # Backwards whose graphs have been searched: the last one, and those inside of it.
-        self.tasks: set[int] = set()
-        # What leaves at the end of the call under way; none where nothing is copied on its way out.
-        self.leaving: Leaving | None = None
-
-
-class Call:
-    """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
-
-    __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
-
-    def __init__(self, module: nn.Module, outermost: bool, start: int):
-        self.module = module
-        self.outermost = outermost
-        self.start = start
-        self.shown: Shown | None = None
-        # What was being handled when it began, to be told from what it raises.
-        self.error: BaseException | None = None
-        self.undo = ExitStack()
 
 
 class Sight:
@@ -82,12 +39,11 @@ class Sight:
         self.scaled = pipe.scale is not None
         self.scale = scale
         self.units = units
-        # The parameters are what the model sees for a while, whatever its views.
-        self.suspended = False
         self.model = weakref.ref(model)
         # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
         self.unchanged = unchanged
-        self.local = _Thread(units)
+        self.local = Local(units)
+        self.views = ParameterViews(pipe, units, self.local, self._crossing)
         self.spans = Spans()
         self.attributes = Attributes(self, list(model.modules()))
         # The hook that ends each module's calls, and the one that shows the user's hooks an output.
@@ -145,35 +101,6 @@ class Sight:
             leaving.keep_until(math.inf)
             if leaving.kept:
                 self.attributes.show({id(inner): outer for inner, outer in leaving.kept})
-
-    def look(self, path: str, stored: Tensor) -> Tensor:
-        """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
-        view = self.pipe.views_at_use[path]
-        if self.units is not None:
-            if stored is self.units.params[path]:
-                return self.units.look(path, keep=bool(self.local.calls))
-            view = _of_another(view, stored)
-        elif self.suspended:
-            view = _only_cast(view, stored)
-        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
-            return stored
-        if not self.local.calls:
-            return self._through(view, stored)
-        found = self.local.seen.get(path)
-        if found is None or found[0] is not stored:
-            # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it.
-            with lasting(), torch.enable_grad():
-                seen = self._through(view, stored)
-            found = self.local.seen[path] = (stored, seen, address(seen))
-        return found[1]
-
-    def _through(self, view: LeafView, stored: Tensor) -> Tensor:
-        return self._crossing(view, True).cross(stored) if self.scaled else view(stored, None)
-
-    def origin(self, path: str, x: Any) -> Any:
-        """The stored tensor that `x` is the view of; `None` for another tensor."""
-        view, stored = self.local.given.get(path, (lambda: None, None))
-        return stored if view() is x else None
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
@@ -241,25 +168,3 @@ class Sight:
             # One inside of another, as reentrant checkpoints make them, ends before the outer one goes on.
             local.tasks = {task} if roots else {*local.tasks, task}
             check_closed(self, roots, self.spans)
-
-
-def address(x: Tensor) -> Place | None:
-    """Where a tensor's memory is; `None` for one that has none of its own."""
-    return None if is_wrapped(x) else place(x)
-
-
-def _of_another(view: LeafView, given: Tensor) -> LeafView:
-    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
-    if given.shape != view.leaf.shape:
-        raise RuntimeError(
-            bad_leaves(
-                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
-                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
-                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
-            )
-        )
-    return _only_cast(view, given)
-
-
-def _only_cast(view: LeafView, given: Tensor) -> LeafView:
-    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)

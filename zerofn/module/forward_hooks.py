@@ -32,11 +32,13 @@ from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
 from ..sharded.write_back import carried, same
 from .backward_hooks import check_hooks_of_call
-from .boundary import Call, Seen, Sight, address
+from .boundary import Sight
+from .calls import Call, Seen
 from .forward_errors import note
 from .graph_check import Shown
 from .nested_tensors import map_tensors, tensors_in
 from .parameter_dict import SeenParameters
+from .parameter_views import address
 
 # fmt: off
 NORMS = (
@@ -305,7 +307,7 @@ def _carry_written(sight: Sight, seen: Seen) -> None:
     for path, (stored, view, begin) in seen.items():
         exact = all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
         exchanged = address(view) != begin
-        if not exchanged and view.dtype == stored.dtype and (exact or sight.suspended):
+        if not exchanged and view.dtype == stored.dtype and (exact or sight.views.suspended):
             continue
         # A transform's wrapper counts nothing that `foreach` or `.data` writes; the tensor inside of it does.
         inner = innermost(view)

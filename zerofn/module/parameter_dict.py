@@ -41,7 +41,7 @@ class SeenParameters(dict):
     def __setitem__(self, name: str, value: Any) -> None:
         self.inner.discard(name)
         if name in self.paths and self._walked_by_model():
-            origin = self.sight.origin(self.paths[name], value)
+            origin = self.sight.views.origin(self.paths[name], value)
             if origin is None:
                 self.inner.add(name)
             else:
@@ -78,7 +78,7 @@ def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
     if not sight.active():
         return stored
     path = parameters.paths[name]
-    seen = sight.look(path, stored)
+    seen = sight.views.look(path, stored)
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
     sight.local.given[path] = (weakref.ref(seen), stored)

@@ -1,0 +1,154 @@
+"""Where the gradients of an attached model go as they arrive: on to be reduced, into the update, or nowhere yet.
+
+Under `reduce_scatter` and `all_reduce` they leave during backward; with `in_backward=True` each is used
+at once. Otherwise they stay in `p.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._compat import uncompiled
+from ..core.gradients import check_readable
+from ..core.pipeline import Pipeline
+from ..core.tree import Leaf, Leaves
+from ..core.views import Like
+from ..ranks.group import Group
+from ..ranks.process_groups import joint_channel
+from ..sharded.gather_on_use import Units
+from ..sharded.guarded_parameter import read, write
+from ..sharded.reducer import Stream
+from .in_backward import InBackward
+
+
+class Arrivals:
+    """The gradients of one attached model's micro-step.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form.
+        groups: those of the pipeline, for this model alone.
+        marks: what must be equal on all ranks at every step.
+        in_backward: uses gradients as they arrive, if they are to be.
+        carry: stores what was written by hand into a parameter that is a copy.
+
+    Attributes:
+        reduced: what has come back reduced, by path.
+        held: parts of gradients of which those of other ranks have not come, by path.
+        units: what gathers sharded parameters, once it is there.
+        undo: takes the hooks off.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        params: Leaves,
+        groups: tuple[Group, ...],
+        marks: tuple[str, ...],
+        in_backward: InBackward | None,
+        carry: Callable[[Leaf], None],
+    ):
+        self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
+        self.reduced: Leaves = {}
+        self.held: Leaves = {}
+        self.units: Units | None = None
+        self.stream = self._stream(groups, marks)
+        self.undo: list[Callable[[], Any]] = []
+        if self.stream is None and self.in_backward is None:
+            return
+        # Backward reaches the parameters that forward used last, first.
+        for leaf in pipe.layout.leaves:
+            if leaf.trainable:
+                hook = functools.partial(self.hand_over, leaf.path)
+                self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+
+    def _stream(self, groups: tuple[Group, ...], marks: tuple[str, ...]) -> Stream | None:
+        """What reduces gradients as they arrive, where the first update half is a reduction."""
+        pipe = self.pipe
+        wire = next((s.wire for s in pipe.stages[pipe.cut :] if s.wire is not None), None)
+        if pipe.late or wire is None or not groups:
+            return None
+        group = groups[pipe.groups.index(wire.group)]
+        # Backward reaches the parameters that forward used last, first.
+        leaves = [leaf for leaf in reversed(pipe.layout.leaves) if leaf.trainable]
+        like = {
+            leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
+            for leaf in leaves
+            for p in [self.params[leaf.path]]
+        }
+        control = joint_channel(pipe.groups)
+        return Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, marks)
+
+    def left(self) -> bool:
+        """Whether gradients of this micro-step have left to be reduced."""
+        return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
+
+    def gone(self) -> bool:
+        """Whether gradients of this micro-step are no longer where they were put."""
+        return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
+
+    @uncompiled
+    def hand_over(self, path: str, p: Tensor) -> None:
+        """A gradient has been added up in `p.grad`."""
+        grad = read(p)
+        if grad is None:
+            # A leaf of a gathered unit that no rank used.
+            return
+        write(p, None)
+        grad = grad.detach()
+        check_readable({path: grad}, {path: p})
+        if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
+            self._hold(path, grad)
+        else:
+            self._pass_on(path, grad)
+
+    def accept(self, leaf: Leaf, g: Tensor) -> None:
+        """A gradient that other ranks' backward brought about."""
+        if self.in_backward is not None:
+            self._hold(leaf.path, g)
+            return
+        if self.stream is not None:
+            self.stream.arrived(leaf.path, g)
+            return
+        p = self.params[leaf.path]
+        p.grad = g if p.grad is None else p.grad.add_(g)
+
+    def release(self) -> None:
+        """All parts have come, on all ranks."""
+        for leaf in self.pipe.layout.leaves if self.held else ():
+            if leaf.path in self.held:
+                self._pass_on(leaf.path, self.held.pop(leaf.path))
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+
+    def forget(self) -> None:
+        """Let go of what is here; what is under way is the stream's."""
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+        self.held.clear()
+        self.reduced.clear()
+
+    def _pass_on(self, path: str, grad: Tensor) -> None:
+        if self.stream is not None:
+            self.stream.arrived(path, grad)
+        elif self.in_backward is not None:
+            self.in_backward.arrived(path, grad)
+
+    def _hold(self, path: str, grad: Tensor) -> None:
+        """Keep a part of a gradient until those of the other ranks' have come: what has been used is not added to."""
+        old = self.held.get(path)
+        self.held[path] = grad if old is None else old.add_(grad)
+
+    def _take(self, leaf: Leaf, g: Tensor) -> None:
+        """A reduced gradient: those of several backwards add up."""
+        g = g.to(self.pipe.dtypes.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
+        if self.in_backward is not None:
+            self.carry(leaf)
+            self.in_backward.arrived(leaf.path, g)
+            return
+        old = self.reduced.get(leaf.path)
+        self.reduced[leaf.path] = g if old is None else old.add_(g)

@@ -1,0 +1,66 @@
+"""The form in which an attached model keeps one parameter, the form that is stored of it, and the dtype of `p.grad`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.pipeline import Pipeline
+from ..core.tree import Leaf
+from ..sharded.guarded_parameter import read, write
+
+
+def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
+    """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
+    full = p.detach()
+    wide = full.to(pipe.dtypes.stored(leaf))
+    resident, later = pipe.kept(wide, leaf), pipe.stages[pipe.cut :]
+    if pipe.sharded_use:
+        resident = resident.clone()
+    if any(stage.only_dtype for stage in later):
+        resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
+    if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
+        resident = resident.contiguous()
+    p.data = resident
+    if leaf.trainable:
+        keep_grads_in(p, pipe.resident_grad_dtype(leaf))
+    if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
+        return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
+    if pipe.sharded_use:
+        # A graph gathers shards anew and knows their age otherwise; writes of `p` are to be the user's alone.
+        return resident.detach()
+    # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other.
+    return p.detach() if pipe.sharding is None else pipe.sharding.store(p.detach(), leaf)
+
+
+def move_out(leaf: Leaf, p: Tensor, dtype: torch.dtype | None) -> None:
+    """Leave a parameter, full again, with a gradient of its form or none, in the dtype that it was to have."""
+    grad = read(p)
+    if grad is not None and grad.shape != p.shape:
+        # A part of a gradient, to which nothing can be added any more.
+        write(p, None)
+    if leaf.trainable:
+        keep_grads_in(p, dtype)
+
+
+def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
+    """Let `p.grad` be kept in `dtype`; in any that comes, for `None`. What is there already is cast.
+
+    That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
+    detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.
+    """
+    if p.grad_dtype == dtype:
+        return
+    grad = read(p)
+    if grad is None or dtype in (None, grad.dtype):
+        p.grad_dtype = dtype
+        return
+    # torch refuses another dtype than that of a gradient which is there.
+    write(p, None)
+    p.grad_dtype = dtype
+    write(p, grad.to(dtype))
+
+
+def dense(x: Tensor) -> bool:
+    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()

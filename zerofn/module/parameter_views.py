@@ -1,0 +1,90 @@
+"""The parameters of an attached model as its forward sees them: one view for each call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import is_wrapped
+from .._errors import bad_leaves
+from ..core.linear_map import LeafView, differentiable
+from ..core.pipeline import Pipeline
+from ..sharded.gather_on_use import Units
+from ..sharded.unit_rounds import lasting
+from ..sharded.write_back import Place, place
+from .calls import Local
+from .crossing import Crossing, Edge
+
+
+class ParameterViews:
+    """The views of the parameters of one attached model.
+
+    Args:
+        pipe: its pipeline.
+        units: what gathers sharded parameters.
+        local: what each thread that calls the model has.
+        crossing: makes the crossing of a view, where there is a loss scale.
+
+    Attributes:
+        suspended: the parameters are what the model sees for a while, whatever its views.
+    """
+
+    def __init__(self, pipe: Pipeline, units: Units | None, local: Local, crossing: Callable[[Edge, bool], Crossing]):
+        self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
+        self.scaled = pipe.scale is not None
+        self.suspended = False
+
+    def look(self, path: str, stored: Tensor) -> Tensor:
+        """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
+        view = self.pipe.views_at_use[path]
+        if self.units is not None:
+            if stored is self.units.params[path]:
+                return self.units.look(path, keep=bool(self.local.calls))
+            view = _of_another(view, stored)
+        elif self.suspended:
+            view = _only_cast(view, stored)
+        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
+            return stored
+        if not self.local.calls:
+            return self._through(view, stored)
+        found = self.local.seen.get(path)
+        if found is None or found[0] is not stored:
+            # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it.
+            with lasting(), torch.enable_grad():
+                seen = self._through(view, stored)
+            found = self.local.seen[path] = (stored, seen, address(seen))
+        return found[1]
+
+    def _through(self, view: LeafView, stored: Tensor) -> Tensor:
+        return self.crossing(view, True).cross(stored) if self.scaled else view(stored, None)
+
+    def origin(self, path: str, x: Any) -> Any:
+        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        view, stored = self.local.given.get(path, (lambda: None, None))
+        return stored if view() is x else None
+
+
+def address(x: Tensor) -> Place | None:
+    """Where a tensor's memory is; `None` for one that has none of its own."""
+    return None if is_wrapped(x) else place(x)
+
+
+def _of_another(view: LeafView, given: Tensor) -> LeafView:
+    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
+    if given.shape != view.leaf.shape:
+        raise RuntimeError(
+            bad_leaves(
+                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
+            )
+        )
+    return _only_cast(view, given)
+
+
+def _only_cast(view: LeafView, given: Tensor) -> LeafView:
+    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)
