@@ -297,6 +297,8 @@ def uncompiled(fn: Fn) -> Fn:
     `fn` asked by itself whether it is traced, a graph was made of that question, for each kind of argument anew; at
     the eighth the compiler gives `fn` up, and what `fn` calls is compiled all the same.
     """
+    # What a decorator of torch's makes has the code of all that it makes, torch's optimizers among them.
+    fn.__code__ = fn.__code__.replace()
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     _eval_frame.set_code_exec_strategy(fn.__code__, _OUTSIDE)
     return fn

@@ -1,4 +1,4 @@
-"""torch.compile of an attached model or of its blocks, and compiled autograd, on ranks: as the same without."""
+"""torch.compile of an attached model, of its blocks or of the loop, compiled autograd, on ranks: as without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zerofn as zf
 
 # aot_eager traces forward and backward as inductor does, and leaves the generation of code out.
 BACKEND = "aot_eager"
-HOWS = ("model", "blocks", "autograd")
+HOWS = ("model", "in place", "blocks", "loop")
 # How far a compiled step may be from a plain one: fused operations round less often than single ones.
 PRECISIONS = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 
@@ -59,33 +59,36 @@ def train(tx: zf.Transform, how: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     begun = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt = zf.attach(model, tx)
     call: Any = torch.compile(model, backend=BACKEND) if how == "model" else model
-    for block in model.blocks if how == "blocks" else ():
-        block.compile(backend=BACKEND)
-    rank, _ = P.rank_and_size()
-    found = []
-    for step in range(2):
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
-        loss = call(x).float().square().mean()
-        if how == "autograd":
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend=BACKEND)):
-                loss.backward()
-        else:
-            loss.backward()
-        assert x.grad is not None
-        found.append(x.grad)
+    for module in {"blocks": model.blocks, "in place": [model]}.get(how, []):
+        module.compile(backend=BACKEND)
+
+    def whole(x: Tensor) -> None:
+        call(x).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
-        assert not int(opt.metrics.get("skipped", 0))
+
+    run = torch.compile(whole, backend=BACKEND) if how == "loop" else whole
+    rank, _ = P.rank_and_size()
+    found = []
+    # By the switch, backward of a compiled function is compiled as well.
+    with torch._dynamo.config.patch(compiled_autograd=how == "loop"):
+        for step in range(2):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+            run(x)
+            assert x.grad is not None
+            found.append(x.grad)
+            assert not int(opt.metrics.get("skipped", 0))
     opt.detach()
     return {n: p.detach().float() - begun[n] for n, p in model.named_parameters()}, found
 
 
 def cells(size: int) -> list[tuple[int, str, str]]:
-    """Every stage in every precision in every way on one number of ranks, and any two of the three on each."""
+    """Every stage in every way on several ranks, each in one of the precisions."""
+    hows = HOWS if size > 1 else ("model", "loop")
     return [
-        (stage, precision, HOWS[(stage + i + size) % len(HOWS)])
+        (stage, list(PRECISIONS)[(stage + i + size) % len(PRECISIONS)], how)
         for stage in P.FIRST
-        for i, precision in enumerate(PRECISIONS)
+        for i, how in enumerate(hows)
     ]
 
 
@@ -104,7 +107,7 @@ def everything() -> dict[tuple[int, str, str], Any]:
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_compiled_as_plain(size: int):
     for rank, found in enumerate(zf.launch(everything, size, timeout=limit(120))):
-        assert len(found) == len(P.FIRST) * len(PRECISIONS)
+        assert len(found) == len(P.FIRST) * (len(HOWS) if size > 1 else 2)
         for (stage, precision, how), ((moved, inputs), (plain, expected)) in found.items():
             where, tol = f"rank {rank} of {size}, stage {stage}, {precision}, {how}", PRECISIONS[precision]
             for got, want in zip([*inputs, *moved.values()], [*expected, *plain.values()], strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import in_backward, version
+from .._compat import in_backward, uncompiled, version
 from .._errors import explain
 from ..core.agreement import check_weight
 from ..core.arguments import check_flag
@@ -206,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         index = int(self.metrics.get("overflow_leaf", -1))
         return None if index < 0 else self._pipe.layout.leaves[index].path
 
+    @uncompiled
     @torch.optim.Optimizer.profile_hook_step
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
@@ -292,6 +293,7 @@ class Optimizer(torch.optim.Optimizer):
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
             )
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this micro-step; sums that are held stay."""
         if not set_to_none and self._home.in_backward is not None:
