@@ -75,7 +75,8 @@ def _version(name: str) -> str:
 def _versions() -> Finding:
     from .. import __version__
 
-    told = ", ".join(f"{name} {_version(name)}" for name in ("torch", "optree", "numpy"))
+    # With the build: "+cpu" or "+cu130".
+    told = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in ("optree", "numpy"))])
     return Finding(
         "versions", f"zerofn {__version__}, {told}, Python {platform.python_version()}, {platform.platform(terse=True)}"
     )
