@@ -14,7 +14,7 @@ import pytest
 import torch
 from parity import PIPES, TWINS, compare
 
-COUNT = int(os.environ.get("ZEROFN_FUZZ", "500"))
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
 SHARES = 5  # one test each, so that the workers of pytest-xdist divide them
 

@@ -527,8 +527,18 @@ def check(name: str, stage: int, precision: str, ranks: list[Any], reference: Re
         assert left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left), "detach changed them"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+# Three ranks have parts that are short or empty, fp16 has a loss scale, so these meet in every run.
+OFTEN = ((1, "fp32"), (2, "bf16"), (3, "fp16"))
+
+
+@pytest.mark.parametrize(
+    ("size", "precision"),
+    [
+        pytest.param(size, precision, marks=() if (size, precision) in OFTEN else pytest.mark.slow)
+        for size in (1, 2, 3)
+        for precision in PRECISIONS
+    ],
+)
 def test_scenarios_give_the_gradients_of_plain_torch(size: int, precision: str):
     ranks = zf.launch(all_cells, size, precision, timeout=limit(120))
     references = {name: Reference(scenario, size) for name, scenario in SCENARIOS.items()}

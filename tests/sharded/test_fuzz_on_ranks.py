@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofn as zf
 import zerofn.sharded.reducer
 
-COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "100"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 SECONDS = 60 + COUNT / 2
 D = 5
