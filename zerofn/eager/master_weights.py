@@ -4,6 +4,10 @@ Where `precision(param_dtype=...)` follows `all_reduce` or `reduce_scatter`, the
 the compute dtype and the state holds their masters. `model.load_state_dict`, `nn.init` and `p.data.clamp_()` write
 into the copy, and the next update would overwrite that from the masters in silence. So what was
 written is carried over: element by element, for an element that was not written is more exact in its master.
+
+What NumPy writes by way of `p.detach().numpy()` is counted by nobody. To compare all copies takes a pass over them, so
+it is done in steps 1, 2, 4, 8, ..., and in all of a model that has been written so in its first: programs repeat
+themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..sharded.guarded_parameter import Writes, writes
@@ -33,6 +38,8 @@ class Copies:
         viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
         dtypes = {path: x.dtype for path, x in stored().items()}
         self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]
+        # Steps that have been, and whether copies are compared in all of them.
+        self.steps, self.compares = 0, False
         self.note()
 
     def note(self) -> None:
@@ -40,16 +47,34 @@ class Copies:
         self.counts = {leaf.path: self._count(leaf) for leaf in self.leaves}
 
     def carry_over(self) -> None:
-        """Store what was written since."""
-        for leaf in self.leaves:
-            self.carry_leaf(leaf)
+        """Store what was written since.
+
+        Raises:
+            RuntimeError: something was written without being counted, after steps that were not compared.
+        """
+        self.steps += 1
+        looks = self.compares or self.steps & (self.steps - 1) == 0
+        found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and looks and self._carry(leaf)]
+        if found and not self.compares and self.steps > 1:
+            why = "written by NumPy or DLPack, which nobody counts, and in no step before that was compared"
+            right = "with torch.no_grad(): p.copy_(new), which is counted"
+            raise RuntimeError(
+                bad_leaves("parameters that are copies were written", [(x.path, why) for x in found], right)
+            )
+        self.compares |= bool(found)
+
+    def carry_leaf(self, leaf: Leaf) -> bool:
+        """Store what was written into one of them since, if it is one; whether a write was counted."""
+        if self.counts.get(leaf.path) in (None, self._count(leaf)):
+            return False
+        self._carry(leaf)
+        self.counts[leaf.path] = self._count(leaf)
+        return True
 
     @torch.no_grad()
-    def carry_leaf(self, leaf: Leaf) -> None:
-        """Store what was written into one of them since, if it is one."""
+    def _carry(self, leaf: Leaf) -> bool:
+        """Store what differs; whether anything does."""
         p = self.params[leaf.path]
-        if self.counts.get(leaf.path) in (None, self._count(leaf)):
-            return
         home = self.stored()[leaf.path]
         mine, new, told = p.detach(), p.detach(), home
         for stage in self.later:
@@ -57,8 +82,12 @@ class Copies:
             mine = mine if stage.wire is None else stage.store(mine, leaf)
         for stage in reversed(self.later):
             told = stage.view(told, leaf) if stage.wire is None else told
-        home.copy_(torch.where(mine == told.to(mine.dtype), home, new.to(home.dtype)))
-        self.counts[leaf.path] = self._count(leaf)
+        same = mine == told.to(mine.dtype)
+        # NaN is not equal to itself.
+        if bool((same | (mine.isnan() & told.isnan())).all()):
+            return False
+        home.copy_(torch.where(same, home, new.to(home.dtype)))
+        return True
 
     def _count(self, leaf: Leaf) -> list[Writes]:
         return writes([self.params[leaf.path]])
