@@ -207,6 +207,8 @@ def func_outside(env: Env, rng: random.Random) -> None:
     """torch.func over the attached model, or `is_grads_batched`."""
     x = env.draw()
     way = rng.choice(["vmap", "jvp of input", "grad of input", "batched"])
+    if env.model.assigns and way in ("jvp of input", "grad of input"):
+        way = "vmap"  # torch itself dies of `w.data = x` inside of the other two
     if way == "vmap":
         env.note(torch.func.vmap(lambda row: env.out(row[None])[0])(x))
     elif way == "jvp of input":

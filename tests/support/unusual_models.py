@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 WIDTH = 4
 
@@ -117,6 +118,9 @@ class Net(nn.Module):
         self.momentum = rng.choice(MOMENTUM)
         self.clamp = rng.choice(CLAMPS)
         self.inside = rng.choice(INSIDE)
+        self.assigns = "momentum" in habits and self.momentum is _assign
+        # Whether what is computed with are copies, of this call alone, of what is written into.
+        self.apart = False
         self.feature: Tensor | None = None
 
     def forward(self, x: Tensor) -> Any:
@@ -126,6 +130,11 @@ class Net(nn.Module):
         if "clamp" in self.habits and self.training:
             with torch.no_grad():
                 self.clamp(self.blocks[0].inner.weight)
+        copies = {n: p.clone() for n, p in self.named_parameters()} if self.apart else {}
+        with _reparametrize_module(self, copies):
+            return self.compute(x)
+
+    def compute(self, x: Tensor) -> Any:
         h = self.stem(x)
         if "hook in forward" in self.habits and h.requires_grad:
             h.register_hook(lambda g: g * 0.5)

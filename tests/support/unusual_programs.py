@@ -145,9 +145,17 @@ def values(model: nn.Module) -> Grads:
     return {n: p.detach().double().clone() for n, p in model.named_parameters()}
 
 
-def reference(program: Program) -> list[Result]:
-    """Plain torch: one model per rank in one process, gradients averaged by hand."""
+def reference(program: Program, apart: bool = False) -> list[Result]:
+    """Plain torch: one model per rank in one process, gradients averaged by hand.
+
+    Args:
+        program: what to run.
+        apart: whether each call computes with copies of its own. Torch refuses a backward where a parameter was
+            written into after it was used, also where that changed no number, or changed a copy of another call.
+    """
     models = [program.make().double() for _ in range(program.size)]
+    for model in models:
+        model.apart = apart
     before = values(models[0])
     moments: Grads = {}
     logs: list[list[Tensor]] = [[] for _ in models]

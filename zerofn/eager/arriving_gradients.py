@@ -50,7 +50,7 @@ class Arrivals:
         groups: tuple[Group, ...],
         marks: tuple[str, ...],
         in_backward: InBackward | None,
-        carry: Callable[[Leaf], None],
+        carry: Callable[[Leaf], object],
     ):
         self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
         self.reduced: Leaves = {}
