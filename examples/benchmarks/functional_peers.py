@@ -1,0 +1,139 @@
+"""The same step, clip and AdamW, by other means than zerofn's: for `functional.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.999), 1e-8, 1e-2, 1.0
+Loss = Callable[..., Any]
+Step = Callable[[], float]
+
+
+def bare(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step:
+    """Eager torch as everybody writes it: `clip_grad_norm_` and the fused AdamW."""
+    p = {k: v.clone().requires_grad_() for k, v in params.items()}
+    opt = torch.optim.AdamW(p.values(), LR, BETAS, EPS, DECAY, fused=True)
+
+    def step() -> float:
+        opt.zero_grad()
+        out = loss(p, x, y)
+        out.backward()
+        torch.nn.utils.clip_grad_norm_(p.values(), CLIP)
+        opt.step()
+        return float(out.detach())
+
+    return step
+
+
+def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step:
+    """A step written for the compiler by hand, its state written in place."""
+    p = {k: v.clone() for k, v in params.items()}
+    m, v = ({k: torch.zeros_like(t) for k, t in p.items()} for _ in range(2))
+    count = torch.zeros((), dtype=torch.int64)
+
+    def step() -> Tensor:
+        leaves = {k: t.detach().requires_grad_() for k, t in p.items()}
+        out = loss(leaves, x, y)
+        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values())), strict=True))
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+        factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
+        count.add_(1)
+        t = count.double()
+        size, root = (LR / (1 - BETAS[0] ** t)).float(), (1 - BETAS[1] ** t).sqrt().float()
+        for k, g in grads.items():
+            g = g * factor
+            m[k].copy_(BETAS[0] * m[k] + (1 - BETAS[0]) * g)
+            v[k].copy_(BETAS[1] * v[k] + (1 - BETAS[1]) * g * g)
+            p[k].copy_(p[k] * (1 - LR * DECAY) - size * m[k] / (v[k].sqrt() / root + EPS))
+        return out.detach()
+
+    compiled = torch.compile(step, fullgraph=True)
+    return lambda: float(compiled())
+
+
+def torchopt_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int) -> Step:
+    """The meta-gradient through some steps by the first parameters, by torchopt and plain autograd."""
+    import torchopt
+
+    tx = torchopt.chain(
+        torchopt.clip.clip_grad_norm(CLIP), torchopt.adamw(LR, BETAS, EPS, DECAY, moment_requires_grad=False)
+    )
+
+    def step() -> float:
+        first = {k: v.clone().requires_grad_() for k, v in params.items()}
+        p, state = first, tx.init(first)
+        for _ in range(steps):
+            grads = torch.autograd.grad(loss(p, x, y), list(p.values()), create_graph=True)
+            updates, state = tx.update(dict(zip(p, grads, strict=True)), state, params=p, inplace=False)
+            p = torchopt.apply_updates(p, updates, inplace=False)
+        meta = torch.autograd.grad(loss(p, x, y), list(first.values()))
+        return float(torch.stack([g.double().square().sum() for g in meta]).sum().sqrt())
+
+    return step
+
+
+class JaxOps:
+    """What the models are made of, in JAX."""
+
+    def __init__(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.jax, self.jnp, self.tanh = jax, jnp, jnp.tanh
+
+    def gelu(self, x: Any) -> Any:
+        return self.jax.nn.gelu(x, approximate=True)
+
+    def norm(self, x: Any, weight: Any, bias: Any) -> Any:
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) / self.jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * weight + bias
+
+    def attention(self, q: Any, k: Any, v: Any) -> Any:
+        return self.jax.nn.softmax(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
+
+    def heads(self, x: Any) -> Any:
+        from functional_models import HEADS
+
+        return x.reshape(*x.shape[:-1], HEADS, -1).swapaxes(-2, -3)
+
+    def joined(self, x: Any) -> Any:
+        x = x.swapaxes(-2, -3)
+        return x.reshape(*x.shape[:-2], -1)
+
+
+def jax_steps(loss: Loss, params: dict[str, Any], x: Any, y: Any, members: int) -> dict[str, Step]:
+    """JAX and optax under `jit`, of one member and of several; none where they are not installed."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+    try:
+        import jax
+        import optax
+    except ImportError:
+        return {}
+    ops = JaxOps()
+    tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LR, *BETAS, eps=EPS, weight_decay=DECAY))
+
+    def step(p: Any, state: Any) -> tuple[Any, Any, Any]:
+        out, grads = jax.value_and_grad(lambda p: loss(p, x, y, ops))(p)
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, out
+
+    def runner(fn: Callable, p: Any, state: Any) -> Step:
+        kept = [p, state]
+
+        def once() -> float:
+            kept[0], kept[1], out = fn(*kept)
+            return float(out.ravel()[0])
+
+        return once
+
+    one = {k: jax.numpy.asarray(v) for k, v in params.items()}
+    many = {k: jax.numpy.stack([v] * members) for k, v in one.items()}
+    return {
+        "step": runner(jax.jit(step, donate_argnums=(0, 1)), one, tx.init(one)),
+        "vmap": runner(jax.jit(jax.vmap(step), donate_argnums=(0, 1)), many, jax.vmap(tx.init)(many)),
+    }
