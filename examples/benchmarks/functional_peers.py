@@ -37,9 +37,7 @@ def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step
     count = torch.zeros((), dtype=torch.int64)
 
     def step() -> Tensor:
-        leaves = {k: t.detach().requires_grad_() for k, t in p.items()}
-        out = loss(leaves, x, y)
-        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values())), strict=True))
+        grads, out = torch.func.grad_and_value(loss)(p, x, y)
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
         count.add_(1)
@@ -50,7 +48,7 @@ def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step
             m[k].copy_(BETAS[0] * m[k] + (1 - BETAS[0]) * g)
             v[k].copy_(BETAS[1] * v[k] + (1 - BETAS[1]) * g * g)
             p[k].copy_(p[k] * (1 - LR * DECAY) - size * m[k] / (v[k].sqrt() / root + EPS))
-        return out.detach()
+        return out
 
     compiled = torch.compile(step, fullgraph=True)
     return lambda: float(compiled())
