@@ -236,6 +236,21 @@ def test_zero_stages_under_torchrun(train_lm, tmp_path, stage, more):
     assert ranks["bytes_per_parameter"] < 0.8 * alone["bytes_per_parameter"]
 
 
+def test_functional_benchmark_runs():
+    """Without what is compiled, which takes a minute. The numbers are those of torch and of torchopt."""
+    sizes = {"width": 8, "batch": 4, "inner": 2, "rounds": 3, "steps": 20}
+    small = [part for name, size in sizes.items() for part in (f"--{name}", size)]
+    process = run("benchmarks/functional.py", *small, "--only", "step", "meta", "memory")
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, err
+    rows = [line for line in out.splitlines() if "]  " in line and "quartiles" not in line]
+    numbers = {line.split("  ")[0]: float(line.split()[-1]) for line in rows}
+    assert numbers["torch, clip_grad_norm_, AdamW(fused)"] == pytest.approx(numbers["zerofn"], rel=1e-4)
+    assert numbers["torchopt, autograd"] == pytest.approx(numbers["zerofn, autograd"], rel=1e-4)
+    assert numbers["torchopt, autograd"] == pytest.approx(numbers["zerofn, torch.func.grad"], rel=1e-4)
+    assert "resident MiB along 20 steps" in out
+
+
 def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]

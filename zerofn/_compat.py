@@ -296,18 +296,15 @@ def uncompiled(fn: Fn) -> Fn:
     code that is traced into, the other for code that is run while a compiler waits for functions to compile. Where
     `fn` asked by itself whether it is traced, a graph was made of that question, for each kind of argument anew; at
     the eighth the compiler gives `fn` up, and what `fn` calls is compiled all the same.
+
+    Whoever asks for a whole graph (`fullgraph=True`) is told the docstring of `fn`.
     """
     # What a decorator of torch's makes has the code of all that it makes, torch's optimizers among them.
     fn.__code__ = fn.__code__.replace()
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    fn._torchdynamo_disable_msg = fn.__doc__  # type: ignore[attr-defined]
     _eval_frame.set_code_exec_strategy(fn.__code__, _OUTSIDE)
     return fn
-
-
-@uncompiled
-def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` in code that torch.compile traces: it breaks its graph here instead of tracing into it."""
-    return fn(*args)
 
 
 class _Reinterpret(Function):

@@ -53,9 +53,8 @@ def transformer(p: dict[str, Any], x: Any, y: Any, ops: Any = TorchOps) -> Any:
     for i in range(layers):
         w = {k: p[f"{i}.{k}"] for k in LAYER}
         a = ops.norm(h, w["n1.w"], w["n1.b"])
-        q, k, v = (
-            ops.heads(part) for part in (a @ w["qkv.w"] + w["qkv.b"]).reshape(*a.shape[:-1], 3, -1).swapaxes(0, -2)
-        )
+        qkv, width = a @ w["qkv.w"] + w["qkv.b"], h.shape[-1]
+        q, k, v = (ops.heads(qkv[..., j * width : (j + 1) * width]) for j in range(3))
         h = h + ops.joined(ops.attention(q, k, v)) @ w["o.w"] + w["o.b"]
         a = ops.norm(h, w["n2.w"], w["n2.b"])
         h = h + ops.gelu(a @ w["up.w"] + w["up.b"]) @ w["down.w"] + w["down.b"]

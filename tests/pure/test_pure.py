@@ -1,6 +1,7 @@
 """The pure route under every torch.func transform, in every container, against plain functions of plain tensors."""
 
 import copy
+import gc
 import pickle
 from collections import OrderedDict
 from typing import NamedTuple
@@ -533,6 +534,47 @@ def test_what_a_donated_step_shows_is_from_before_its_update():
     state, held = step(state)
     state, _ = step(state)
     assert torch.equal(held["aux"], ones) and torch.equal(state.params["w"], ones - 1)
+
+
+def test_a_donated_state_is_not_used_again(tmp_path):
+    """It would be the next state's numbers with its own counters, without a word."""
+    tx = zf.adamw(0.1)
+    plain, step = (zf.make_step(lambda p: (p["w"] ** 2).sum(), tx, donate=d) for d in (False, True))
+    old = zf.init(tx, {"w": torch.ones(3)})
+    plain(old)
+    new, _ = step(old)
+    uses = {
+        "a step": lambda s: plain(s),
+        "a step ": lambda s: step(s),
+        "zf.update": lambda s: zf.update(tx, {"w": torch.ones(3)}, s),
+        "zf.full_params": lambda s: zf.full_params(tx, s),
+        "zf.bind": lambda s: zf.bind(lambda p: p["w"], tx, s),
+        "zf.vjp": lambda s: zf.vjp(lambda p: p["w"], tx, s),
+        "zf.save": lambda s: zf.save(tmp_path / "saved", s),
+    }
+    for name, use in uses.items():
+        with pytest.raises(RuntimeError, match=rf"(?s){name.strip()}.*that was donated.*write: state, metrics = step"):
+            use(old)
+    # One that a step has refused is still there.
+    with pytest.raises(TypeError):
+        step(new, torch.ones(1), torch.ones(1))
+    for name, use in uses.items():
+        use(copy.deepcopy(new) if name == "a step " else new)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_thousand_steps_keep_what_ten_keep(donate):
+    """By a rate that requires grad, of which no graph is kept: tensors and nodes of graphs that are alive."""
+    tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(torch.tensor(0.1, requires_grad=True)))
+    step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), tx, donate=donate)
+    state, x, found = zf.init(tx, {"w": torch.ones(3)}), torch.zeros(3), []
+    for i in range(1001):
+        state, metrics = step(state, x)
+        assert metrics["loss"].grad_fn is None and state.leaves["w"].grad_fn is None
+        if i in (10, 1000):
+            gc.collect()
+            found.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    assert found[0] == found[1]
 
 
 class Product(torch.autograd.Function):

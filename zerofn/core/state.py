@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .._compat import register_pytree_node
+from .._errors import explain
 from .leaf_tensors import LeafTensors, assign
 from .pictures import bars
 from .transform import TransformState
@@ -39,6 +40,24 @@ class State:
     micro_step: Tensor
     layout: Layout
     _parameters: Leaves | None = None
+    # Of one that a step has written over, which holds another one's numbers.
+    _donated: ClassVar[bool] = False
+
+    def give_away(self) -> None:
+        """Its memory belongs to the next state from here on."""
+        object.__setattr__(self, "_donated", True)
+
+    def check_kept(self, where: str) -> None:
+        """Raise a RuntimeError if it was given away."""
+        if self._donated:
+            raise RuntimeError(
+                explain(
+                    f"{where} of a state that was donated",
+                    "a step with donate=True has written the next state into its memory",
+                    "state, metrics = step(state, *batch), and no use of the old one;\n"
+                    "zf.make_step(loss_fn, tx), without donate, to keep both",
+                )
+            )
 
     @property
     def params(self) -> Tree:

@@ -92,6 +92,7 @@ def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
         raise TypeError(
             explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
         )
+    state.check_kept(where)
     pipe = pipeline(tx, state.layout, where)
     names = [p.name for p in pipe.parts]
     if list(state.transforms) != names:

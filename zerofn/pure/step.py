@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import COMPILES_STATES, eagerly, functorch_active, while_traced
+from .._compat import COMPILES_STATES, functorch_active, uncompiled, while_traced
 from .._errors import explain
 from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
@@ -32,7 +32,8 @@ def make_step(
             `metrics["aux"]`.
         tx: the pipeline.
         donate: let the step write into the memory of the state it is given, which must not be used
-            again. Saves one copy of parameters and optimizer state. Tensors that a step passes on as they are,
+            again: that is refused, where the step is not compiled. Saves one copy of parameters and optimizer
+            state. Tensors that a step passes on as they are,
             such as the parameters of a held one, belong to the old state and the new: to donate the new one
             overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
             some members take must choose between old and new; an error there if the state is not batched. A step
@@ -64,12 +65,15 @@ def make_step(
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         check_positional("step(state", keywords)
         if torch.compiler.is_compiling() and not COMPILES_STATES:
-            return eagerly(step_before_torch_2_13, step, state, batch, weight)
+            return step_before_torch_2_13(step, state, batch, weight)
         pipe = pipes.of(state)
         if torch.compiler.is_compiling() and pipe.groups:
-            return eagerly(step_over_ranks, step, state, batch, weight)
+            return step_over_ranks(step, state, batch, weight)
         check_recording("step")
         check_data(state, "a step")
+        tracing = torch.compiler.is_compiling()
+        if not tracing:
+            state.check_kept("a step")
         record = asked("make_step", create_graph, (), state)
         check_vmap(pipe, weight, state, batch)
         aux: dict[str, Any] = {}
@@ -83,7 +87,7 @@ def make_step(
 
         loss, pull = linearize(pipe, scalar, state, batch, keep=False, record=record)
         share = None
-        if not functorch_active() and not torch.compiler.is_compiling():
+        if not functorch_active() and not tracing:
             weight, share = shared_weight(pipe, weight)
         unit = torch.ones_like(loss)
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
@@ -91,10 +95,12 @@ def make_step(
         del pull
         if not record:
             aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
-        if donate and not torch.compiler.is_compiling():
+        if donate and not tracing:
             # A backward may return a parameter it saved, so gradients too.
             loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
         new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate, recorded=record))
+        if donate and not tracing:
+            state.give_away()
         return new, {"loss": loss, **metrics, **aux}
 
     # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
@@ -141,13 +147,21 @@ class Pipelines:
         return pipe
 
 
+@uncompiled
 def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A step over several ranks, which is no graph: the loss in it may be compiled, its collectives are not."""
+    """A step over several ranks is no graph, since its collectives are none.
+
+    write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
+    """
     return step(state, *batch, weight=weight)
 
 
+@uncompiled
 def step_before_torch_2_13(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A step that the compiler of an older torch cannot read: it runs uncompiled, and is no whole graph."""
+    """The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.
+
+    write: torch.compile(step) without fullgraph, or torch 2.13
+    """
     return step(state, *batch, weight=weight)
 
 

@@ -269,6 +269,7 @@ def state_of(given: Any, where: str) -> State:
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
+    state.check_kept(where.format("state"))
     return state
 
 
