@@ -141,7 +141,7 @@ class Bound:
     def part(self, path, full):
         """This rank's of a vector in the layout of the parameters."""
         (leaf,) = [leaf for leaf in self.state.layout.leaves if leaf.path == path]
-        return self.pipe.store(full, leaf)
+        return self.pipe.road.store(full, leaf)
 
     def along_w(self, of, v):
         """The product of the Jacobian of a function of the stored parameters with a vector in the layout of `w`."""

@@ -94,7 +94,7 @@ class Hessian:
         found = {}
         for p in paths:
             x = self.leaves[p]
-            where = {"offset": self.pipe.offsets.get(p, 0), "stream": _STREAM, "device": x.device}
+            where = {"offset": self.pipe.road.offsets.get(p, 0), "stream": _STREAM, "device": x.device}
             bits = random_bits(x.numel(), seed=seed, step=step, key=leaf_key(p), **where).view(x.shape)
             found[p] = (bits & 1).to(x.dtype) * 2 - 1 if signs else (bits.double() / 2.0**31).to(x.dtype)
         return found

@@ -8,23 +8,23 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
-from ..kernels.recording import recorded, root
+from ..kernels.recording import root
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from ..ranks.reduction import OverRanks
 from .compose import as_transform, complete
-from .linear_map import LeafView, over, stored_by
+from .linear_map import LeafView
 from .order import check_complete, check_pieces
 from .owners import Owners, at_owners, may_be_owned
+from .road import Road, groups_of
 from .transform import (
     Context,
     OneProcess,
@@ -35,8 +35,8 @@ from .transform import (
     TransformState,
     nothing_to_prepare,
 )
-from .tree import Layout, Leaf, Leaves, Placement, the_one
-from .views import Dtypes, Like, Ranks, View, Wire, cutter, pull_all, reducing_in, summable, view_all
+from .tree import Layout, Leaves, Placement, the_one
+from .views import Dtypes, Ranks, View, Wire, cutter, reducing_in
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -80,40 +80,46 @@ class Pipeline:
 
     def made_ready(self) -> Pipeline:
         """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
-        for name, value in vars(Pipeline).items():
-            if isinstance(value, cached_property):
-                getattr(self, name)
+        for each in (self.road, self):
+            for name, value in vars(type(each)).items():
+                if isinstance(value, cached_property):
+                    getattr(each, name)
         return self
+
+    @cached_property
+    def road(self) -> Road:
+        """The way of leaves between the model and storage."""
+        return Road(self.layout, tuple(view for view in self.views if view is not None), self.dtypes, self.late)
 
     @cached_property
     def stages(self) -> tuple[View, ...]:
         """The views that do something, from the model to storage."""
-        return tuple(view for view in self.views if view is not None)
+        return self.road.stages
 
     @cached_property
     def cut(self) -> int:
         """The first of `stages` that reduces gradients of resident parameters."""
-        return next((i for i, view in enumerate(self.stages) if view.resident), len(self.stages))
+        return self.road.cut
+
+    @cached_property
+    def sharding(self) -> Wire | None:
+        """How leaves are cut over ranks, if they are."""
+        return self.road.sharding
+
+    @cached_property
+    def sharded_use(self) -> bool:
+        """Whether even resident parameters are shards, gathered when they are used."""
+        return self.road.sharded_use
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of ranks the pipeline talks in."""
+        return self.road.groups
 
     @cached_property
     def scale(self) -> str | None:
         """The name of the transform that scales the loss."""
         return next((p.name for p in self.parts if p.facts.scales), None)
-
-    @cached_property
-    def sharding(self) -> Wire | None:
-        """How leaves are cut over ranks, if they are."""
-        return cutter(self.stages)
-
-    @cached_property
-    def sharded_use(self) -> bool:
-        """Whether even resident parameters are shards, gathered when they are used."""
-        return cutter(self.stages[: self.cut]) is not None
-
-    @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """Every group of ranks the pipeline talks in."""
-        return _groups(self.stages)
 
     @cached_property
     def weighted(self) -> bool:
@@ -125,36 +131,17 @@ class Pipeline:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
             return ()
-        return _groups(self.stages[: self.cut] if self.late else self.stages)
+        return groups_of(self.stages[: self.cut] if self.late else self.stages)
 
     @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
         """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
-        return self.composed(self.stages[: self.cut] if self.late else self.stages, self.dtypes.gradient)
+        return self.road.composed(self.stages[: self.cut] if self.late else self.stages, self.dtypes.gradient)
 
     @cached_property
     def views_at_use(self) -> dict[str, LeafView]:
         """By path: how an attached model sees its resident parameters."""
-        return self.composed(self.stages[: self.cut], self.resident_grad_dtype)
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
-        return all(view.wire is not None or view.only_dtype for view in self.stages)
-
-    def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
-        """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
-        towards_model = stages[::-1]
-        return {
-            leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
-            for leaf in self.layout.leaves
-        }
-
-    def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of `p.grad` in an attached model."""
-        if not any(view.only_dtype for view in self.stages[self.cut :]):
-            return self.dtypes.gradient(leaf)
-        return summable(self.dtypes.summed(leaf))
+        return self.road.composed(self.stages[: self.cut], self.road.resident_grad_dtype)
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
@@ -171,118 +158,16 @@ class Pipeline:
         if self.late and view is not None and not view.only_dtype and view in self.stages[self.cut :]:
 
             def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-                pull = self.pull_recorded if ctx.recorded else self.pull
+                pull = self.road.pull_recorded if ctx.recorded else self.road.pull
                 return pull((view,), grads, params), state
 
             yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
         if not part.idle:
             yield part
 
-    def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
-        """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
-
-        Args:
-            stages: from the model to storage, consecutive members of `self.stages`.
-            grads: by path; a leaf may be absent on this rank.
-            stored: stored parameters, for their devices.
-            scale: what to divide by at the end.
-        """
-        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        whole = cutter(self.stages[: self._index(stages)]) is None
-        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
-        for stage in stages:
-            if scale is None or not stage.only_dtype:
-                grads = pull_all(stage, grads, leaves, like)
-            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
-        named = {leaf.path: leaf for leaf in leaves}
-        dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
-        return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
-
-    def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
-        """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
-        found: Leaves = {}
-        for path, view in self.composed(stages, self.dtypes.gradient).items():
-            if view.leaf.trainable:
-                g, shape = grads.get(path), self.grad_shape(view.leaf)
-                found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
-        return found
-
-    def _index(self, stages: tuple[View, ...]) -> int:
-        return self.stages.index(stages[0]) if stages else len(self.stages)
-
-    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, whole: bool) -> Like:
-        """A gradient as it arrives at the first of `stages`."""
-        ahead = any(s.only_dtype for s in stages)
-        if ahead:
-            dtype = self.dtypes.seen(leaf)
-        elif self._index(stages) == 0 and not self.late:
-            dtype = self.dtypes.stored(leaf)
-        elif self.late or all(s.wire is None for s in self.stages[: self._index(stages)]):
-            dtype = self.dtypes.gradient(leaf)
-        else:
-            # A second sum, along another axis of the mesh.
-            dtype = self.dtypes.summed(leaf)
-        shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
-        return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
-
-    def see(
-        self,
-        stages: tuple[View, ...],
-        leaves: Leaves,
-        which: Sequence[Leaf] | None = None,
-        into: Leaves | None = None,
-    ) -> Leaves:
-        """Parameters through the views of stages, given from the model to storage. Not differentiable.
-
-        Args:
-            stages: consecutive members of `self.stages`.
-            leaves: stored parameters.
-            which: those that are seen; all by default.
-            into: where to gather them if the last view is a gather, which is then one collective.
-        """
-        for i, stage in reversed(list(enumerate(stages))):
-            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which, None if i else into)
-        return leaves
-
-    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What is kept of a full parameter; a function of it where that is recorded."""
-        differentiable = recorded((x,))
-        for stage in self.stages:
-            x = stored_by(stage, x, leaf) if differentiable else stage.store(x, leaf)
-        return x.to(self.dtypes.stored(leaf))
-
-    def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
-        for stage in self.stages[: self.cut]:
-            x = x if stage.only_dtype else stage.store(x, leaf)
-        return x
-
-    def whole(self, leaves: Leaves) -> Leaves:
-        """Stored parameters in full, in their storage dtype; functions of them where that is recorded."""
-        stages = tuple(stage for stage in self.stages if not stage.only_dtype)
-        if not recorded(leaves.values()):
-            return self.see(stages, leaves)
-        return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
-
-    def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of a leaf in the state of this rank."""
-        if self.sharding is None:
-            return tuple(leaf.shape)
-        low, high = self.sharding.span(leaf)
-        return (high - low,)
-
-    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of the gradient that `zf.update` is given."""
-        return tuple(leaf.shape) if self.late and not self.sharded_use else self.stored_shape(leaf)
-
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        return Context(self.layout, offsets=self.offsets, reduction=self.reduction, **given)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Global index of the first stored element of each leaf."""
-        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+        return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, **given)
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -299,7 +184,7 @@ class Pipeline:
         """The first state of every transform, for stored parameters (meta tensors too)."""
         leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.leaves if leaf.trainable}
         sums = {
-            leaf.path: leaves[leaf.path].new_empty(self.grad_shape(leaf), dtype=self.dtypes.gradient(leaf))
+            leaf.path: leaves[leaf.path].new_empty(self.road.grad_shape(leaf), dtype=self.dtypes.gradient(leaf))
             if (self.late or self.dtypes.gradient(leaf) != leaves[leaf.path].dtype)
             else leaves[leaf.path]
             for leaf in self.layout.leaves
@@ -348,13 +233,9 @@ def _with_owners(parts: tuple[Transform, ...], layout: Layout, wire: Wire) -> tu
     return tuple(at_owners(p, at) if p.name in owned else p for p in parts), replace(layout, placement=placement)
 
 
-def _groups(stages: Sequence[View]) -> tuple[Group, ...]:
-    return tuple(view.wire.group for view in stages if view.wire is not None)
-
-
 def _placement(stages: Sequence[View], wire: Wire | None, layout: Layout, apart: tuple[str, ...]) -> Placement:
     """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
-    groups = _groups(stages)
+    groups = groups_of(stages)
     shards, axes = Group() if wire is None else wire.group, tuple(g.ranks for g in groups)
     found = Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
     spans = {} if wire is None else {leaf: wire.span(leaf) for leaf in layout.leaves}

@@ -31,7 +31,9 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
         g = grads.get(leaf.path)
         if g is None:
             continue
-        if reason := _misfit(g, leaf, pipe.grad_shape(leaf), {pipe.dtypes.gradient(leaf), stored[leaf.path].dtype}):
+        if reason := _misfit(
+            g, leaf, pipe.road.grad_shape(leaf), {pipe.dtypes.gradient(leaf), stored[leaf.path].dtype}
+        ):
             bad.append((leaf.path, reason))
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
@@ -56,7 +58,7 @@ def check_stored(pipe: Pipeline, stored: Tree) -> None:
     """What a bound function is given has the shapes of what is stored."""
     bad = []
     for i, path, x in pipe.layout.match(stored, "these are not the stored parameters of this state", "state.params"):
-        shape = pipe.stored_shape(pipe.layout.leaves[i])
+        shape = pipe.road.stored_shape(pipe.layout.leaves[i])
         if not isinstance(x, Tensor):
             bad.append((path, f"{type(x).__name__} is no tensor"))
         elif tuple(x.shape) != tuple(shape):

@@ -145,7 +145,7 @@ class Arrivals:
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
-        g = g.to(self.pipe.dtypes.gradient(leaf)).reshape(self.pipe.stored_shape(leaf))
+        g = g.to(self.pipe.dtypes.gradient(leaf)).reshape(self.pipe.road.stored_shape(leaf))
         if self.in_backward is not None:
             self.carry(leaf)
             self.in_backward.arrived(leaf.path, g)

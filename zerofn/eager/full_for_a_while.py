@@ -24,9 +24,9 @@ def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves
         What paths were stored, once it has ended.
     """
     parts = {path: p.data for path, p in params.items()}
-    fulls = pipe.whole(stored())
+    fulls = pipe.road.whole(stored())
     # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
-    before = None if pipe.exact else {path: full.clone() for path, full in fulls.items()}
+    before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     for path, full in fulls.items():
         params[path].data = full
     written: set[str] = set()
@@ -45,7 +45,7 @@ def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None
     for leaf in pipe.layout.leaves:
         if before is not None and torch.equal(before[leaf.path], params[leaf.path]):
             continue
-        mine, home = pipe.store(params[leaf.path].detach(), leaf), stored[leaf.path]
+        mine, home = pipe.road.store(params[leaf.path].detach(), leaf), stored[leaf.path]
         if not torch.equal(mine, home):
             written.add(leaf.path)
         home.copy_(mine)

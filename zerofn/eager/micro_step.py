@@ -56,7 +56,7 @@ class MicroStep:
     def _zero(self, path: str) -> Tensor:
         leaf = next(leaf for leaf in self.pipe.layout.leaves if leaf.path == path)
         stored = self.state().leaves[path]
-        return stored.new_zeros(self.pipe.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
+        return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
 
     def _marks(self, boundary: bool | None, dropped: bool, more: dict[str, int] | None = None) -> dict[str, int]:
         closes = 2 if boundary is None else int(boundary)
@@ -88,7 +88,7 @@ class MicroStep:
         grads, arrivals.reduced = arrivals.reduced, {}
         # The first of them is what streams.
         rest = tuple(s for s in self.pipe.stages[self.pipe.cut + 1 :] if not s.only_dtype)
-        return self.uncleared.take(self.pipe.pull(rest, grads, self.state().leaves) if rest else grads)
+        return self.uncleared.take(self.pipe.road.pull(rest, grads, self.state().leaves) if rest else grads)
 
     def _in_place(self, marks: dict[str, int]) -> Leaves:
         with torch.DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))
-    resident, later = pipe.kept(wide, leaf), pipe.stages[pipe.cut :]
+    resident, later = pipe.road.kept(wide, leaf), pipe.stages[pipe.cut :]
     if pipe.sharded_use:
         resident = resident.clone()
     if any(stage.only_dtype for stage in later):
@@ -23,9 +23,9 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         resident = resident.contiguous()
     p.data = resident
     if leaf.trainable:
-        keep_grads_in(p, pipe.resident_grad_dtype(leaf))
+        keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
-        return pipe.store(full, leaf).clone(memory_format=torch.contiguous_format)
+        return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
     if pipe.sharded_use:
         # A graph gathers shards anew and knows their age otherwise; writes of `p` are to be the user's alone.
         return resident.detach()

@@ -84,7 +84,7 @@ class Residence:
         ends = self.micro_step
         asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
         self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
-        if not pipe.exact:
+        if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
 
@@ -116,7 +116,7 @@ class Residence:
         leaves = self.state.leaves
         for bucket in cut(self.pipe.layout.leaves, {p: x.dtype for p, x in self.params.items()}):
             here = {leaf.path: leaves[leaf.path] for leaf in bucket}
-            seen = self.pipe.see(stages, here, bucket, {leaf.path: self.params[leaf.path] for leaf in bucket})
+            seen = self.pipe.road.see(stages, here, bucket, {leaf.path: self.params[leaf.path] for leaf in bucket})
             for path, x in seen.items():
                 if x.data_ptr() != self.params[path].data_ptr():
                     self.params[path].copy_(x)
@@ -130,7 +130,7 @@ class Residence:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters in the model. What is written to them inside is stored afterwards."""
-        if self.units is None and self.pipe.exact:
+        if self.units is None and self.pipe.road.exact:
             yield self.model
             self.copies.carry_over()
             return
@@ -162,8 +162,8 @@ class Residence:
             # A gather that was begun for nobody ends before its channel is closed.
             self.units.gathered.drop()
             self.units.suspended = self.units.left = True
-        for path, full in self.pipe.whole(self.state.leaves).items() if self.pipe.stages else ():
-            if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.exact:
+        for path, full in self.pipe.road.whole(self.state.leaves).items() if self.pipe.stages else ():
+            if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.road.exact:
                 self.params[path].data = full.detach().clone()
         for action in reversed(self.undo):
             action()

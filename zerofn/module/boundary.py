@@ -96,11 +96,16 @@ class Sight:
         leaving = self.local.leaving
         if leaving is None or not self.scaled:
             return
-        leaving.wait(self.attributes.inner(start))
-        if at_once:
-            leaving.keep_until(math.inf)
-            if leaving.kept:
-                self.attributes.show({id(inner): outer for inner, outer in leaving.kept})
+        inner = self.attributes.inner(start)
+        if functorch_active():
+            # As outputs do there, each by itself.
+            found = [(x, self._crossing(ExitMap(None, x.dtype), False).cross(x)) for x in inner] if at_once else []
+        else:
+            leaving.wait(inner)
+            leaving.keep_until(math.inf if at_once else -1)
+            found = leaving.kept if at_once else []
+        if found:
+            self.attributes.show({id(x): outer for x, outer in found})
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""

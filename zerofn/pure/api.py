@@ -54,7 +54,7 @@ def init(tx: Transform, params: Tree, *, create_graph: bool = False) -> State:
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
     agree_on_start(pipe, tensors)
-    stored = {leaf.path: _own(pipe.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+    stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
 
 
@@ -83,7 +83,7 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     leaves = state.leaves
     if of != "params":
         leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
-    return state.layout.join(pipe.whole(leaves))
+    return state.layout.join(pipe.road.whole(leaves))
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
@@ -142,7 +142,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
     # All the way from storage: `pipe.leaf_views` begins at the resident form where the reduction is late.
-    views = pipe.composed(pipe.stages, pipe.dtypes.gradient)
+    views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
     if pipe.late and pipe.weighted:
         views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 

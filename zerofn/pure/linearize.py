@@ -102,7 +102,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     """
     stages = pipe.stages[: pipe.cut] if pipe.late else pipe.stages
     with torch.no_grad():
-        seen = {p: x.detach() for p, x in pipe.see(stages, resident).items()}
+        seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
     paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
     for p in paths:
         seen[p].requires_grad_()
@@ -119,7 +119,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
             found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
         grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
         with torch.no_grad():
-            return pipe.pull(stages, grads, resident, scale), list(found[len(paths) :])
+            return pipe.road.pull(stages, grads, resident, scale), list(found[len(paths) :])
 
     return primals, pull
 
@@ -154,10 +154,10 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
     if not record:
-        return pipe.see(pipe.stages[pipe.cut :], stored) if pipe.late or pipe.sharded_use else stored
+        return pipe.road.see(pipe.stages[pipe.cut :], stored) if pipe.late or pipe.sharded_use else stored
     if not pipe.late:
         return stored
-    views = pipe.composed(pipe.stages[pipe.cut :], pipe.dtypes.gradient)
+    views = pipe.road.composed(pipe.stages[pipe.cut :], pipe.dtypes.gradient)
     return {path: view(stored[path], None) for path, view in views.items()}
 
 

@@ -67,7 +67,7 @@ class Units:
         self.pipe, self.params = pipe, params
         self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
         self.alone = {leaf.path: i for i, leaf in enumerate(alone, len(units))}
-        self.watch = Written(units, params, self.collectives.wire.span, pipe.exact)
+        self.watch = Written(units, params, self.collectives.wire.span, pipe.road.exact)
         self.gathered = Gathered(self.units, self.blocks, params, self.watch)
         self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, Course() if early else None)
         self.rests = Rests(self.rounds, self.gathered, self.watch.back, ended)

@@ -108,7 +108,7 @@ class UnitCollectives:
                 if g is not None:
                     for stage in self.of_parts:
                         g = g if stage.only_dtype else stage.pull(g, leaf)
-                    own = self.pipe.resident_grad_dtype(leaf)
+                    own = self.pipe.road.resident_grad_dtype(leaf)
                     out[leaf.path] = g.to(own, copy=True) if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]
 

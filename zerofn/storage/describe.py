@@ -152,7 +152,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
         pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
-        stored = {leaf.path: pipe.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
+        stored = {leaf.path: pipe.road.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
         return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout))
 
 

@@ -145,7 +145,7 @@ def run_pieces(
 
 
 def _start(pipe: Pipeline, tensors: Leaves) -> State:
-    stored = {leaf.path: pipe.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
+    stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
 
 

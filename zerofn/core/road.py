@@ -1,0 +1,182 @@
+"""The road of leaves: what is stored goes through views to the model, and gradients go back.
+
+Whole trees at once, in buckets, one collective for each; leaf by leaf and differentiable it is `LeafView`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..kernels.recording import recorded
+from ..ranks.group import Group
+from .linear_map import LeafView, over, stored_by
+from .tree import Layout, Leaf, Leaves
+from .views import Dtypes, Like, View, Wire, cutter, pull_all, summable, view_all
+
+
+def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
+    """The groups of ranks in which views talk."""
+    return tuple(view.wire.group for view in stages if view.wire is not None)
+
+
+@dataclass(frozen=True)
+class Road:
+    """Between the model and storage.
+
+    Attributes:
+        layout: of the parameters.
+        stages: the views that do something, from the model to storage.
+        dtypes: of a parameter and its gradient on the way.
+        late: whether gradients of resident parameters are reduced after an accumulation.
+    """
+
+    layout: Layout
+    stages: tuple[View, ...]
+    dtypes: Dtypes
+    late: bool
+
+    @cached_property
+    def cut(self) -> int:
+        """The first of `stages` that reduces gradients of resident parameters."""
+        return next((i for i, view in enumerate(self.stages) if view.resident), len(self.stages))
+
+    @cached_property
+    def sharding(self) -> Wire | None:
+        """How leaves are cut over ranks, if they are."""
+        return cutter(self.stages)
+
+    @cached_property
+    def sharded_use(self) -> bool:
+        """Whether even resident parameters are shards, gathered when they are used."""
+        return cutter(self.stages[: self.cut]) is not None
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of ranks the pipeline talks in."""
+        return groups_of(self.stages)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
+        return all(view.wire is not None or view.only_dtype for view in self.stages)
+
+    def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
+        """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
+        towards_model = stages[::-1]
+        return {
+            leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
+            for leaf in self.layout.leaves
+        }
+
+    def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of `p.grad` in an attached model."""
+        if not any(view.only_dtype for view in self.stages[self.cut :]):
+            return self.dtypes.gradient(leaf)
+        return summable(self.dtypes.summed(leaf))
+
+    def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a leaf in the state of this rank."""
+        if self.sharding is None:
+            return tuple(leaf.shape)
+        low, high = self.sharding.span(leaf)
+        return (high - low,)
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of the gradient that `zf.update` is given."""
+        return tuple(leaf.shape) if self.late and not self.sharded_use else self.stored_shape(leaf)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Global index of the first stored element of each leaf."""
+        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+
+    def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
+        """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
+
+        Args:
+            stages: from the model to storage, consecutive members of `self.stages`.
+            grads: by path; a leaf may be absent on this rank.
+            stored: stored parameters, for their devices.
+            scale: what to divide by at the end.
+        """
+        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        whole = cutter(self.stages[: self._index(stages)]) is None
+        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
+        for stage in stages:
+            if scale is None or not stage.only_dtype:
+                grads = pull_all(stage, grads, leaves, like)
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        named = {leaf.path: leaf for leaf in leaves}
+        dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
+        return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
+
+    def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
+        """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
+        found: Leaves = {}
+        for path, view in self.composed(stages, self.dtypes.gradient).items():
+            if view.leaf.trainable:
+                g, shape = grads.get(path), self.grad_shape(view.leaf)
+                found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
+        return found
+
+    def _index(self, stages: tuple[View, ...]) -> int:
+        return self.stages.index(stages[0]) if stages else len(self.stages)
+
+    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, whole: bool) -> Like:
+        """A gradient as it arrives at the first of `stages`."""
+        ahead = any(s.only_dtype for s in stages)
+        if ahead:
+            dtype = self.dtypes.seen(leaf)
+        elif self._index(stages) == 0 and not self.late:
+            dtype = self.dtypes.stored(leaf)
+        elif self.late or all(s.wire is None for s in self.stages[: self._index(stages)]):
+            dtype = self.dtypes.gradient(leaf)
+        else:
+            # A second sum, along another axis of the mesh.
+            dtype = self.dtypes.summed(leaf)
+        shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
+        return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
+
+    def see(
+        self,
+        stages: tuple[View, ...],
+        leaves: Leaves,
+        which: Sequence[Leaf] | None = None,
+        into: Leaves | None = None,
+    ) -> Leaves:
+        """Parameters through the views of stages, given from the model to storage. Not differentiable.
+
+        Args:
+            stages: consecutive members of `self.stages`.
+            leaves: stored parameters.
+            which: those that are seen; all by default.
+            into: where to gather them if the last view is a gather, which is then one collective.
+        """
+        for i, stage in reversed(list(enumerate(stages))):
+            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which, None if i else into)
+        return leaves
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What is kept of a full parameter; a function of it where that is recorded."""
+        differentiable = recorded((x,))
+        for stage in self.stages:
+            x = stored_by(stage, x, leaf) if differentiable else stage.store(x, leaf)
+        return x.to(self.dtypes.stored(leaf))
+
+    def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
+        for stage in self.stages[: self.cut]:
+            x = x if stage.only_dtype else stage.store(x, leaf)
+        return x
+
+    def whole(self, leaves: Leaves) -> Leaves:
+        """Stored parameters in full, in their storage dtype; functions of them where that is recorded."""
+        stages = tuple(stage for stage in self.stages if not stage.only_dtype)
+        if not recorded(leaves.values()):
+            return self.see(stages, leaves)
+        return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
