@@ -24,6 +24,7 @@ from .core.leafwise import leafwise as leafwise
 from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
+from .eager.materialize import materialize as materialize
 from .eager.optimizer import Optimizer as Optimizer
 from .eager.optimizer import attach as attach
 from .module.layer_drop import layer_drop as layer_drop

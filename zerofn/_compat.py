@@ -64,6 +64,12 @@ def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[
     return module._parameters, module._modules, module._buffers
 
 
+def reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module its first values again, by torch's convention; some of torch's own keep it to themselves."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
 def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:
     """Let `parameters` be the module's own dict of them."""
     vars(module)["_parameters"] = parameters

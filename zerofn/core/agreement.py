@@ -26,7 +26,15 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
 
     Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
     """
-    _check_finite(tensors)
+    check_finite(tensors)
+    agree_on_chain(pipe)
+    if pipe.groups:
+        right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
+        agree_on_prints(pipe, {path: fingerprint(x) for path, x in tensors.items()}, right)
+
+
+def agree_on_chain(pipe: Pipeline) -> None:
+    """Raise on every rank if ranks have other pipelines, or other trees of parameters."""
     for group in pipe.groups:
         # The address of a function differs between processes that run the same code.
         tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
@@ -35,10 +43,9 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
             f"{leaf.path} {tuple(leaf.shape)} {leaf.dtype} {leaf.trainable}" for leaf in pipe.layout.leaves
         )
         agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
-        _agree_on_values(tensors, group)
 
 
-def _check_finite(tensors: Leaves) -> None:
+def check_finite(tensors: Leaves) -> None:
     """NaN never goes away by training, so it is refused before it is trained on."""
     bad = [
         (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
@@ -53,16 +60,32 @@ def _has_nan(x: Tensor) -> bool:
     return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
 
 
-def _agree_on_values(tensors: Leaves, group: Group) -> None:
-    every = gather_objects([fingerprint(x) for x in tensors.values()], group)
-    bad = []
-    for i, path in enumerate(tensors):
-        other = [r for r, found in zip(group.ranks, every, strict=True) if found[i] != every[0][i]]
-        if other:
-            bad.append((path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}"))
-    if bad:
-        right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
-        raise ValueError(bad_leaves("ranks start from different parameters", bad, right))
+def agree_on_prints(pipe: Pipeline, prints: dict[str, int], right: str, failure: Exception | None = None) -> None:
+    """Raise on every rank if ranks have other values, by the fingerprint of each leaf.
+
+    Args:
+        pipe: whose ranks.
+        prints: by path.
+        right: what to write instead.
+        failure: why this rank has none; it is raised here, and told to the others.
+    """
+    problem = failure
+    for group in pipe.groups:
+        # Also after a failure: on another axis of the mesh others wait for this rank.
+        every = gather_objects((None if problem is None else f"{problem}", prints), group)
+        lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]
+        if lost:
+            problem = problem or ValueError("parameters could not be initialised on " + "; ".join(lost))
+            continue
+        bad = []
+        for path, first in every[0][1].items():
+            other = [r for r, (_, found) in zip(group.ranks, every, strict=True) if found[path] != first]
+            if other:
+                bad.append((path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}"))
+        if bad:
+            problem = ValueError(bad_leaves("ranks start from different parameters", bad, right))
+    if problem is not None:
+        raise problem
 
 
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:

@@ -28,7 +28,6 @@ from ..module.attach_checks import (
     check_free,
     check_hookable,
     check_initialised,
-    check_memory,
     check_trainable,
 )
 from ..module.backward_hooks import check_inner_hooks
@@ -41,7 +40,7 @@ from . import torch_form
 from .accumulation_window import Window
 from .averaged import Averaged
 from .param_groups import ParamGroups
-from .resident_params import Residence
+from .resident_params import Residence, Start, as_they_are
 from .state_dict import as_dict, pairs
 
 
@@ -122,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
             of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is an error.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):
         check_hookable(model)
         _hooks.prepare(self)
         named = parameters_of(model)
@@ -134,12 +133,11 @@ class Optimizer(torch.optim.Optimizer):
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach")
-            check_memory(params)
             check_alone(model, bool(pipe.groups))
             if pipe.scale is not None:
                 check_inner_hooks(model)
             context = self._context if in_backward else None
-            self._home = Residence(model, pipe, params, context, lambda: _check(myself()))
+            self._home = Residence(model, pipe, params, context, lambda: _check(myself()), start)
         if self._home.control is not None:
             # The last that is undone.
             self._home.undo.insert(0, functools.partial(channels.close, self._home.control.ranks))

@@ -20,6 +20,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.transform import Context
 from ..core.views import cut
+from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
 from ..module.forward_hooks import install, needs_sight
 from ..module.guards import label
@@ -36,6 +37,17 @@ from .micro_step import MARKS, MicroStep
 from .resident_form import move_out, settle_in
 from .written_by_hand import Wholes
 
+# From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
+# the stored ones.
+Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
+
+
+def as_they_are(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Parameters that have their first values: each rank takes its part of them."""
+    check_memory(params)
+    agree_on_start(pipe, params)
+    return lambda: {leaf.path: settle_in(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+
 
 class Residence:
     """The parameters of one attached model.
@@ -46,6 +58,7 @@ class Residence:
         params: its parameters by path, each once.
         context: of a step, where the update is to run within backward.
         unchanged: raises if the model is no longer what was attached.
+        start: where their first values come from.
     """
 
     def __init__(
@@ -55,14 +68,15 @@ class Residence:
         params: dict[str, Tensor],
         context: Callable[[], Context] | None,
         unchanged: Callable[[], None],
+        start: Start,
     ):
         self.model, self.pipe, self.params = model, pipe, params
-        agree_on_start(pipe, params)
+        settle = start(pipe, params)
         self.groups: tuple[Group, ...] = tuple(channel(g) for g in pipe.groups)
         self.control: Group | None = joint_channel(pipe.groups) if pipe.groups else None
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
-        stored = {leaf.path: settle_in(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+        stored = settle()
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731

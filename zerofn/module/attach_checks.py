@@ -184,12 +184,12 @@ def check_memory(params: dict[str, Tensor]) -> None:
     seen: dict[int, str] = {}
     bad = []
     for path, p in params.items():
-        if p.is_meta:
-            bad.append((path, "on the meta device: it has no data yet; model.to_empty(device=...) and initialise"))
-        elif is_wrapper(p):
+        if is_wrapper(p):
             bad.append(
                 (path, f"a {type(p.data).__name__}, which is not plain memory: attach the model before that is made")
             )
+        elif p.is_meta:
+            bad.append((path, "on the meta device: it has no data yet; zf.materialize(model, tx) makes it"))
         elif p.numel():
             first = seen.setdefault(p.data_ptr(), path)
             if first != path:

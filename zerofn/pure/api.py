@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .._compat import functorch_active
 from .._errors import explain
-from ..core.agreement import agree_on_start, check_weight
+from ..core.agreement import agree_on_start, check_finite, check_weight
 from ..core.arguments import check_function, check_positional
 from ..core.averages import averages_of
 from ..core.executor import counter
 from ..core.gradients import split_grads
+from ..core.initial import Init, check_init, device_of, first_values, made_by
 from ..core.linear_map import OnlyForth, enter, leave
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
@@ -25,7 +26,15 @@ from ..kernels.recording import recorded
 from .linearize import check_graph, check_recording, linearize
 
 
-def init(tx: Transform, params: Tree, *, create_graph: bool = False) -> State:
+def init(
+    tx: Transform,
+    params: Tree,
+    *,
+    create_graph: bool = False,
+    init: Init | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> State:
     """The first state of a pipeline: stored parameters, the state of each transform, counters.
 
     Args:
@@ -35,26 +44,45 @@ def init(tx: Transform, params: Tree, *, create_graph: bool = False) -> State:
             several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
         create_graph: let the state be a function of `params` to autograd, for derivatives by the initial parameters.
             Inside of torch.func it is one in any case.
+        init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
+            are made one at a time, and each rank keeps its part, so that the tree need not fit into one rank's memory:
+            the peak is a state and one leaf. torch's generators are seeded by `seed` and the path for each leaf (and
+            put back), so that numbers are the same on any number of ranks; on another kind of device they are others.
+        seed: of the draws of `init`.
+        device: where `init` is to write and the state is to be; by default where torch makes tensors.
 
     Returns:
         A `State`. It shares no memory with `params`.
 
     Raises:
         TypeError: a leaf is no floating-point tensor.
-        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named.
+        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named. What `init` leaves
+            unwritten, or writes otherwise on another rank.
 
     >>> import torch, zerofn as zf
     >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
     >>> state
     State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+    >>> meta = {"w": torch.empty(1000, 1000, device="meta")}
+    >>> state = zf.init(zf.sgd(0.1), meta, init=lambda path, x: torch.nn.init.normal_(x, std=0.02))
+    >>> round(float(state.params["w"].std()), 3)
+    0.02
     """
     check_graph("zf.init", create_graph)
+    check_init("zf.init", init, seed)
     layout, tensors = make_layout(params)
     pipe = pipeline(tx, layout, "zf.init")
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
-    agree_on_start(pipe, tensors)
-    stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+    if init is None:
+        agree_on_start(pipe, tensors)
+        stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+    else:
+        check_finite(tensors)
+        at, by = device_of(device), init
+        whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
+        made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
+        stored = first_values(pipe, made, lambda leaf, x: _own(pipe.road.store(x, leaf)))
     return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
 
 
