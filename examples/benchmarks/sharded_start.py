@@ -3,9 +3,9 @@
     MALLOC_MMAP_THRESHOLD_=65536 python examples/benchmarks/sharded_start.py
 
 Each number is of fresh processes: the most that the process ever had in memory, less what it had before the model was
-built, the largest of the ranks. Beside it what is unavoidable: this rank's parts, and the largest leaf. The optimizer is
-plain SGD, whose state is none. The variable lets glibc give freed memory back; without it the heap keeps holes between
-parts that were allocated while whole leaves were alive.
+built, the largest of the ranks. Beside it what is unavoidable: this rank's parts, and the largest leaf. The optimizer
+is plain SGD, whose state is none. The variable lets glibc give freed memory back; without it the heap keeps holes
+between parts that were allocated while whole leaves were alive.
 """
 
 from __future__ import annotations
