@@ -29,10 +29,12 @@ class Copies:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
         stored: what is stored of each now, by path.
+        together: whether all are updated at once. Where each is in backward, copies are behind what is stored until the
+            step, so that a write which nobody counts cannot be told, and is lost.
     """
 
-    def __init__(self, pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves]):
-        self.pipe, self.params, self.stored = pipe, params, stored
+    def __init__(self, pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves], together: bool):
+        self.pipe, self.params, self.stored, self.together = pipe, params, stored, together
         # Between the two forms, from the model to storage.
         self.later = pipe.stages[pipe.cut :]
         viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
@@ -53,7 +55,7 @@ class Copies:
             RuntimeError: something was written without being counted, after steps that were not compared.
         """
         self.steps += 1
-        looks = self.compares or self.steps & (self.steps - 1) == 0
+        looks = self.together and (self.compares or self.steps & (self.steps - 1) == 0)
         found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and looks and self._carry(leaf)]
         if found and not self.compares and self.steps > 1:
             why = "written by NumPy or DLPack, which nobody counts, and in no step before that was compared"

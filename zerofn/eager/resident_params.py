@@ -90,7 +90,7 @@ class Residence:
             paths = {id(p): path for path, p in params.items()}
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
             self.undo.append(install(model, self.sight, paths, self.blocks))
-        self.copies = Copies(pipe, params, lambda: self.state.leaves)
+        self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(pipe, params, self.control if context is None else None)
         self.micro_step = MicroStep(
             pipe, self.arrivals, self.control, self.copies, self.wholes, lambda: self.state, self._gave_up

@@ -25,7 +25,10 @@ from .fork_server import fork_rank
 from .rank import NOTE
 from .serialization import load, read, scratch
 
-_GRACE = 0.5  # seconds to wait for the cause after the first consequence was seen
+# Seconds to wait for the cause after the first consequence was seen; on a busy machine a process takes long to end.
+_GRACE = 3.0
+# Seconds by which a death is seen late, where it is compared with an error that is no consequence of it.
+_LATE = 0.5
 
 
 class RankError(RuntimeError):
@@ -160,11 +163,12 @@ class Run:
     def failure(self) -> RankError:
         failed = [r for r in self.ranks if r.exitcode is not None and not (r.exitcode == 0 and r.finished)]
         errors = {r.rank: r.error() for r in failed}
+        late = _LATE if any(errors[r.rank] and not r.may_be_consequence() for r in failed) else _GRACE
 
         def when(r: _Rank) -> float:
             error = errors[r.rank]
             # A process is seen to end only after its sockets have closed and others failed for it.
-            return error[0] if error else r.ended_at - _GRACE
+            return error[0] if error else r.ended_at - late
 
         first = min(failed, key=when)
         others = [r.rank for r in failed if r is not first]
