@@ -105,8 +105,8 @@ class Road:
             scale: what to divide by at the end.
         """
         leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        whole = cutter(self.stages[: self._index(stages)]) is None
-        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], whole) for leaf in leaves}
+        before = self.stages[: self.stages.index(stages[0])] if stages else self.stages
+        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], before) for leaf in leaves}
         for stage in stages:
             if scale is None or not stage.only_dtype:
                 grads = pull_all(stage, grads, leaves, like)
@@ -124,30 +124,22 @@ class Road:
                 found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
         return found
 
-    def _index(self, stages: tuple[View, ...]) -> int:
-        return self.stages.index(stages[0]) if stages else len(self.stages)
-
-    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, whole: bool) -> Like:
-        """A gradient as it arrives at the first of `stages`."""
-        ahead = any(s.only_dtype for s in stages)
-        if ahead:
+    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, before: tuple[View, ...]) -> Like:
+        """A gradient as it arrives at the first of `stages`, from those before."""
+        if any(s.only_dtype for s in stages):
             dtype = self.dtypes.seen(leaf)
-        elif self._index(stages) == 0 and not self.late:
+        elif not before and not self.late:
             dtype = self.dtypes.stored(leaf)
-        elif self.late or all(s.wire is None for s in self.stages[: self._index(stages)]):
+        elif self.late or all(s.wire is None for s in before):
             dtype = self.dtypes.gradient(leaf)
         else:
             # A second sum, along another axis of the mesh.
             dtype = self.dtypes.summed(leaf)
-        shape = tuple(leaf.shape) if whole else self.stored_shape(leaf)
+        shape = tuple(leaf.shape) if cutter(before) is None else self.stored_shape(leaf)
         return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
 
     def see(
-        self,
-        stages: tuple[View, ...],
-        leaves: Leaves,
-        which: Sequence[Leaf] | None = None,
-        into: Leaves | None = None,
+        self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
     ) -> Leaves:
         """Parameters through the views of stages, given from the model to storage. Not differentiable.
 
