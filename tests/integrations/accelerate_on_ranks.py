@@ -33,6 +33,7 @@ def loop(folder: str, tx: Any, clip: float, resume: bool = False) -> list[Tensor
     for i, (a, b) in enumerate(batches):
         if resume and i == 6:
             accelerator.save_state(folder)
+            accelerator.wait_for_everyone()  # The main process alone writes the model.
             with torch.no_grad():
                 for p in net.parameters():
                     p.zero_()

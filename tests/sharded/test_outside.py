@@ -298,6 +298,9 @@ def looks():
         w.norm().item()
     # Nothing was written, so that the graph is as good as before.
     loss.backward()
+    # Frameworks move models whose gradients are there.
+    before = w.grad.clone()
+    assert model.cpu() is model and model.to("cpu") is model and torch.equal(w.grad, before) and w.grad.dim() == 1
     assert w.grad.shape == part.shape
     opt.step()
     opt.detach()

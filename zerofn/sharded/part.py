@@ -35,6 +35,8 @@ LOOKS = frozenset({
     "__delete__", "__dir__", "__format__", "__hash__", "__len__", "__repr__", "__set__", "as_subclass", "backward",
     "dim", "element_size", "get_device", "ndimension", "nelement", "numel", "requires_grad_", "retain_grad", "size",
     "stride", "type",
+    # By which `model.cpu()` asks how to store what it has moved.
+    "_has_compatible_shallow_copy_type",
 })
 BEGINNINGS = ("is_", "has_", "new_", "register_")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
