@@ -2,20 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.time_limits import limit
+from support.training_runs import STAGES, Inputs, agree, by_hand, inputs, recipes, trained
 from torch.func import grad, jvp
 
 import zerofn as zf
 
 F64 = torch.float64
-STAGES = {
-    "data parallel": lambda: ([zf.all_reduce()], []),
-    "data parallel, late": lambda: ([], [zf.all_reduce()]),
-    "ZeRO-1": lambda: ([], [zf.reduce_scatter()]),
-    "ZeRO-2": lambda: ([zf.reduce_scatter()], []),
-    "ZeRO-3": lambda: ([zf.shard()], []),
-    "one process": lambda: ([], []),
-}
 RATE, DECAY = torch.tensor(0.05, dtype=F64), torch.tensor(0.1, dtype=F64)
 
 
@@ -85,3 +80,49 @@ def test_derivatives_over_ranks_are_those_of_one_process(size):
                 torch.testing.assert_close(got[stage][k], want[k], rtol=1e-10, atol=1e-10, msg=where)
         mean = sum(got[stage][2] for got in found) / size
         torch.testing.assert_close(mean, want[2], rtol=1e-10, atol=1e-10)
+
+
+def of_runs(cases):
+    """Derivatives of runs by zerofn; of the batch each rank has its own rows."""
+    import torch.distributed as dist
+
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = []
+    for stage, r, seed in cases:
+        at = inputs(r.steps, seed)
+        rows = at.x.shape[1] // size
+        at = at._replace(x=at.x[:, rank * rows : (rank + 1) * rows])
+        found.append(twice(lambda at, r=r, stage=stage: trained(r, at, stage=stage), at))
+    return found
+
+
+def twice(fn, at):
+    """By rate, decay, first parameters, weight and batch; and of the squares of all but the last, by those."""
+
+    def shared(*a, x=at.x):
+        return fn(Inputs(a[0], a[1], a[2], x, a[3]))
+
+    def squares(*a):
+        return sum(g.square().sum() for g in grad(shared, (0, 1, 2, 3))(*a))
+
+    a = at.rate, at.decay, at.w, at.weight
+    return grad(shared, (0, 1, 2, 3))(*a), grad(squares, (0, 1, 2, 3))(*a), grad(lambda x: shared(*a, x=x))(at.x)
+
+
+runs = st.tuples(st.sampled_from([stage for stage in STAGES if stage != "one process"]), recipes, st.integers(0, 99))
+
+
+@settings(max_examples=6)
+@given(st.sampled_from([1, 2, 3]), st.lists(runs, min_size=1, max_size=3))
+def test_any_run_at_any_stage_has_the_derivatives_of_the_formula(size, cases):
+    """The reference has the rows of all ranks, in plain float64.
+
+    By a rank's own rows the derivative is that of its own loss, of which all ranks' have a mean: so many times that of
+    the reference.
+    """
+    want = [twice(lambda at, r=r: by_hand(r, at), inputs(r.steps, seed)) for _, r, seed in cases]
+    found = zf.launch(of_runs, size, cases, timeout=limit(120))
+    for ranks, (first, second, by_rows) in zip(zip(*found, strict=True), want, strict=True):
+        for got in ranks:
+            agree(got[:2], (first, second))
+        agree(torch.cat([got[2] for got in ranks], 1) / size, by_rows)

@@ -112,3 +112,17 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_all(size, route):
             flat = torch.cat([params[n].reshape(-1) for n in "abc"]).double()
             # fp32 parameters near one.
             torch.testing.assert_close(flat, final, rtol=0, atol=3e-7)
+
+
+def norm_of_little():
+    tx = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.sgd(1.0))
+    state = zf.init(tx, {"w": torch.tensor([2.0], dtype=torch.float64)})
+    state, metrics = zf.make_step(lambda p: (p["w"] * 3).sum(), tx)(state)
+    return metrics["grad_norm"], zf.full_params(tx, state)["w"]
+
+
+def test_a_rank_without_elements_adds_its_norm_in_the_dtype_of_the_others():
+    """The second rank has nothing of a leaf of one element, and sent 4 bytes where the first sent 8."""
+    for norm, w in zf.launch(norm_of_little, 2, timeout=limit()):
+        assert norm == 3.0 and norm.dtype == torch.float64
+        torch.testing.assert_close(w, torch.tensor([2 - 3 / (3 + 1e-6)], dtype=torch.float64), rtol=0, atol=1e-15)

@@ -71,11 +71,12 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 
 
 def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of squares of every leaf that has elements, by path, each 0-d; fp32 at least. The formula.
+    """The sum of squares of every leaf, by path, each 0-d; fp32 at least. The formula.
 
-    Not by way of norms, whose derivative has no limit where a leaf is zero.
+    Not by way of norms, whose derivative has no limit where a leaf is zero. Of a leaf without elements too: in which
+    dtype norms are added must not depend on which pieces a rank has, since the ranks then add theirs.
     """
-    wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items() if x.numel()}
+    wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items()}
     return {p: x.square().sum() for p, x in wide.items()}
 
 
@@ -92,9 +93,8 @@ def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
 
 
 def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of every leaf that has elements, by path, each 0-d; fp32 at least."""
-    paths = [path for path, x in leaves.items() if x.numel()]
-    return dict(zip(paths, _norms([leaves[p] for p in paths], 2.0), strict=True)) if paths else {}
+    """The norm of every leaf, by path, each 0-d; fp32 at least. See `leaf_squares` of those without elements."""
+    return dict(zip(leaves, _norms(list(leaves.values()), 2.0), strict=True)) if leaves else {}
 
 
 def sum_of_squares(norms_by_path: dict[str, Tensor]) -> Tensor:
