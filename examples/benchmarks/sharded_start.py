@@ -20,14 +20,9 @@ import zerofn as zf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm_model import GPT
+from sharded_ranks import memory, reset_peak
 
 MIB = 2**20
-
-
-def status(field: str) -> int:
-    """Bytes, of a field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def gpt(width: int, layers: int) -> GPT:
@@ -47,8 +42,8 @@ def peak(how: str, width: int, layers: int) -> tuple[int, float]:
     tx = zf.chain(zf.shard(), zf.sgd(0.1))
     # What the first use of ranks and generators takes is no part of it.
     zf.init(tx, {"w": torch.empty(4, device="meta")}, init=init)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    reset_peak()
+    before = memory("VmRSS")
     if how == "attach":
         torch.manual_seed(0)
         opt = zf.attach(gpt(width, layers), tx)
@@ -56,7 +51,7 @@ def peak(how: str, width: int, layers: int) -> tuple[int, float]:
         with torch.device("meta"):
             model = gpt(width, layers)
         opt = zf.materialize(model, tx, init if how == "init" else None)
-    found = status("VmHWM") - before
+    found = memory("VmHWM") - before
     return found, float(sum(x.double().square().sum() for x in opt.state.leaves.values()))
 
 

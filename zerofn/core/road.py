@@ -5,6 +5,7 @@ Whole trees at once, in buckets, one collective for each; leaf by leaf and diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,8 +106,7 @@ class Road:
             scale: what to divide by at the end.
         """
         leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        before = self.stages[: self.stages.index(stages[0])] if stages else self.stages
-        like = {leaf.path: self._like(leaf, stages, stored[leaf.path], before) for leaf in leaves}
+        like = self._arriving(leaves, stages, stored)
         for stage in stages:
             if scale is None or not stage.only_dtype:
                 grads = pull_all(stage, grads, leaves, like)
@@ -124,19 +124,24 @@ class Road:
                 found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
         return found
 
-    def _like(self, leaf: Leaf, stages: tuple[View, ...], stored: Tensor, before: tuple[View, ...]) -> Like:
-        """A gradient as it arrives at the first of `stages`, from those before."""
+    def _arriving(self, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:
+        """Gradients as they arrive at the first of `stages`, from those before."""
+        before = self.stages[: self.stages.index(stages[0])] if stages else self.stages
         if any(s.only_dtype for s in stages):
-            dtype = self.dtypes.seen(leaf)
+            dtype = self.dtypes.seen
         elif not before and not self.late:
-            dtype = self.dtypes.stored(leaf)
+            dtype = self.dtypes.stored
         elif self.late or all(s.wire is None for s in before):
-            dtype = self.dtypes.gradient(leaf)
+            dtype = self.dtypes.gradient
         else:
             # A second sum, along another axis of the mesh.
-            dtype = self.dtypes.summed(leaf)
-        shape = tuple(leaf.shape) if cutter(before) is None else self.stored_shape(leaf)
-        return Like(torch.Size(shape).numel(), shape, dtype, stored.device)
+            dtype = self.dtypes.summed
+        whole = cutter(before) is None
+        shapes = {leaf.path: tuple(leaf.shape) if whole else self.stored_shape(leaf) for leaf in leaves}
+        return {
+            leaf.path: Like(math.prod(shapes[leaf.path]), shapes[leaf.path], dtype(leaf), stored[leaf.path].device)
+            for leaf in leaves
+        }
 
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None

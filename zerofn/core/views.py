@@ -188,7 +188,7 @@ class View:
         """What a gradient is once it has been pulled through."""
         if self.wire is None:
             return before
-        before = before._replace(dtype=self.wire.reduce_dtype or summable(before.dtype))
+        before = before._replace(dtype=summed_in(self.wire, before.dtype))
         if not self.wire.cuts:
             return before
         low, high = self.wire.span(leaf)
@@ -200,12 +200,18 @@ def summable(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a wire sums gradients of a dtype."""
+    return wire.reduce_dtype or summable(dtype)
+
+
 def over_ranks(wire: Wire, resident: bool) -> View:
     """The view of a wire."""
     several = wire.group.size > 1
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
-        return wire.pull(g.to(wire.reduce_dtype or summable(g.dtype)), leaf)
+        # To a dtype that is asked for the wire casts, in a pass that it makes anyway.
+        return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
     return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident)
 
@@ -275,7 +281,7 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
     for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
         flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
         first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
-        buffer = wire.pack(flat, bucket, numels, wire.reduce_dtype or summable(first.dtype), first.device)
+        buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
         for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
             if g is not None:
                 out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)

@@ -60,7 +60,6 @@ class Arrivals:
         self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
-        # Backward reaches the parameters that forward used last, first.
         for leaf in pipe.layout.leaves:
             if leaf.trainable:
                 hook = functools.partial(self.hand_over, leaf.path)

@@ -5,9 +5,7 @@ the compute dtype and the state holds their masters. `model.load_state_dict`, `n
 into the copy, and the next update would overwrite that from the masters in silence. So what was
 written is carried over: element by element, for an element that was not written is more exact in its master.
 
-What NumPy writes by way of `p.detach().numpy()` is counted by nobody. To compare all copies takes a pass over them, so
-it is done in steps 1, 2, 4, 8, ..., and in all of a model that has been written so in its first: programs repeat
-themselves.
+What NumPy writes by way of `p.detach().numpy()` is counted by nobody, and is looked for as `Sampling` says.
 """
 
 from __future__ import annotations
@@ -15,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..sharded.guarded_parameter import Writes, writes
+from ..sharded.write_back import Sampling, same
 
 
 class Copies:
@@ -40,8 +40,7 @@ class Copies:
         viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
         dtypes = {path: x.dtype for path, x in stored().items()}
         self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]
-        # Steps that have been, and whether copies are compared in all of them.
-        self.steps, self.compares = 0, False
+        self.sampling = Sampling()
         self.note()
 
     def note(self) -> None:
@@ -54,16 +53,18 @@ class Copies:
         Raises:
             RuntimeError: something was written without being counted, after steps that were not compared.
         """
-        self.steps += 1
-        looks = self.together and (self.compares or self.steps & (self.steps - 1) == 0)
-        found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and looks and self._carry(leaf)]
-        if found and not self.compares and self.steps > 1:
+        compares, late = self.sampling.next()
+        compares &= self.together
+        found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and compares and self._written(leaf)]
+        for leaf in found:
+            self._carry(leaf)
+        if found and late:
             why = "written by NumPy or DLPack, which nobody counts, and in no step before that was compared"
             right = "with torch.no_grad(): p.copy_(new), which is counted"
             raise RuntimeError(
                 bad_leaves("parameters that are copies were written", [(x.path, why) for x in found], right)
             )
-        self.compares |= bool(found)
+        self.sampling.found |= bool(found)
 
     def carry_leaf(self, leaf: Leaf) -> bool:
         """Store what was written into one of them since, if it is one; whether a write was counted."""
@@ -74,22 +75,27 @@ class Copies:
         return True
 
     @torch.no_grad()
-    def _carry(self, leaf: Leaf) -> bool:
-        """Store what differs; whether anything does."""
-        p = self.params[leaf.path]
-        home = self.stored()[leaf.path]
-        mine, new, told = p.detach(), p.detach(), home
+    def _written(self, leaf: Leaf) -> bool:
+        """Whether the copy is another than the master says."""
+        return not same(*self._both(leaf))
+
+    @torch.no_grad()
+    def _carry(self, leaf: Leaf) -> None:
+        """Store what differs."""
+        home, new = self.stored()[leaf.path], self.params[leaf.path].detach()
         for stage in self.later:
             new = stage.store(new, leaf)
-            mine = mine if stage.wire is None else stage.store(mine, leaf)
+        copy, told = self._both(leaf)
+        home.copy_(torch.where(copy == told, home, new.to(home.dtype)))
+
+    def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
+        """The rows of the copy that this rank stores, and what its master says that they are."""
+        copy, told = self.params[leaf.path].detach(), self.stored()[leaf.path]
+        for stage in self.later:
+            copy = copy if stage.wire is None else stage.store(copy, leaf)
         for stage in reversed(self.later):
             told = stage.view(told, leaf) if stage.wire is None else told
-        same = mine == told.to(mine.dtype)
-        # NaN is not equal to itself.
-        if bool((same | (mine.isnan() & told.isnan())).all()):
-            return False
-        home.copy_(torch.where(same, home, new.to(home.dtype)))
-        return True
+        return copy, told.to(copy.dtype)
 
     def _count(self, leaf: Leaf) -> list[Writes]:
         return writes([self.params[leaf.path]])

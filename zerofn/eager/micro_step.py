@@ -1,4 +1,4 @@
-"""The end of a micro-step of an attached model: its gradients are collected on all ranks, or given up on all"""
+"""The end of a micro-step of an attached model: its gradients are collected on all ranks, or given up on all."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -97,13 +96,12 @@ class Sight:
         if leaving is None or not self.scaled:
             return
         inner = self.attributes.inner(start)
-        if functorch_active():
-            # As outputs do there, each by itself.
-            found = [(x, self._crossing(ExitMap(None, x.dtype), False).cross(x)) for x in inner] if at_once else []
-        else:
+        if not functorch_active():
             leaving.wait(inner)
-            leaving.keep_until(math.inf if at_once else -1)
-            found = leaving.kept if at_once else []
+        if not at_once:
+            return
+        # Under torch.func as outputs do there, each by itself.
+        found = [(x, self.show(x)) for x in inner] if functorch_active() else leaving.keep_all()
         if found:
             self.attributes.show({id(x): outer for x, outer in found})
 

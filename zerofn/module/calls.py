@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
-from ..sharded.write_back import Place
+from ..sharded.write_back import Place, Sampling
 from .graph_check import Shown
 from .upstream import Leaving
 
@@ -26,8 +26,8 @@ class Local(threading.local):
         self.walks = None if units is None else Walks(units)
         # By path: the stored tensor, its view in the call under way, and where that was.
         self.seen: Seen = {}
-        # Calls of the model that have ended, in eval and in train, and whether all of what it saw in them is compared.
-        self.ended, self.compares = [0, 0], False
+        # At whose ends all of what the model saw is compared.
+        self.sampling = Sampling()
         # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
         self.mark: int | None = None
         # By path: the view that was given last, and what it is the view of.

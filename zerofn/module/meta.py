@@ -24,16 +24,10 @@ class Made:
     """One tensor that was on the meta device.
 
     Attributes:
-        module: that it is registered with.
-        name: there.
-        path: in the model.
         old: what is there now.
         new: its values.
     """
 
-    module: nn.Module
-    name: str
-    path: str
     old: Tensor
     new: Tensor
 
@@ -54,13 +48,12 @@ def _own(module: nn.Module, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
 
 def by_function(model: nn.Module, init: Init, seed: int, device: torch.device) -> Iterator[Made]:
     """One after the other as `init(path, x)` writes it."""
-    for module, name, path, x in missing(model):
-        yield Made(module, name, path, x, made_by(init, x, path, seed, device))
+    for _, _, path, x in missing(model):
+        yield Made(x, made_by(init, x, path, seed, device))
 
 
 def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made]:
     """Unit by unit."""
-    check_resets(model)
     done: set[int] = set()
     for prefix, unit in units(model):
         for made in _reset(prefix, unit, seed, device):
@@ -130,10 +123,10 @@ def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> lis
             with seeded(seed, path, device):
                 reset()
         # By name: a reset may have registered another tensor.
-        found = [Made(m, name, path, old, _registered(m, name)) for m, name, path, old in places]
+        found = [(path, Made(old, _registered(m, name))) for m, name, path, old in places]
         bad = [
-            (made.path, f"left unset by {type(unit).__name__}.reset_parameters")
-            for made in found
+            (path, f"left unset by {type(unit).__name__}.reset_parameters")
+            for path, made in found
             if unset(made.new, before[id(made.old)] if made.new is stand_ins[id(made.old)] else -1)
         ]
     finally:
@@ -142,7 +135,7 @@ def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> lis
             own.update(entries)
     if bad:
         raise ValueError(bad_leaves("materialize: a module does not initialise all that it has", bad, _remedy()))
-    return [Made(m.module, m.name, m.path, m.old, m.new.detach()) for m in found]
+    return [Made(made.old, made.new.detach()) for _, made in found]
 
 
 def _stand_in(x: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ autograd cannot change a graph. So they are refused, when a cotangent comes to `
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -102,6 +103,11 @@ class Leaving:
         while self.waiting and made(self.waiting[-1]) <= number:
             t = self.waiting.pop()
             self.kept.append((t, self.let_out(t, None, True, KEPT)))
+
+    def keep_all(self) -> list[tuple[Tensor, Tensor]]:
+        """Let out all that wait; what they and those before are outside."""
+        self.keep_until(math.inf)
+        return self.kept
 
     def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
         """The tensor for the outside: `y` itself where it need not cross, and nothing that left is upstream of it.

@@ -17,17 +17,13 @@ from .parameter_views import address
 def carry_written(sight: Sight, seen: Seen) -> None:
     """What a model writes into a parameter that it sees in another dtype goes into a copy, and is stored from there.
 
-    `w.data` and NumPy write without a version's counting it. To compare all parameters takes time, so it is done in
-    calls 1, 2, 4, 8, ... in `train()` and in `eval()`, and in all of a model that has written so in the first of one:
-    programs repeat themselves.
+    `w.data` and NumPy write without a version's counting it, and are looked for as `Sampling` says.
     """
     _check_underived(seen)
     bad: dict[str, str] = {}
     local, model = sight.local, sight.model()
     mode = model is not None and model.training
-    local.ended[mode] += 1
-    ended = local.ended[mode]
-    compares = local.compares or ended & (ended - 1) == 0
+    compares, late = local.sampling.next(mode)
     for path, (stored, view, begin) in seen.items():
         exact = all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
         exchanged = address(view) != begin
@@ -44,10 +40,10 @@ def carry_written(sight: Sight, seen: Seen) -> None:
             bad[path] = "inside of a transform of torch.func"
         elif view.shape != stored.shape:
             bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
-        elif not (exchanged or counted or local.compares or ended == 1):
+        elif late and not (exchanged or counted):
             bad[path] = "by .data or NumPy, and in no call before that was compared"
         else:
-            local.compares = True
+            local.sampling.found = True
             _carry(view, stored)
     if bad:
         right = (

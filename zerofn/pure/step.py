@@ -64,14 +64,14 @@ def make_step(
 
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         check_positional("step(state", keywords)
-        if torch.compiler.is_compiling() and not COMPILES_STATES:
+        tracing = torch.compiler.is_compiling()
+        if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(step, state, batch, weight)
         pipe = pipes.of(state)
-        if torch.compiler.is_compiling() and pipe.groups:
+        if tracing and pipe.groups:
             return step_over_ranks(step, state, batch, weight)
         check_recording("step")
         check_data(state, "a step")
-        tracing = torch.compiler.is_compiling()
         if not tracing:
             state.check_kept("a step")
         record = asked("make_step", create_graph, (), state)

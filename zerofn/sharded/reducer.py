@@ -111,7 +111,7 @@ class Stream:
         first, numels = self.like[bucket[0].path], self._numels(bucket)
         with torch.no_grad():
             flat = [None if g is None else g.reshape(-1) for g in grads]
-            buffer = self.wire.pack(flat, bucket, numels, self.wire.reduce_dtype or first.dtype, first.device)
+            buffer = self.wire.pack(flat, bucket, numels, first.dtype, first.device)
         del grads, flat
         work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.

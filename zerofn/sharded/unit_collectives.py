@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.linear_map import over
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
-from ..core.views import cut, summable
+from ..core.views import cut, summed_in
 from ..ranks.group import Group
 
 
@@ -93,7 +93,7 @@ class UnitCollectives:
                 for stage in self.of_wholes if leaf.path in named else ():
                     named[leaf.path] = stage.pull(named[leaf.path], leaf)
             flat = [named.pop(leaf.path).reshape(-1) if leaf.path in named else None for leaf in bucket]
-            dtype = self.wire.reduce_dtype or summable(self.dtypes[i][bucket[0].path])
+            dtype = summed_in(self.wire, self.dtypes[i][bucket[0].path])
             numels = [leaf.numel for leaf in bucket]
             rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
             sent.append((bucket, numels, *self.wire.send(rows, async_op=True)))

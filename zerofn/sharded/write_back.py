@@ -132,6 +132,31 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+class Sampling:
+    """In which calls copies are compared for what NumPy or `.data` wrote, which nobody counts.
+
+    It takes a pass over all of them: so in calls 1, 2, 4, 8, ..., and in each once one has been found written, for
+    programs repeat themselves.
+
+    >>> sampling = Sampling()
+    >>> [sampling.next() for _ in range(4)]
+    [(True, False), (True, True), (False, True), (True, True)]
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[bool, int] = {}
+        self.found = False
+
+    def next(self, mode: bool = True) -> tuple[bool, bool]:
+        """Of one more call: whether copies are compared in it, and whether they were not in all before it.
+
+        Args:
+            mode: calls are counted apart in `train()` and in `eval()`.
+        """
+        n = self.calls[mode] = self.calls.get(mode, 0) + 1
+        return self.found or n & (n - 1) == 0, not self.found and n > 1
+
+
 def checksum(x: Tensor) -> int:
     """A number that is equal on ranks that have the same bits, and hardly on others."""
     bits = x.reshape(-1).view(torch.uint8)
