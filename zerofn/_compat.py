@@ -33,11 +33,11 @@ foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
 foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 
 # For a subclass that works below autograd alone.
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function = nn.Parameter.__torch_function__
 without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 # The code of every call of a module, by which its frame is found.
-CALL = nn.Module._call_impl.__code__
+CALL = nn.Module.__call__.__code__
 # Names of parameters in this attribute of a model are none of DistributedDataParallel's business.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 # By which `p.data = x` asks whether the two are alike. It looks and does not compute.
@@ -248,6 +248,9 @@ def run_when_ready(node: Any) -> None:
     node._set_sequence_nr((1 << 63) - 1)
 
 
+_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+
+
 def backward_call() -> tuple[list[Any], tuple]:
     """The nodes at which the backward under way began, and the tensors that it is to give the gradients of.
 
@@ -262,18 +265,24 @@ def backward_call() -> tuple[list[Any], tuple]:
     if len(found) != 1:
         return [], ()
     held = found[0].f_locals
-    nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in held.get("t_outputs", ())]
-    inputs = held["args"][3] if len(held.get("args", ())) > 3 else ()
-    return [n for n in nodes if n is not None], tuple(inputs)
+    roots = held["tensors" if found[0].f_code is _BACKWARD else "outputs"]
+    nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in _several(roots)]
+    return [n for n in nodes if n is not None], _several(held["inputs"])
 
 
 def _engine_frames(frame: Any) -> list[Any]:
     found = []
     while frame is not None:
-        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+        if frame.f_code in (_BACKWARD, _GRAD):
             found.append(frame)
         frame = frame.f_back
     return found
+
+
+def _several(given: Any) -> tuple:
+    """One tensor or edge, a sequence of them, or none."""
+    one = isinstance(given, Tensor | torch.autograd.graph.GradientEdge)
+    return (given,) if one else tuple(given or ())
 
 
 def backward_hooks(module: nn.Module) -> list[str]:
@@ -327,11 +336,6 @@ class _Reinterpret(Function):
         return _Reinterpret.apply(x, dtype), in_dims[0]
 
 
-def strong(ref: Any) -> Any:
-    """The storage of a `StorageWeakRef`, if anybody has it still; else `None`."""
-    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-
-
 def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bits in a dtype of the same size. `Tensor.view` has no rule for torch.func.vmap in torch 2.11."""
     wrapped = not torch.compiler.is_compiling() and is_wrapped(x)
@@ -370,10 +374,9 @@ def alias_of(x: Tensor, cls: type[Any]) -> Any:
 def tagged_pointwise(name: str) -> bool:
     """Whether torch says of an operator that each element of what it gives comes from those in the same place."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = (
-        [getattr(packet, o) for o in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    )
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    if not isinstance(packet, type(torch.ops.aten.add)):
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 @functools.cache

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._compat import strong
 from ..core.tree import Leaf
 from .write_back import Place, WriteBack, place, plainly
+
+# Storages are one object for as long as anybody has a tensor on them.
+StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 class Left(NamedTuple):
@@ -32,7 +33,7 @@ class Held:
 
     place: tuple[int, int]
     # Nothing where forward has put data of its own in its place: those are kept to the end of the call.
-    ref: StorageWeakRef | None
+    ref: StorageRef | None
     # Its memory, what this rank's rows were when they were looked at last, and what forward was given of it.
     full: Tensor
     rows: Tensor
@@ -62,7 +63,7 @@ class LetGo:
         self.units, self.back = units, back
         self.held: list[Held] = []
 
-    def hold(self, i: int, left: list[Left], refs: list[StorageWeakRef], dtypes: list[torch.dtype]) -> None:
+    def hold(self, i: int, left: list[Left], refs: list[StorageRef], dtypes: list[torch.dtype]) -> None:
         """A unit's copy has been let go. What somebody has of it is looked at again later."""
         for j, (ref, leaf, dtype) in enumerate(zip(refs, self.units[i], dtypes, strict=True)):
             own = left[j].own
@@ -93,9 +94,9 @@ def alive(refs: list[tuple[weakref.ref[Tensor], Place]]) -> list[tuple[Tensor, P
     return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
 
 
-def locked(ref: StorageWeakRef, dtype: torch.dtype) -> Tensor | None:
+def locked(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
     """All of a memory as a flat tensor, if anybody has it."""
-    storage = strong(ref)
+    storage = ref()
     if storage is None or not storage.nbytes():
         return None
     flat = torch.empty(0, dtype=dtype, device=storage.device)

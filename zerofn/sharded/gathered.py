@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._compat import memory
 from ..core.tree import Leaf, Leaves
+from .copies_let_go import StorageRef
 from .guarded_parameter import writes
 from .written_in_forward import Written
 
@@ -37,8 +38,8 @@ class Gathered:
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.coming: dict[int, Callable[[], list[Tensor]]] = {}
         self.seen: dict[int, tuple[Tensor, ...]] = {}
-        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        self.refs: dict[int, list[StorageWeakRef]] = {}
+        self.known: dict[int, tuple[StorageRef, int, int]] = {}
+        self.refs: dict[int, list[StorageRef]] = {}
         self.most_alive = 0
         self.updates = 0
         # By leaf: what else was written into its part.
@@ -52,7 +53,7 @@ class Gathered:
         """Of which parameter, by unit and place in it, a tensor is a view."""
         entry = self.known.get(memory(t))
         # An address may be used again once the storage that had it is gone.
-        return None if entry is None or entry[0].expired() else entry[1:]
+        return None if entry is None or entry[0]() is None else entry[1:]
 
     def get(self, i: int) -> list[Tensor] | None:
         """The unit's copy, if there is one with the values of now."""
@@ -72,11 +73,11 @@ class Gathered:
     def put(self, i: int, fulls: list[Tensor]) -> None:
         """A unit has come."""
         self.live[i] = fulls
-        self.refs[i] = [StorageWeakRef(full.untyped_storage()) for full in fulls]
+        self.refs[i] = [weakref.ref(full.untyped_storage()) for full in fulls]
         for j, (full, ref) in enumerate(zip(fulls, self.refs[i], strict=True)):
             if full.untyped_storage().nbytes():
-                self.known[ref.cdata] = (ref, i, j)
-        self.known = {k: entry for k, entry in self.known.items() if not entry[0].expired()}
+                self.known[memory(full)] = (ref, i, j)
+        self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
         self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()} | self.coming.keys()))
         if i < self.blocks:
             self.watch.begin(i, fulls)
