@@ -10,7 +10,10 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
+from zerofn.core.owners import owners
+from zerofn.core.tree import Leaf
 from zerofn.transforms import muon as module
+from zerofn.transforms.wires import span
 
 F64 = torch.float64
 STAGES = {
@@ -115,23 +118,36 @@ def test_thirty_steps_are_those_of_one_process(stage, size):
 
 def counted(stage):
     """Shapes that the iteration has seen in one step; bytes of the exchanges; elements of states of this rank."""
-    seen, real = [], module.orthogonal
+    from zerofn.ranks.group import Traffic
+
+    seen, real, sent, count = [], module.orthogonal, [], Traffic.sent
+    Traffic.sent = lambda self, op, n: sent.append(n if op == "all_to_all" else 0) or count(self, op, n)
     module.orthogonal = lambda u, *rest: seen.append(tuple(u.shape)) or real(u, *rest)
     tx = chain(stage, "muon", 1)
     _, state = train(tx, "pure", lambda i: batch(0, i), 1)
     from zerofn.core.entries import entries
 
     held = {(e.slot, e.path): e.value.numel() for e in entries(state) if e.slot.endswith("momentum")}
-    return seen, held
+    return seen, held, sum(sent)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
     for stage in (1, 2, 3):
         found = zf.launch(counted, size, stage, timeout=limit(60))
-        assert sorted(shape for seen, _ in found for shape in seen) == [(2, 6), (6, 7), (7, 5)]
-        total = {key: [held[key] for _, held in found] for key in found[0][1]}
+        assert sorted(shape for seen, _, _ in found for shape in seen) == [(2, 6), (6, 7), (7, 5)]
+        total = {key: [held[key] for _, held, _ in found] for key in found[0][1]}
         assert sorted(map(sorted, total.values())) == sorted(sorted([n] + [0] * (size - 1)) for n in (12, 42, 35))
+        # The transform is one for all leaves: parameters go to owners for their first states; in a step gradients and
+        # parameters go there, and parameters come back. Nobody sends what is its own.
+        leaves = [Leaf(name, p.shape, p.dtype, "cpu") for name, p in make().named_parameters()]
+        others = sum(x.numel - len(range(x.numel)[slice(*span(x.numel, r, size))]) for x, r in owned(leaves, size))
+        assert sum(sent for _, _, sent in found) == 4 * 8 * others
+
+
+def owned(leaves, size):
+    ranks = owners(leaves, size)
+    return [(leaf, ranks[leaf.path]) for leaf in leaves]
 
 
 def saved(directory, last, stage):

@@ -67,7 +67,7 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
         out.copy_(inp)
         return
     # Also where this rank has nothing to send or to get: others may.
-    group.traffic.count("all_to_all", group.size, inp.numel() * inp.element_size())
+    group.traffic.sent("all_to_all", (inp.numel() - ins[group.rank]) * inp.element_size())
     run(raw.begin_exchange(out, inp, group, outs, ins), "all_to_all", group, False)
 
 

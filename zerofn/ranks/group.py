@@ -34,10 +34,14 @@ class Traffic:
         self.begun, self.thread = 0, 0
 
     def count(self, op: str, size: int, full_bytes: int) -> None:
+        """A collective of parts of one length."""
+        self.sent(op, (2 if op == "all_reduce" else 1) * (size - 1) * full_bytes // size)
+
+    def sent(self, op: str, sent: int) -> None:
+        """A collective in which this rank sends so many bytes to others."""
         self.begun += 1
         self.thread = threading.get_ident()
-        rounds = 2 if op == "all_reduce" else 1
-        self._bytes[op] += rounds * (size - 1) * full_bytes // size
+        self._bytes[op] += sent
         self._calls[op] += 1
 
     @property
