@@ -14,6 +14,7 @@ from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
 from .analysis import curvature as curvature
+from .analysis.profile import profile as profile
 from .analysis.replay import record as record
 from .analysis.replay import replay as replay
 from .core.compose import chain as chain

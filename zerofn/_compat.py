@@ -444,6 +444,11 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's is under way in this thread."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
 def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Begin work that may outlast the profiler's: a profiler is shown that it began, and does not follow it.
 
@@ -451,7 +456,7 @@ def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) 
     gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` and its `wait()` outside kill
     the process in every second run.
     """
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not profiler_runs():
         return begin(*args, **kwargs)
     with torch.profiler.record_function(f"zerofn::{name}"):
         torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ranges import UPDATE, listener, ranged
 from .joined import join, spread
 from .transform import Context, Prepared, Scope, Transform, TransformState, select
-from .tree import Leaves
+from .tree import Leaves, flatten
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
@@ -72,7 +73,8 @@ def _prepare(
     found: list[Prepared] = []
     for k, part in enumerate(segment):
         look = grads if k == 0 and part.scope is not Scope.LEAF else None
-        prepared = part.prepare_fn(states[part.name], look, params, ctx)
+        with ranged(UPDATE, ctx.prefix + part.name):
+            prepared = part.prepare_fn(states[part.name], look, params, ctx)
         found.append(prepared)
         if prepared.emit is False:
             return found, True
@@ -96,7 +98,7 @@ def segment(
         here = {p: params[p] for p in paths}
         for part, p in zip(parts, prepared, strict=True):
             state = states[part.name] if whole else {k: slice_entry(v, paths) for k, v in states[part.name].items()}
-            signal, own = part.update_fn(signal, state, here, p.carry, ctx)
+            signal, own = updated(part, signal, state, here, p.carry, ctx)
             _merge(changed[part.name], own, states[part.name])
             if not isinstance(p.emit, bool):
                 signal = passed(p.emit, signal)
@@ -109,6 +111,29 @@ def segment(
             p.close()
     held = any(p.emit is False for p in prepared)
     return (None if held else out), changed
+
+
+def updated(
+    part: Transform, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
+) -> tuple[Leaves | None, TransformState]:
+    """What a transform's update half gives, run under its name; who listens is told what it moves."""
+    with ranged(UPDATE, ctx.prefix + part.name):
+        out, own = part.update_fn(grads, state, params, carry, ctx)
+        if (heard := listener()) is not None:
+            read, written = {"": _of(state, grads, params)}, {"": _of(own, grads, params)}
+            if part.facts.optimizes and out:
+                read["params"], written["params"] = [params[p] for p in out], list(out.values())
+            heard.moved(ctx.prefix + part.name, read, written)
+    return out, own
+
+
+def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
+    """What of a state is shared, or of leaves that have a gradient."""
+    found: list[Any] = []
+    for entry in state.values():
+        by_leaf = isinstance(entry, dict) and entry.keys() <= params.keys()
+        found += flatten(slice_entry(entry, list(grads)) if by_leaf else entry)[0]
+    return found
 
 
 def passed(emit: Tensor, signal: Leaves | None) -> Leaves | None:

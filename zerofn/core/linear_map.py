@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from .._compat import functorch_active, is_wrapped
 from .._errors import explain
+from .._ranges import VIEW, ranged
 from .tree import Leaf
 from .views import View
 
@@ -151,7 +152,8 @@ class LeafView:
         """Storage to model."""
         seen = x
         for stage in self.stages:
-            seen = stage.view(seen, self.leaf)
+            with ranged(VIEW, stage.name):
+                seen = stage.view(seen, self.leaf)
         if seen is not x:
             return seen
         # Not a view of `x`: torch refuses to use one after a write into the memory of both, which layers make that
@@ -163,7 +165,8 @@ class LeafView:
         narrow = g
         for stage in reversed(self.stages):
             if scale is None or not stage.only_dtype:
-                narrow = stage.pull(narrow, self.leaf)
+                with ranged(VIEW, stage.name):
+                    narrow = stage.pull(narrow, self.leaf)
         narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from .executor import slice_entry
+from .._ranges import UPDATE, ranged
+from .executor import slice_entry, updated
 from .joined import join, spread
 from .transform import Context, Prepared, Transform, TransformState
 from .tree import Leaves
@@ -43,7 +44,8 @@ class OneByOne:
         self.groups: dict[str, dict[str, _Group]] = {}
         for part in parts:
             if part.members_fn is None:
-                self.prepared[part.name] = part.prepare_fn(states[part.name], None, leaves, ctx)
+                with ranged(UPDATE, ctx.prefix + part.name):
+                    self.prepared[part.name] = part.prepare_fn(states[part.name], None, leaves, ctx)
             else:
                 self.groups[part.name] = {
                     # The key of a member's state is what follows the name in its prefix.
@@ -73,13 +75,13 @@ class OneByOne:
                 continue
             state = {k: slice_entry(v, [path]) for k, v in self.old[part.name].items()}
             carry = self.prepared[part.name].carry
-            out, own = part.update_fn({path: signal}, state, {path: stored}, carry, self.ctx)
+            out, own = updated(part, {path: signal}, state, {path: stored}, carry, self.ctx)
             for slot, entry in own.items():
                 if isinstance(entry, dict):
                     self.changed[part.name].setdefault(slot, {}).update(entry)
                 else:
                     self.changed[part.name][slot] = entry
-            signal = out.get(path)
+            signal = None if out is None else out.get(path)
         return signal
 
     def states(self) -> dict[str, TransformState]:

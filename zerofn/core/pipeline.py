@@ -206,7 +206,7 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    views = [part.view_fn(layout, ranks) for part in parts]
+    views = [_named(part.view_fn(layout, ranks), part.name) for part in parts]
     dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
     for i, view in enumerate(views):
@@ -221,6 +221,10 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
         parts, layout = _with_owners(parts, layout, wire)
     check_pieces(parts, layout.placement.size, where)
     return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late)
+
+
+def _named(view: View | None, name: str) -> View | None:
+    return None if view is None else replace(view, name=name)
 
 
 def _with_owners(parts: tuple[Transform, ...], layout: Layout, wire: Wire) -> tuple[tuple[Transform, ...], Layout]:

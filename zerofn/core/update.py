@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
+from .._ranges import PHASE, ranged
 from ..kernels.recording import recorded
 from .executor import finish, run
 from .gradients import check_readable, misshapen
@@ -87,6 +88,11 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     Where `ctx.recorded` says so, and inside of torch.func and the compiler, nothing is written, and new tensors are
     functions of gradients, state and rates to whoever records.
     """
+    with ranged(PHASE, "update"):
+        return _apply(pipe, grads, state, ctx)
+
+
+def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
     if not grads and not (pipe.late and pipe.groups):
         raise ValueError(
             explain(

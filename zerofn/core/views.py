@@ -8,12 +8,13 @@ in the model between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .._ranges import VIEW, ranged
 from ..ranks.group import Group
 from .tree import Layout, Leaf, Leaves
 
@@ -169,6 +170,7 @@ class View:
         wire: what carries it to other ranks, if it does; then the three functions above are the wire's.
         resident: whether what it gives stays in an attached model between steps, and is made once after an update.
         dtypes: what it says of dtypes; then it changes nothing else.
+        name: of the transform that it is half of, for profilers.
     """
 
     view: OnLeaf
@@ -178,6 +180,7 @@ class View:
     wire: Wire | None = None
     resident: bool = False
     dtypes: Dtypes | None = None
+    name: str = ""
 
     @property
     def only_dtype(self) -> bool:
@@ -234,7 +237,7 @@ def cutter(views: Sequence[View]) -> Wire | None:
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:
     """The same view with sums over ranks in `dtype`."""
     assert view.wire is not None
-    return over_ranks(view.wire.on(view.wire.group, dtype), view.resident)
+    return replace(over_ranks(view.wire.on(view.wire.group, dtype), view.resident), name=view.name)
 
 
 def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
@@ -257,16 +260,19 @@ def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | Non
 
 def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
     """A view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
-    wire = view.wire
-    if wire is None or not wire.cuts or wire.group.size == 1:
-        return {leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves}
-    out: Leaves = {}
-    # A caller who says where to write to has cut them already.
-    for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
-        flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
-        fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket, flat)
-        out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
-    return out
+    with ranged(VIEW, view.name):
+        wire = view.wire
+        if wire is None or not wire.cuts or wire.group.size == 1:
+            return {
+                leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves
+            }
+        out: Leaves = {}
+        # A caller who says where to write to has cut them already.
+        for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
+            flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
+            fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket, flat)
+            out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
+        return out
 
 
 def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
@@ -274,15 +280,16 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
 
     Not differentiable.
     """
-    wire = view.wire
-    if wire is None:
-        return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
-    out: Leaves = {}
-    for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
-        flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
-        first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
-        buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
-        for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
-            if g is not None:
-                out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)
-    return out
+    with ranged(VIEW, view.name):
+        wire = view.wire
+        if wire is None:
+            return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
+        out: Leaves = {}
+        for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
+            flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
+            first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
+            buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
+            for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
+                if g is not None:
+                    out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)
+        return out

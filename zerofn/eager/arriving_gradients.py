@@ -68,7 +68,7 @@ class Arrivals:
     def _stream(self, groups: tuple[Group, ...], marks: tuple[str, ...]) -> Stream | None:
         """What reduces gradients as they arrive, where the first update half is a reduction."""
         pipe = self.pipe
-        wire = next((s.wire for s in pipe.stages[pipe.cut :] if s.wire is not None), None)
+        wire, name = next(((s.wire, s.name) for s in pipe.stages[pipe.cut :] if s.wire is not None), (None, ""))
         if pipe.late or wire is None or not groups:
             return None
         group = groups[pipe.groups.index(wire.group)]
@@ -80,7 +80,7 @@ class Arrivals:
             for p in [self.params[leaf.path]]
         }
         control = joint_channel(pipe.groups)
-        return Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, marks)
+        return Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, marks, name)
 
     def left(self) -> bool:
         """Whether gradients of this micro-step have left to be reduced."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._compat import in_backward, uncompiled, version
 from .._errors import explain
+from .._ranges import PHASE, ranged
 from ..core.agreement import check_weight
 from ..core.arguments import check_flag
 from ..core.pipeline import pipeline
@@ -234,18 +235,19 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._watch.check()
-        if self._home.in_backward is not None:
-            self._refuse_override(weight)
-            self._home.micro_step.collect(self._window.forced)
-            self._home.state, metrics = self._home.in_backward.finish()
-        else:
-            metrics = self._update(weight)
-        # Some are entries of the state, into which `load_state_dict` writes.
-        self.metrics = {name: x.detach().clone() for name, x in metrics.items()}
-        if bool(self.metrics["updated"]):
-            self._home.refresh()
-        self._groups.show(self.metrics)
+        with ranged(PHASE, "update"):
+            self._watch.check()
+            if self._home.in_backward is not None:
+                self._refuse_override(weight)
+                self._home.micro_step.collect(self._window.forced)
+                self._home.state, metrics = self._home.in_backward.finish()
+            else:
+                metrics = self._update(weight)
+            # Some are entries of the state, into which `load_state_dict` writes.
+            self.metrics = {name: x.detach().clone() for name, x in metrics.items()}
+            if bool(self.metrics["updated"]):
+                self._home.refresh()
+            self._groups.show(self.metrics)
         if self.lr_scheduler is not None and bool(self.metrics["updated"]):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss

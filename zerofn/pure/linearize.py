@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._compat import functorch_active
 from .._errors import bad_leaves, explain
+from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.linear_map import crosses, enter, leave, over, times
 from ..core.pipeline import Pipeline
@@ -79,14 +80,16 @@ def linearize(
     given = [flat[i] for i in chosen]
     resident = _resident(pipe, state.leaves, record)
     ran = _recorded if record else _with_blocks if pipe.sharded_use else _with_autograd
-    primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
+    with ranged(PHASE, "forward"):
+        primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
     def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
-        grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
+        with ranged(PHASE, "backward"):
+            grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat import beneath_functorch, outlasting
+from .._ranges import WAIT, ranged
 from .group import Group
 
 # torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
@@ -159,10 +160,15 @@ def available() -> list[str]:
 
 
 def begin_exchange(
-    out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None
+    out: Tensor,
+    inp: Tensor,
+    group: Group,
+    outs: list[int] | None = None,
+    ins: list[int] | None = None,
+    what: str = "all_to_all",
 ) -> Any:
     sent, got = _bytes_of(inp), _bytes_of(out)
-    return outlasting("all_to_all", dist.all_to_all_single, got, sent, outs, ins, group=group.pg, async_op=True)
+    return outlasting(what, dist.all_to_all_single, got, sent, outs, ins, group=group.pg, async_op=True)
 
 
 def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
@@ -182,7 +188,8 @@ def barrier(group: Group) -> None:
     """Waits until every rank of the group is here."""
     if group.size > 1:
         group.traffic.count("barrier", group.size, 0)
-        dist.barrier(group=group.pg)
+        with ranged(WAIT, "barrier"):
+            dist.barrier(group=group.pg)
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
@@ -195,7 +202,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
         return [obj]
     out: list[Any] = [None] * group.size
     group.traffic.count("objects", group.size, 0)
-    with beneath_functorch():
+    with beneath_functorch(), ranged(WAIT, "objects"):
         dist.all_gather_object(out, obj, group=group.pg)
     return out
 

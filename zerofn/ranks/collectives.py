@@ -51,7 +51,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
     received = torch.empty_like(inp)
-    sent = raw.begin_exchange(received, inp, group)
+    sent = raw.begin_exchange(received, inp, group, what="reduce_scatter")
 
     def add() -> None:
         parts = received.reshape(group.size, *out.shape)

@@ -378,6 +378,11 @@ def finished() -> None:
         _registry.presence.finished()
 
 
+def opened() -> list[Group]:
+    """The groups of several ranks that are open in this process."""
+    return [g for g in _registry.current().values() if g is not None and g.pg is not None]
+
+
 def begun(own: bool = False) -> dict[str, int]:
     """By channel, the number of the last collective or common call that this process has begun.
 
@@ -385,6 +390,5 @@ def begun(own: bool = False) -> dict[str, int]:
         own: only on channels on which no other thread of this process was the last: that one may go on.
     """
     here, me = presence(), threading.get_ident()
-    open_ = [g for g in _registry.groups.values() if g is not None and g.pg is not None]
-    counts = {g.pg.group_name: g.traffic.begun for g in open_ if not own or g.traffic.thread in (0, me)}
+    counts = {g.pg.group_name: g.traffic.begun for g in opened() if not own or g.traffic.thread in (0, me)}
     return {**counts, **(here.calls if here is not None else {})}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._errors import explain
+from .._ranges import WAIT, ranged
 from .group import Group
 from .presence import Waiting
 from .process_groups import begun, presence
@@ -39,6 +40,10 @@ class Watched:
         self.number = group.traffic.begun
 
     def wait(self) -> bool:
+        with ranged(WAIT, self.what):
+            return self._wait()
+
+    def _wait(self) -> bool:
         reason, told = "", False
         try:
             while True:
@@ -96,6 +101,20 @@ def _quietly(ask: Callable[[], Any]) -> Any:
         return None
 
 
+class Named:
+    """A work handle of a device, whose wait has a name."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self.work, self.what = work, what
+
+    def wait(self) -> bool:
+        with ranged(WAIT, self.what):
+            return self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
 class Landing:
     """The work handle of parts that are on their way, to be put in place once they are here."""
 
@@ -120,6 +139,5 @@ DONE = Done()
 
 def run(work: Any, what: str, group: Group, async_op: bool) -> Any:
     """Wait for a collective that was begun, or hand it on."""
-    if group.device.type == "cpu":
-        work = Watched(work, what, group)
+    work = Watched(work, what, group) if group.device.type == "cpu" else Named(work, what)
     return work if async_op else work.wait() and None

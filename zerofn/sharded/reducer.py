@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ranges import VIEW, WAIT, ranged
 from ..core.tree import Leaf
 from ..core.views import Like, Wire, cut
 from ..ranks.group import Group
@@ -46,6 +47,7 @@ class Stream:
         like: what the gradient of each is.
         done: takes a reduced gradient to its place; called in a fixed order.
         marks: names of the numbers that `settle` compares.
+        name: of the transform that reduces, for profilers.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Stream:
         like: dict[str, Like],
         done: Callable[[Leaf, Tensor], None],
         marks: tuple[str, ...],
+        name: str,
     ):
         self.question = Question(control, marks)
-        self.wire, self.control, self.like, self.done = wire, control, like, done
+        self.wire, self.control, self.like, self.done, self.name = wire, control, like, done, name
         self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
         self.pending: dict[str, deque[Tensor]] = {}
@@ -96,12 +99,13 @@ class Stream:
     def _comes(self, work: Any) -> bool:
         """Wait for an operation, but not for ever: see `PATIENCE`. Whether it is done."""
         deadline = time.monotonic() + self.patience
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                # Most likely the program is one where it happens at each step.
-                self.patience /= 4
-                return False
-            time.sleep(5e-5)
+        with ranged(WAIT, "reduce_scatter" if self.wire.cuts else "all_reduce"):
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    # Most likely the program is one where it happens at each step.
+                    self.patience /= 4
+                    return False
+                time.sleep(5e-5)
         return True
 
     def _send(self) -> None:
@@ -109,11 +113,12 @@ class Stream:
         bucket = self.buckets[self.next]
         grads = [self._oldest(leaf.path) for leaf in bucket]
         first, numels = self.like[bucket[0].path], self._numels(bucket)
-        with torch.no_grad():
-            flat = [None if g is None else g.reshape(-1) for g in grads]
-            buffer = self.wire.pack(flat, bucket, numels, first.dtype, first.device)
-        del grads, flat
-        work, out = self.wire.send(buffer, async_op=True)
+        with ranged(VIEW, self.name):
+            with torch.no_grad():
+                flat = [None if g is None else g.reshape(-1) for g in grads]
+                buffer = self.wire.pack(flat, bucket, numels, first.dtype, first.device)
+            del grads, flat
+            work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = sum(leaf.path not in self.pending for leaf in bucket)

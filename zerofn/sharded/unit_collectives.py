@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ranges import VIEW, ranged
 from ..core.linear_map import over
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
@@ -41,6 +42,7 @@ class UnitCollectives:
         self.wire = pipe.sharding.on(group, pipe.sharding.reduce_dtype)
         stages = pipe.stages[: pipe.cut]
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
+        self.name = stages[at].name
         # What parts are seen through before they are gathered, and what whole leaves are seen through after it.
         self.of_parts, self.of_wholes = stages[at + 1 :], stages[:at]
         self.dtypes = [{leaf.path: self._seen(i, leaf) for leaf in unit} for i, unit in enumerate(units)]
@@ -57,9 +59,10 @@ class UnitCollectives:
             parts: of this rank, by path.
         """
         sent: list[tuple[list[Leaf], Any, Tensor]] = []
-        for bucket in self.buckets[i]:
-            mine = [self._seen_part(i, leaf, parts[leaf.path]) for leaf in bucket]
-            sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
+        with ranged(VIEW, self.name):
+            for bucket in self.buckets[i]:
+                mine = [self._seen_part(i, leaf, parts[leaf.path]) for leaf in bucket]
+                sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
         return lambda: self._end_gather(i, sent)
 
     def _end_gather(self, i: int, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
@@ -95,8 +98,9 @@ class UnitCollectives:
             flat = [named.pop(leaf.path).reshape(-1) if leaf.path in named else None for leaf in bucket]
             dtype = summed_in(self.wire, self.dtypes[i][bucket[0].path])
             numels = [leaf.numel for leaf in bucket]
-            rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
-            sent.append((bucket, numels, *self.wire.send(rows, async_op=True)))
+            with ranged(VIEW, self.name):
+                rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
+                sent.append((bucket, numels, *self.wire.send(rows, async_op=True)))
         return lambda: self._end_scatter(i, sent)
 
     def _end_scatter(self, i: int, sent: list[tuple[list[Leaf], list[int], Any, Tensor]]) -> list[Tensor | None]:

@@ -1,0 +1,178 @@
+"""`profile`: what a training step computes, moves and sends, and where its time goes"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from .._errors import explain, kind_of
+from ..core.arguments import check_flag
+from ..eager.optimizer import Optimizer
+from .measured import Measured, html_of, lines_of, mean_of
+from .measuring import Measuring
+
+_UNDER_WAY: ContextVar[bool] = ContextVar("zerofn_profile", default=False)
+
+
+class Profile:
+    """Steps that are measured; see `zf.profile`.
+
+    Attributes:
+        measured: by number of the step, what was measured of it: a `Measured`.
+        count: steps that were begun.
+    """
+
+    def __init__(self, target: Any, steps: frozenset[int] | None, flops: bool):
+        self.target, self.steps, self.flops = target, steps, flops
+        self.measured: dict[int, Measured] = {}
+        self.count = 0
+        self._open: ExitStack | None = None
+        self._measuring: Measuring | None = None
+
+    def __enter__(self) -> Profile:
+        if torch.compiler.is_compiling() or _UNDER_WAY.get():
+            raise RuntimeError(
+                explain(
+                    "zf.profile inside of torch.compile"
+                    if torch.compiler.is_compiling()
+                    else "zf.profile inside of a zf.profile",
+                    "what the inner one does would be counted and timed as the step's own",
+                    "one profile around the step: it has all phases, modules, transforms and collectives",
+                )
+            )
+        token = _UNDER_WAY.set(True)
+        with ExitStack() as stack:
+            stack.callback(_UNDER_WAY.reset, token)
+            self._measuring = None
+            if self.steps is None or self.count in self.steps:
+                self._measuring = stack.enter_context(Measuring(self.flops))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self._open is not None
+        self._open.__exit__(kind, error, trace)
+        if self._measuring is not None and kind is None:
+            self.measured[self.count] = self._measuring.found()
+        self.count, self._open, self._measuring = self.count + 1, None, None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """The step, measured if it is one of those that are to be."""
+        if isinstance(self.target, Optimizer):
+            raise TypeError(
+                explain(
+                    "a call of zf.profile(opt)",
+                    "a step of an attached model is a call of it, a backward and opt.step(), and not one function",
+                    "with profile: loss = model(x).mean(); loss.backward(); opt.step(); opt.zero_grad()",
+                )
+            )
+        with self:
+            return self.target(*args, **keywords)
+
+    @property
+    def mean(self) -> Measured:
+        """What a step took on average, over those that were measured.
+
+        Raises:
+            RuntimeError: none was.
+        """
+        if not self.measured:
+            raise RuntimeError(
+                explain(
+                    "a zf.profile that has measured no step",
+                    f"{self.count} were begun, and {_told(self.steps)} to be measured; "
+                    "of one that ends in an exception nothing is kept",
+                    "with profile: around a whole step, or profile(state, *batch); steps=None measures all",
+                )
+            )
+        return mean_of(list(self.measured.values()))
+
+    def __repr__(self) -> str:
+        if not self.measured:
+            return f"zf.profile: no step measured yet ({self.count} begun, {_told(self.steps)} to be)"
+        return "\n".join(lines_of(self.mean, list(self.measured)))
+
+    def _repr_html_(self) -> str:
+        return html_of(self.mean, list(self.measured)) if self.measured else f"<p>{self!r}</p>"
+
+
+def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None = None, flops: bool = True) -> Profile:
+    """Measure steps: operations by module and phase, bytes of states, bytes sent, seconds of each phase.
+
+    Around a step of an attached model it is entered, `with profile:`; a step of `zf.make_step` is called through it,
+    `state, metrics = profile(state, *batch)`. In print and in notebooks it is a table; `profile.mean` has the numbers
+    of a step on average, `profile.measured[i]` those of step i. Over ranks each rank measures itself, and all of them
+    must make the same calls, as ever.
+
+    A measured step computes the same numbers as another. On a GPU the device is waited for at each end of a range.
+
+    Args:
+        target: an attached model's `opt`, or a step: any function that calls zerofn.
+        steps: numbers of the steps to measure, counted from 0 where the profile is entered or called; by default all.
+            The others run as if there was no profile.
+        flops: count floating-point operations, by the formulas of `torch.utils.flop_counter`: matrix products,
+            convolutions and attention, a multiplication and an addition as two. Every operator is looked at, in Python,
+            and compiled code is run uncompiled: without it times are those of a plain step.
+
+    What `Measured` has:
+
+    ===============  ================================================================================================
+    `seconds`        by phase; they add up to the whole. `"forward"`: calls of the model. `"loss"`: from their end to
+                     the first gradient that comes back into the model: a loss outside of it, with its derivative.
+                     `"backward"`, `"update"`. `"collectives"`: this rank waited for others. `"elsewhere"`: the rest.
+    `flops`          by phase (`"forward"`, `"backward"`, `"update"`) and module, with all that is inside of it;
+                     `""` is the whole. Names begin with the class of the outermost module. Of an update, by transform.
+                     What activation checkpointing computes again counts as backward.
+    `transforms`     seconds in the update half of each transform, without those of transforms inside of it.
+    `read`           bytes of its state that each transform's update was given; `"params"` those an optimizer was.
+    `written`        bytes of state and parameters that it gave back. Both of this rank, of leaves with a gradient.
+    `sent`           bytes that this rank has sent, by collective, as a ring sends them.
+    `calls`          of collectives.
+    `waited`         seconds that this rank has waited for them. On a GPU those in forward and update alone.
+    ===============  ================================================================================================
+
+    To ask for what there was not, such as the seconds of a backward that did not run, is a `KeyError` that says so.
+
+    Raises:
+        TypeError: `target` is neither.
+        ValueError: `opt` is detached; `flops` is no bool; a number of a step is no int, or negative, or there is none.
+        RuntimeError: on entering, inside of another profile.
+
+    >>> import torch, zerofn as zf
+    >>> model = torch.nn.Linear(8, 4, bias=False)
+    >>> opt = zf.attach(model, zf.adamw(1e-3))
+    >>> with zf.profile(opt) as profile:
+    ...     model(torch.ones(2, 8)).sum().backward()
+    ...     opt.step()
+    >>> profile.mean.flops["forward"], profile.mean.flops["backward"][""]  # 2 * 2 * 8 * 4; by the weight alone
+    ({'': 128, 'Linear': 128}, 128)
+    >>> profile.mean.read["params"], profile.mean.written["params"]
+    (128, 128)
+    """
+    if not isinstance(target, Optimizer) and (not callable(target) or isinstance(target, torch.nn.Module)):
+        right = "zf.profile(opt) of opt = zf.attach(model, tx), or zf.profile(step) of step = zf.make_step(loss_fn, tx)"
+        raise TypeError(explain(f"zf.profile({kind_of(target)})", "it makes no training step", right))
+    if isinstance(target, Optimizer) and not target._attached:
+        right = "opt = zf.attach(model, tx); zf.profile(opt)"
+        raise ValueError(explain("zf.profile(opt) after opt.detach()", "it makes no steps any more", right))
+    check_flag("zf.profile", "flops", flops)
+    return Profile(target, _numbers(steps), flops)
+
+
+def _numbers(steps: Any) -> frozenset[int] | None:
+    if steps is None:
+        return None
+    found = list(steps) if isinstance(steps, Iterable) else []
+    numbers = [n for n in found if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if not numbers or len(numbers) < len(found):
+        why = "numbers of steps are ints from 0 on, and there is at least one"
+        raise ValueError(explain(f"zf.profile(steps={steps!r})", why, "zf.profile(opt, steps=[10, 20])"))
+    return frozenset(numbers)
+
+
+def _told(steps: frozenset[int] | None) -> str:
+    return "all are" if steps is None else f"{sorted(steps)} {'is' if len(steps) == 1 else 'are'}"
