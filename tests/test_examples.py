@@ -251,6 +251,17 @@ def test_functional_benchmark_runs():
     assert "resident MiB along 20 steps" in out
 
 
+def test_curvature_benchmark_runs():
+    """By hand and by zerofn the same eigenvalue and the same product."""
+    process = run("benchmarks/curvature.py", "--width", 8, "--layers", 1, "--batch", 2, "--products", 2, "--rounds", 2)
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, err
+    pairs = re.findall(r"; (\S+), (\S+)\n  ratio", out)
+    assert len(pairs) == 2, out
+    for ours, by_hand in pairs:
+        assert float(ours) == pytest.approx(float(by_hand), rel=1e-4)
+
+
 def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]

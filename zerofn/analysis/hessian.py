@@ -110,8 +110,9 @@ class Hessian:
 
     def inner(self, u: Leaves, v: Leaves) -> float:
         """The inner product over all ranks."""
-        # In float64: of a million products of fp32 the sum has lost three digits.
-        own = sum((u[p].double() * v[p].double()).sum() for p in u)
+        # In fp32 torch adds up in a tree, which loses no more than the products do when they are rounded; over leaves and
+        # ranks it is float64. In float64 from the start the two inner products of a step took a tenth of it.
+        own = sum((_wide(u[p]) * _wide(v[p])).sum().double() for p in u)
         return float(self.pipe.reduction.sum(torch.as_tensor(own)))
 
     def unit(self, v: Leaves) -> Leaves:
@@ -120,6 +121,10 @@ class Hessian:
 
     def number(self, x: Any) -> Tensor:
         return torch.as_tensor(x).to(self.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def not_differentiable(tensors: Iterable[Tensor]) -> bool:
