@@ -3,10 +3,11 @@
     python examples/benchmarks/curvature.py                       # a transformer of 3.2 M parameters: two minutes
     python examples/benchmarks/curvature.py --model mlp --width 256
 
-Both look for the largest eigenvalue by power iteration from the gradient recorded once, with as many products, in turns in one
-process. The ratio of products per second is the median over rounds of the ratio within a round, in brackets its quartiles. Seconds
-are the processor's own, of one thread, which other work on the machine disturbs less. Beside it the product alone, without norms
-and inner products. The eigenvalues, and the norms of a product, must be the same.
+Both look for the largest eigenvalue by power iteration from the gradient recorded once, with as many products, in
+turns in one process. The ratio of products per second is the median over rounds of the ratio within a round, in
+brackets its quartiles. Seconds are the processor's own, of one thread, which other work on the machine disturbs less.
+Beside it the product alone, without norms and inner products. The eigenvalues, and the norms of a product, must be the
+same.
 """
 
 from __future__ import annotations
@@ -81,9 +82,8 @@ def compare(options: argparse.Namespace) -> None:
     params = {k: torch.from_numpy(a) for k, a in given.items()}
     inputs, targets, model = torch.from_numpy(x), torch.from_numpy(y), MODELS[options.model]
     count = sum(p.numel() for p in params.values())
-    print(
-        f"{machine()}\n{options.model}, {count:,} parameters, {len(params)} leaves, {options.products} products a round\n"
-    )
+    print(machine())
+    print(f"{options.model}, {count:,} parameters, {len(params)} leaves, {options.products} products a round\n")
 
     def loss(p: Tensors) -> Tensor:
         return model(p, inputs, targets)
@@ -103,9 +103,8 @@ def compare(options: argparse.Namespace) -> None:
                 ratios.append(rates[1] / rates[0])
                 best = [max(b, r) for b, r in zip(best, rates, strict=True)]
         low, middle, high = quartiles(ratios)
-        print(
-            f"{name}: zerofn {best[1]:.2f} products/s, by hand {best[0]:.2f} (best rounds); {values[1]:.6g}, {values[0]:.6g}"
-        )
+        told = f"zerofn {best[1]:.2f} products/s, by hand {best[0]:.2f} (best rounds)"
+        print(f"{name}: {told}; {values[1]:.6g}, {values[0]:.6g}")
         print(f"  ratio {middle:.3f} [{low:.3f}, {high:.3f}]   >= 0.95 {'met' if middle >= 0.95 else 'MISSED'}")
 
 

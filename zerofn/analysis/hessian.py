@@ -110,8 +110,8 @@ class Hessian:
 
     def inner(self, u: Leaves, v: Leaves) -> float:
         """The inner product over all ranks."""
-        # In fp32 torch adds up in a tree, which loses no more than the products do when they are rounded; over leaves and
-        # ranks it is float64. In float64 from the start the two inner products of a step took a tenth of it.
+        # In fp32 torch adds up in a tree, which loses no more than rounding the products does; over leaves and ranks
+        # it is float64. In float64 from the start the two inner products of a step took a tenth of it.
         own = sum((_wide(u[p]) * _wide(v[p])).sum().double() for p in u)
         return float(self.pipe.reduction.sum(torch.as_tensor(own)))
 
