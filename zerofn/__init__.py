@@ -61,6 +61,7 @@ from .transforms.centralize import centralize as centralize
 from .transforms.clip import clip_by_global_norm as clip_by_global_norm
 from .transforms.clip import clip_by_value as clip_by_value
 from .transforms.ema import ema as ema
+from .transforms.from_torch import from_torch as from_torch
 from .transforms.lion import lion as lion
 from .transforms.loss_scale import scale_loss as scale_loss
 from .transforms.low_precision_adam import low_precision_adam as low_precision_adam

@@ -112,7 +112,8 @@ def _check_guest(t: Any, where: str, right: str) -> None:
             explain(
                 where.format(f"{type(t).__name__}(...)"),
                 "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
-                "chain(..., zf.adamw(lr=1e-3)), and zf.attach(model, tx) for something that looks like an optimizer",
+                "chain(..., zf.adamw(lr=1e-3)) or chain(..., zf.from_torch(torch.optim.NAdam, lr=1e-3)), and\n"
+                "zf.attach(model, tx) for something that looks like an optimizer",
             )
         )
     if isinstance(t, type) or not isinstance(t, GradientTransformation):

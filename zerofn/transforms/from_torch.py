@@ -1,0 +1,236 @@
+"""`from_torch`: a class of `torch.optim`, or one written like those, as a transform"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import explain, unknown_keyword
+from ..extend import LeafList, LeafStep, ScalarOrSchedule, Transform, check_lr, optimizer, typed
+
+# How a class runs, which the pipeline decides.
+RUNS = ("foreach", "fused", "capturable", "differentiable")
+# A leaf's number of updates, which the state has under a name of its own, as a whole number.
+STEP = "step"
+RESERVED = ("count", STEP)
+# Products in another order differ by 1e-16 in float64; what looks at neighbours differs by far more.
+CLOSE = 1e-9
+
+
+def from_torch(
+    optimizer_class: type[torch.optim.Optimizer], lr: ScalarOrSchedule | None = None, **options: Any
+) -> Transform:
+    """A class of `torch.optim` as a transform: `zf.from_torch(torch.optim.NAdam, lr=2e-3)`, to the bit.
+
+    For every class whose update of an element needs that element's own gradient, parameter and state alone: of torch
+    `NAdam`, `RAdam`, `Adagrad`, `Adadelta`, `Adamax`, `RMSprop`, `Rprop`, `ASGD`, `SGD`, `Adam` and `AdamW`, and yours.
+    At every ZeRO stage it is handed what a rank has of a leaf. What it keeps has the names that the class gives it, so
+    `opt.load_state_dict` takes a checkpoint of the class; before a leaf's first update, which the class makes from
+    nothing, it is zero. In each step an optimizer of the class is made for the leaves at hand and its `step` is called,
+    in the form for single tensors. That costs a copy of a bucket of gradients, some 4 MB.
+
+    It writes in place, so it has no derivative and no `vmap`, and is in no compiled graph: `zf.adam`, `zf.sgd` and the
+    others of this library are functions.
+
+    Args:
+        optimizer_class: the class, not an optimizer that is made.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step; by default the class's own.
+        options: of the class, such as `betas`, `weight_decay` or `maximize`.
+
+    Raises:
+        TypeError: no such class, or an option that it does not have.
+        ValueError: its update is not one of elements (`LBFGS`, `Muon`, `Adafactor`, `SparseAdam`), which is tried on
+            a leaf of 12 numbers, whole and in two pieces; or the class refuses an option.
+        RuntimeError: at a step that torch.func, autograd or a compiler records.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.from_torch(torch.optim.Adagrad, lr=0.5)
+    >>> tx
+    from_torch(optimizer_class=Adagrad, lr=0.5)
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> state.params["w"], sorted(state.transforms["from_torch"])
+    (tensor([-0.5000, -0.5000]), ['count', 'step', 'sum'])
+    """
+    known = _options(optimizer_class)
+    name = optimizer_class.__name__
+    for given in options:
+        if given in RUNS:
+            wrong, why = f"from_torch({name}, {given}={options[given]!r})", "how a class is run is up to the pipeline"
+            raise TypeError(explain(wrong, why, f"zf.from_torch({name}, lr=...), without {given}"))
+        if given not in known:
+            names = ["lr", *(k for k in known if k not in ("lr", *RUNS))]
+            raise TypeError(unknown_keyword(f"from_torch({name}, ...)", given, names))
+    rate = known["lr"] if lr is None else lr
+    check_lr("from_torch", rate)
+    made = _Class(optimizer_class, {**{k: False for k in ("foreach", "fused") if k in known}, **options})
+    _check_elements(made)
+    numbers = {k: v for k, v in {**known, **options}.items() if k != "lr" and _number(v)}
+    config = {"optimizer_class": optimizer_class, **({} if lr is None else {"lr": lr}), **options}
+    return replace(_transform(made, rate, numbers), factory=from_torch, config=config)
+
+
+from_torch.__rebuild__ = lambda config, parts: from_torch(**config)  # type: ignore[attr-defined]
+
+
+class _Slot(NamedTuple):
+    """What a class keeps of a leaf under one name: a tensor of the leaf's shape, or a number."""
+
+    of_elements: bool
+    dtype: torch.dtype
+    kind: type
+
+    def given(self, x: Tensor) -> Any:
+        """As the class has it."""
+        return x if self.kind is Tensor else self.kind(x.item())
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A class with its options, and what it keeps of a leaf, by the leaf's dtype."""
+
+    cls: type
+    options: Mapping[str, Any]
+    found: dict[torch.dtype, dict[str, _Slot]] = field(default_factory=dict, compare=False)
+
+    def over(self, params: list[Tensor], lr: float, numbers: Mapping[str, Any]) -> torch.optim.Optimizer:
+        return self.cls(params, lr=lr, **{**self.options, **numbers})
+
+    def kept(self, dtype: torch.dtype) -> dict[str, _Slot]:
+        """By the names of the class; seen from two steps on a few numbers."""
+        if dtype not in self.found:
+            first, second = (_slots(self, _after(self, _leaf().to(dtype), updates), updates) for updates in (1, 2))
+            if first != second:
+                raise _unfit(self, f"its state of a leaf changes from {first} to {second} with its second step")
+            self.found[dtype] = first
+        return self.found[dtype]
+
+
+def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
+    names = [name for name in made.kept(torch.float32) if name != STEP]
+
+    def start(name: str, x: Tensor) -> Tensor:
+        slot = made.kept(x.dtype)[name]
+        return (
+            torch.zeros_like(x, dtype=slot.dtype)
+            if slot.of_elements
+            else torch.zeros((), dtype=slot.dtype, device="cpu")
+        )
+
+    def kernel(group: LeafList) -> None:
+        own = [p.detach() for p in group.params]
+        for x, g in zip(own, typed(group.params, group.grads), strict=True):
+            # Of other people's classes some write into gradients, and some keep them.
+            x.grad = g.clone()
+        inner = made.over(own, float(group.lr), group.numbers)
+        for i, x in enumerate(own if group.count > 1 else ()):
+            slots = made.kept(x.dtype)
+            inner.state[x] = {name: slots[name].given(group.slots[name][i]) for name in names}
+            if STEP in slots:
+                inner.state[x][STEP] = slots[STEP].given(torch.tensor(group.count - 1, dtype=slots[STEP].dtype))
+        inner.step()
+        for i, x in enumerate(own):
+            for name in names:
+                group.slots[name][i].copy_(torch.as_tensor(inner.state[x][name]))
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        why = f"{made.cls.__name__} writes into parameters in place, and nothing can be recorded of that"
+        right = "zf.adam, zf.adamw, zf.sgd, zf.rmsprop or zf.lion; or a formula, @zf.leafwise(optimizer=True)"
+        wrong = f"from_torch({made.cls.__name__}) under torch.func, autograd or a compiler"
+        raise RuntimeError(explain(wrong, why, right))
+
+    slots = {name: functools.partial(start, name) for name in names}
+    return optimizer("from_torch", lr, slots, formula, kernel, numbers)
+
+
+def _options(cls: Any) -> dict[str, Any]:
+    """The options of a class and their defaults, `params` left out."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        what = f"{type(cls).__name__}(...)" if isinstance(cls, torch.optim.Optimizer) else repr(cls)
+        why = "it takes the class: the pipeline has the parameters, in parts where they lie over ranks"
+        raise TypeError(explain(f"from_torch({what})", why, "zf.from_torch(torch.optim.NAdam, lr=2e-3)"))
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
+    known = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "lr" not in known:
+        why = "it has no argument lr, and an optimizer of a chain has a learning rate"
+        right = "class WithRate(ItsClass): def __init__(self, params, lr=1e-3): ..."
+        raise TypeError(explain(f"from_torch({cls.__name__})", why, right))
+    return known
+
+
+def _number(value: Any) -> bool:
+    """Whether it is a hyperparameter that may change while training goes on."""
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_number, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _leaf() -> Tensor:
+    return torch.linspace(-1.0, 1.3, 12, dtype=torch.float64, device="cpu").view(3, 4)
+
+
+def _after(made: _Class, leaf: Tensor, updates: int, first: int = 0) -> tuple[Tensor, dict[str, Any]]:
+    """A leaf, and what the class keeps of it, after some updates. Gradients are those of places from `first` on."""
+    x = leaf.clone()
+    places = torch.arange(first, first + x.numel(), dtype=torch.float64, device="cpu").view_as(x)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            inner = made.over([x], 0.01, {})
+            group = _group(inner)
+            for update in range(updates):
+                x.grad = (places * (update + 1.7)).sin().to(x.dtype)
+                inner.step()
+        except Exception as error:
+            raise _unfit(made, f"a step of it ended in {type(error).__name__}: {error}") from error
+    if _group(inner) != group:
+        raise _unfit(made, "it keeps numbers in its param_groups, which are the pipeline's")
+    return x, dict(inner.state[x])
+
+
+def _group(inner: torch.optim.Optimizer) -> str:
+    return repr({k: v for k, v in inner.param_groups[0].items() if k != "params"})
+
+
+def _slots(made: _Class, after: tuple[Tensor, dict[str, Any]], updates: int) -> dict[str, _Slot]:
+    leaf, state = after
+    slots: dict[str, _Slot] = {}
+    for name, x in state.items():
+        kind: Callable[..., Any] = Tensor if isinstance(x, Tensor) else type(x)
+        shape = x.shape if isinstance(x, Tensor) else torch.Size()
+        if kind not in (Tensor, int, float) or shape not in (leaf.shape, torch.Size()):
+            what = f"a tensor of shape {tuple(shape)}" if kind is Tensor else f"a {kind.__name__}"
+            raise _unfit(made, f"of a leaf of shape {tuple(leaf.shape)} it keeps {name!r}, {what}")
+        slots[name] = _Slot(shape == leaf.shape, torch.as_tensor(x).dtype, kind)
+        if name in RESERVED and (name != STEP or slots[name].of_elements or x != updates):
+            raise _unfit(made, f"it keeps {name!r}, which here is the number of a leaf's updates, for something else")
+    return slots
+
+
+def _check_elements(made: _Class) -> None:
+    """Refuse a class that sees more than an element: a piece of a leaf would be updated otherwise than the leaf."""
+    whole = _leaf()
+    new, state = _after(made, whole, 3)
+    slots = _slots(made, (new, state), 3)
+    # Each piece is a leaf of its own, as a rank has it.
+    pieces = [_after(made, whole.flatten()[low:high], 3, low) for low, high in ((0, 5), (5, 12))]
+    pairs = [(new, torch.cat([x for x, _ in pieces]))]
+    for name, slot in slots.items():
+        parts = [torch.as_tensor(own[name]) for _, own in pieces]
+        pairs += [(state[name], torch.cat(parts))] if slot.of_elements else [(state[name], part) for part in parts]
+    for a, b in pairs:
+        a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in (a, b))
+        if not torch.allclose(a, b, rtol=CLOSE, atol=CLOSE):
+            raise _unfit(made, "a leaf in two pieces became something else than the whole leaf: it sees more of it")
+
+
+def _unfit(made: _Class, why: str) -> ValueError:
+    right = (
+        "zf.muon for orthogonal momentum; @zf.leafwise(optimizer=True), which is given whole leaves at every stage;\n"
+        "a class of elements, zf.from_torch(torch.optim.NAdam); on one process, the class itself"
+    )
+    return ValueError(explain(f"from_torch({made.cls.__name__})", f"no update of elements alone: {why}", right))
