@@ -35,7 +35,16 @@ from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.leafwise import transform
 from .core.optimizer import LeafList, LeafStep, direction, like, optimizer, plain, typed
-from .core.spec import ONE_OF_TWO, Misplaced, Spec, as_it_is, changes_gradients, makes_parameters, watches_parameters
+from .core.spec import (
+    ONE_OF_TWO,
+    Misplaced,
+    Spec,
+    Through,
+    as_it_is,
+    changes_gradients,
+    makes_parameters,
+    watches_parameters,
+)
 from .core.transform import (
     Context,
     Facts,
@@ -81,6 +90,7 @@ __all__ = [
     "ScalarOrSchedule",
     "Scope",
     "Spec",
+    "Through",
     "Transform",
     "TransformState",
     "View",

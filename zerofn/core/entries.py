@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -90,8 +90,9 @@ def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any])
     placement = state.layout.placement
     if owner in placement.owned:
         return list(_at_owners(state, owner, slot, values))
+    placement = placement.of(owner)
     spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
-    sharded = placement.size > 1 and bool(spans) and owner not in placement.apart
+    sharded = placement.size > 1 and bool(spans)
     sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
     rows = []
     for leaf in state.layout.leaves:
@@ -159,31 +160,31 @@ def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
     return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
 
 
-def over_ranks(state: State, shards: Group, rank: int) -> State:
+def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
 
     So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right.
 
     Args:
         state: over several ranks.
-        shards: the ranks that share a leaf.
+        shards: the ranks that share a leaf, along each axis that it is cut over.
         rank: this one among all that hold the state.
     """
-    if state.layout.placement.ranges or state.layout.placement.owned:
+    if state.layout.placement.ranges or state.layout.placement.owned or len(shards) > 1:
         raise ValueError(
             explain(
-                "opt.state_dict() of leaves that a wire of one's own has cut, or of states at the owners of leaves",
+                "opt.state_dict() of leaves that are cut twice or by a wire of one's own, or of states at their owners",
                 "torch's distributed tensors know ranges of one length only",
                 "zf.save(directory, opt), which asks the wire",
             )
         )
-    found = entries(state)
-    cut = {i: e for i, e in enumerate(found) if e.offset is not None}
-    whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards)
+    found, unreduced = entries(state), state.layout.placement.apart
+    cut = {i: e for i, e in enumerate(found) if e.offset is not None and e.owner not in unreduced}
+    whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards[0])
     position = count()
     out = rebuild(state, lambda e: whole.get(next(position), e.value))
     own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
-    apart = {o: {f"rank{rank}": x} for o, x in out.transforms.items() if o in own or o in state.layout.placement.apart}
+    apart = {o: {f"rank{rank}": x} for o, x in out.transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**out.transforms, **apart})
 
 

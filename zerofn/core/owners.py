@@ -12,10 +12,10 @@ the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,50 +46,26 @@ def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     return found
 
 
-@dataclass(frozen=True)
-class Owners:
-    """The exchange between pieces and whole leaves.
+class Exchange(Protocol):
+    """The way from pieces to whole leaves at their owners, and back.
 
     Attributes:
-        wire: how leaves are cut.
         leaves: all of them, in one order on all ranks.
+        rank_of: by path, the owner, by its `place_in` the cut.
     """
 
-    wire: Wire
-    leaves: tuple[Leaf, ...]
+    @property
+    def leaves(self) -> tuple[Leaf, ...]: ...
+    @property
+    def rank_of(self) -> dict[str, int]: ...
 
-    @cached_property
-    def rank_of(self) -> dict[str, int]:
-        """By path: the owner."""
-        return owners(self.leaves, self.wire.group.size)
-
-    @cached_property
-    def spans(self) -> list[dict[str, tuple[int, int]]]:
-        """For each rank, by path: the flat range of a leaf that it has."""
-        group = self.wire.group
-        wires = [self.wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
-        return [{leaf.path: wire.span(leaf) for leaf in self.leaves} for wire in wires]
-
-    def mine(self, paths: Any) -> list[str]:
+    def mine(self, paths: Iterable[str]) -> list[str]:
         """Those of this rank."""
-        return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
+        ...
 
     def to_owners(self, pieces: Leaves) -> Leaves:
         """Whole leaves of this rank from the pieces of all. The same paths on every rank."""
-        out: Leaves = {}
-        for leaves in self._by_dtype(pieces):
-            like = pieces[leaves[0].path]
-            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == self.wire.group.rank]
-            sent = [[pieces[leaf.path] for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
-            lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
-            got = self._exchange(sent, lengths, like)
-            for i, leaf in enumerate(mine):
-                full = like.new_empty(leaf.numel)
-                for rank in self._ranks:
-                    low, high = self.spans[rank][leaf.path]
-                    full[low:high] = got[rank][i]
-                out[leaf.path] = full.view(leaf.shape)
-        return out
+        ...
 
     def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
         """This rank's pieces of all leaves from the whole ones that owners have.
@@ -98,6 +74,52 @@ class Owners:
             wholes: of this rank.
             like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The exchange along one axis of ranks.
+
+    Attributes:
+        wire: how leaves are cut.
+        leaves: all of them, in one order on all ranks.
+        rank_of: by path, the owner.
+    """
+
+    wire: Wire
+    leaves: tuple[Leaf, ...]
+    rank_of: dict[str, int]
+
+    @cached_property
+    def spans(self) -> list[dict[str, tuple[int, int]]]:
+        """For each rank, by path: the flat range that it has of what all have between them, a leaf or a part of one."""
+        group = self.wire.group
+        wires = [self.wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
+        found = [{leaf.path: wire.span(leaf) for leaf in self.leaves} for wire in wires]
+        begin = {leaf.path: min(spans[leaf.path][0] for spans in found) for leaf in self.leaves}
+        return [{p: (low - begin[p], high - begin[p]) for p, (low, high) in spans.items()} for spans in found]
+
+    def mine(self, paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
+
+    def to_owners(self, pieces: Leaves) -> Leaves:
+        out: Leaves = {}
+        for leaves in self._by_dtype(pieces):
+            like = pieces[leaves[0].path]
+            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == self.wire.group.rank]
+            sent = [[pieces[leaf.path] for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+            lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
+            got = self._exchange(sent, lengths, like)
+            for i, leaf in enumerate(mine):
+                full = like.new_empty(max(spans[leaf.path][1] for spans in self.spans))
+                for rank in self._ranks:
+                    low, high = self.spans[rank][leaf.path]
+                    full[low:high] = got[rank][i]
+                out[leaf.path] = full.view(leaf.shape) if full.numel() == leaf.numel else full
+        return out
+
+    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
         for leaves in self._by_dtype(like):
@@ -136,6 +158,63 @@ class Owners:
         return [list(got.split(of_rank)) for got, of_rank in zip(out.split(totals), lengths, strict=True)]
 
 
+@dataclass(frozen=True)
+class OwnersBehind:
+    """The exchange where leaves are cut along several axes: along the last one first, which joins what it cut.
+
+    So a piece goes along each axis once, and no channel between all ranks is needed.
+
+    Attributes:
+        first: the exchange of what the first axis cuts.
+        rest: that of its parts.
+        size: of the rest: how many ranks have one part of a leaf.
+    """
+
+    first: Owners
+    rest: Exchange
+    size: int
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.first.leaves
+
+    @property
+    def rank_of(self) -> dict[str, int]:
+        return {path: rank * self.size + self.rest.rank_of[path] for path, rank in self.first.rank_of.items()}
+
+    def mine(self, paths: Iterable[str]) -> list[str]:
+        return self.first.mine(self.rest.mine(paths))
+
+    def to_owners(self, pieces: Leaves) -> Leaves:
+        return self.first.to_owners(self.rest.to_owners(pieces))
+
+    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
+        here = {path: like[path] for path in self.rest.mine(like)}
+        return self.rest.to_pieces(self.first.to_pieces(wholes, here), like)
+
+
+def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
+    """This rank among all that share a leaf, in the order of their parts of it, and how many those are."""
+    rank, size = 0, 1
+    for wire in cutting:
+        rank, size = rank * wire.group.size + wire.group.rank, size * wire.group.size
+    return rank, size
+
+
+def owners_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> Exchange:
+    """The exchange of leaves that are cut along these axes, one after the other."""
+    return _exchange_of(cutting, leaves, owners(leaves, place_in(cutting)[1]))
+
+
+def _exchange_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Exchange:
+    first, *rest = cutting
+    size = place_in(rest)[1]
+    here = Owners(first, leaves, {path: rank // size for path, rank in rank_of.items()})
+    if not rest:
+        return here
+    return OwnersBehind(here, _exchange_of(rest, leaves, {path: rank % size for path, rank in rank_of.items()}), size)
+
+
 def may_be_owned(t: Transform) -> bool:
     """Whether it needs whole leaves and no more, and none of another library is inside."""
     return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
@@ -145,7 +224,7 @@ def _inside(t: Transform) -> list[Transform]:
     return [x for part in t.parts for x in (part, *_inside(part))]
 
 
-def at_owners(part: Transform, at: Owners) -> Transform:
+def at_owners(part: Transform, at: Exchange) -> Transform:
     """The same transform, run at the owners of leaves."""
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:

@@ -23,8 +23,9 @@ from ..ranks.reduction import OverRanks
 from .compose import as_transform, complete
 from .linear_map import LeafView
 from .order import check_complete, check_pieces
-from .owners import Owners, at_owners, may_be_owned
+from .owners import at_owners, may_be_owned, owners_of, place_in
 from .road import Road, groups_of
+from .second_cut import behind, check_axes
 from .transform import (
     Context,
     OneProcess,
@@ -36,7 +37,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaves, Placement, the_one
-from .views import Dtypes, Ranks, View, Wire, cutter, reducing_in
+from .views import Dtypes, Ranks, View, Wire, reducing_in
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -107,9 +108,9 @@ class Pipeline:
         return self.road.sharding
 
     @cached_property
-    def sharded_use(self) -> bool:
-        """Whether even resident parameters are shards, gathered when they are used."""
-        return self.road.sharded_use
+    def gathering(self) -> Wire | None:
+        """How resident parameters are, if even they are shards, gathered when they are used."""
+        return self.road.gathering
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -174,7 +175,7 @@ class Pipeline:
         """Scalars over ranks."""
         if not self.groups:
             return OneProcess()
-        return OverRanks(None if self.sharding is None else self.sharding.group, self.groups)
+        return OverRanks(self.road.cutting, self.groups)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force."""
@@ -211,14 +212,21 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
     for i, view in enumerate(views):
         if view is not None and view.wire is not None:
-            views[i] = None if view.wire.group.size == 1 else reducing_in(view, dtypes.reduce_dtype)
+            before = [x for x in views[:i] if x is not None]
+            views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
+    check_axes([(part.name, view) for part, view in zip(parts, views, strict=True)])
     held = tuple(part.name for part in parts[:first] if part.facts.holds)
     late = bool(held) and any(view is not None and view.resident for view in views)
     stages = [view for view in views if view is not None]
-    wire = cutter(stages)
-    layout = replace(layout, placement=_placement(stages, wire, layout, held if late else ()))
-    if wire is not None:
-        parts, layout = _with_owners(parts, layout, wire)
+    placement = _placement(stages, layout)
+    if late:
+        at = next(i for i, view in enumerate(stages) if view.resident)
+        copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
+        unreduced = _placement(stages[:at], layout)
+        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
+    layout = replace(layout, placement=placement)
+    if cutting := _cutting(stages):
+        parts, layout = _with_owners(parts, layout, cutting)
     check_pieces(parts, layout.placement.size, where)
     return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late)
 
@@ -227,20 +235,28 @@ def _named(view: View | None, name: str) -> View | None:
     return None if view is None else replace(view, name=name)
 
 
-def _with_owners(parts: tuple[Transform, ...], layout: Layout, wire: Wire) -> tuple[tuple[Transform, ...], Layout]:
+def _with_owners(
+    parts: tuple[Transform, ...], layout: Layout, cutting: tuple[Wire, ...]
+) -> tuple[tuple[Transform, ...], Layout]:
     """Those that need whole leaves are run at the owners of leaves."""
     owned = tuple(part.name for part in parts if may_be_owned(part))
     if not owned:
         return parts, layout
-    at = Owners(wire, tuple(leaf for leaf in layout.leaves if leaf.trainable))
+    at = owners_of(cutting, tuple(leaf for leaf in layout.leaves if leaf.trainable))
     placement = replace(layout.placement, owned=owned, owners=tuple(at.rank_of.items()))
     return tuple(at_owners(p, at) if p.name in owned else p for p in parts), replace(layout, placement=placement)
 
 
-def _placement(stages: Sequence[View], wire: Wire | None, layout: Layout, apart: tuple[str, ...]) -> Placement:
-    """How the state lies over ranks. What transforms in `apart` add up until a late reduction is each rank's own."""
+def _placement(stages: Sequence[View], layout: Layout) -> Placement:
+    """How leaves lie over ranks behind these stages."""
     groups = groups_of(stages)
-    shards, axes = Group() if wire is None else wire.group, tuple(g.ranks for g in groups)
-    found = Placement(shards.rank, shards.size, math.prod(g.size for g in groups), axes, apart)
-    spans = {} if wire is None else {leaf: wire.span(leaf) for leaf in layout.leaves}
+    cutting = _cutting(stages)
+    rank, size = place_in(cutting)
+    found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
+    spans = {leaf: cutting[-1].span(leaf) for leaf in layout.leaves} if cutting else {}
     return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.numel)))
+
+
+def _cutting(stages: Sequence[View]) -> tuple[Wire, ...]:
+    """What cuts leaves, one after the other."""
+    return tuple(view.wire for view in stages if view.wire is not None and view.wire.cuts)

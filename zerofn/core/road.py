@@ -48,13 +48,18 @@ class Road:
 
     @cached_property
     def sharding(self) -> Wire | None:
-        """How leaves are cut over ranks, if they are."""
+        """How what is stored is cut over ranks, if it is."""
         return cutter(self.stages)
 
     @cached_property
-    def sharded_use(self) -> bool:
-        """Whether even resident parameters are shards, gathered when they are used."""
-        return cutter(self.stages[: self.cut]) is not None
+    def gathering(self) -> Wire | None:
+        """How resident parameters are, if even they are shards, gathered when they are used."""
+        return cutter(self.stages[: self.cut])
+
+    @cached_property
+    def cutting(self) -> tuple[Group, ...]:
+        """The groups of ranks that leaves are cut over, one after the other."""
+        return groups_of([view for view in self.stages if view.wire is not None and view.wire.cuts])
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -82,14 +87,11 @@ class Road:
 
     def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf in the state of this rank."""
-        if self.sharding is None:
-            return tuple(leaf.shape)
-        low, high = self.sharding.span(leaf)
-        return (high - low,)
+        return _shape_behind(self.stages, leaf)
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of the gradient that `zf.update` is given."""
-        return tuple(leaf.shape) if self.late and not self.sharded_use else self.stored_shape(leaf)
+        return _shape_behind(self.stages[: self.cut] if self.late else self.stages, leaf)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -136,8 +138,7 @@ class Road:
         else:
             # A second sum, along another axis of the mesh.
             dtype = self.dtypes.summed
-        whole = cutter(before) is None
-        shapes = {leaf.path: tuple(leaf.shape) if whole else self.stored_shape(leaf) for leaf in leaves}
+        shapes = {leaf.path: _shape_behind(before, leaf) for leaf in leaves}
         return {
             leaf.path: Like(math.prod(shapes[leaf.path]), shapes[leaf.path], dtype(leaf), stored[leaf.path].device)
             for leaf in leaves
@@ -177,3 +178,12 @@ class Road:
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
+
+
+def _shape_behind(stages: Sequence[View], leaf: Leaf) -> tuple[int, ...]:
+    """What a leaf is on this rank once stages, given from the model on, have cut it."""
+    wire = cutter(stages)
+    if wire is None:
+        return tuple(leaf.shape)
+    low, high = wire.span(leaf)
+    return (high - low,)

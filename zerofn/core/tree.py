@@ -61,7 +61,10 @@ class Placement:
         size: how many those are.
         together: how many ranks hold this state between them, replicas among them.
         axes: the ranks along each axis that they lie on.
-        apart: transforms whose state is each rank's own: sums of gradients that are not yet reduced.
+        apart: transforms whose state is of gradients that are not yet reduced: sums, of which there are several.
+        copies: how many, one for each rank that the reduction is over.
+        copy: which of them this rank has.
+        unreduced: how each of them lies over ranks; whole, by default.
         owned: transforms that are run on whole leaves, each at its owner.
         owners: by path, the owner, one of those that share a leaf.
         ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
@@ -73,9 +76,16 @@ class Placement:
     # Where they lie and not how: a plan, made without ranks, has none.
     axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
+    copies: int = 1
+    copy: int = 0
+    unreduced: Placement | None = None
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owned: tuple[str, ...] = ()
     owners: tuple[tuple[str, int], ...] = ()
+
+    def of(self, owner: str) -> Placement:
+        """How the state of a transform lies."""
+        return (self.unreduced or Placement()) if owner in self.apart else self
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of a leaf."""

@@ -158,6 +158,11 @@ def every_leaf(leaf: Leaf) -> bool:
     return True
 
 
+def as_a_whole(leaf: Leaf) -> Leaf:
+    """The `given` of a view on whole leaves."""
+    return leaf
+
+
 @dataclass(frozen=True)
 class View:
     """The view half on one leaf. All functions take `(tensor, leaf)` and any number of batch dimensions in front.
@@ -171,6 +176,7 @@ class View:
         resident: whether what it gives stays in an attached model between steps, and is made once after an update.
         dtypes: what it says of dtypes; then it changes nothing else.
         name: of the transform that it is half of, for profilers.
+        given: what it has on the model's side of a leaf: the leaf, or a part of it where another view cuts before.
     """
 
     view: OnLeaf
@@ -181,6 +187,7 @@ class View:
     resident: bool = False
     dtypes: Dtypes | None = None
     name: str = ""
+    given: Callable[[Leaf], Leaf] = as_a_whole
 
     @property
     def only_dtype(self) -> bool:
@@ -230,14 +237,14 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
 
 
 def cutter(views: Sequence[View]) -> Wire | None:
-    """The wire that cuts leaves over ranks, if one does."""
-    return next((view.wire for view in views if view.wire is not None and view.wire.cuts), None)
+    """The last wire that cuts leaves over ranks, if one does: what it leaves of them is what there is behind all."""
+    return next((view.wire for view in reversed(views) if view.wire is not None and view.wire.cuts), None)
 
 
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:
     """The same view with sums over ranks in `dtype`."""
     assert view.wire is not None
-    return replace(over_ranks(view.wire.on(view.wire.group, dtype), view.resident), name=view.name)
+    return replace(over_ranks(view.wire.on(view.wire.group, dtype), view.resident), name=view.name, given=view.given)
 
 
 def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
@@ -271,7 +278,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
         for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
             flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
             fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket, flat)
-            out.update({leaf.path: x.reshape(leaf.shape) for leaf, x in zip(bucket, fulls, strict=True)})
+            out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
         return out
 
 

@@ -15,7 +15,7 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))
     resident, later = pipe.road.kept(wide, leaf), pipe.stages[pipe.cut :]
-    if pipe.sharded_use:
+    if pipe.gathering is not None:
         resident = resident.clone()
     if any(stage.only_dtype for stage in later):
         resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
@@ -26,11 +26,12 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
-    if pipe.sharded_use:
-        # A graph gathers shards anew and knows their age otherwise; writes of `p` are to be the user's alone.
-        return resident.detach()
-    # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other.
-    return p.detach() if pipe.sharding is None else pipe.sharding.store(p.detach(), leaf)
+    # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
+    # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.
+    stored = p.detach() if pipe.gathering is None else resident.detach()
+    for stage in later:
+        stored = stored if stage.wire is None else stage.store(stored, leaf)
+    return stored
 
 
 def move_out(leaf: Leaf, p: Tensor, dtype: torch.dtype | None) -> None:

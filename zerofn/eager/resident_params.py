@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.agreement import agree_on_start
 from ..core.executor import counter
 from ..core.pipeline import Pipeline
+from ..core.road import groups_of
 from ..core.state import State
 from ..core.transform import Context
 from ..core.views import cut
@@ -91,7 +92,7 @@ class Residence:
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
             self.undo.append(install(model, self.sight, paths, self.blocks))
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
-        self.wholes = Wholes(pipe, params, self.control if context is None else None)
+        self.wholes = Wholes(params, self._of_equals() if context is None else None)
         self.micro_step = MicroStep(
             pipe, self.arrivals, self.control, self.copies, self.wholes, lambda: self.state, self._gave_up
         )
@@ -102,17 +103,25 @@ class Residence:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
 
+    def _of_equals(self) -> Group | None:
+        """A channel between the ranks that have one and the same parameter, of which each stores a part."""
+        if self.pipe.sharding is self.pipe.gathering:
+            return None
+        if self.pipe.gathering is None:
+            return self.control
+        return joint_channel(groups_of(self.pipe.stages[self.pipe.cut :]))
+
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
         return self.pipe.scale_of(self.state.transforms)
 
     def _units(self) -> Units | None:
         pipe = self.pipe
-        if not pipe.sharded_use or self.control is None or pipe.sharding is None:
+        if self.control is None or pipe.gathering is None:
             return None
-        group = self.groups[pipe.groups.index(pipe.sharding.group)]
+        group = self.groups[pipe.groups.index(pipe.gathering.group)]
         units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
-        control = channel(pipe.sharding.group)
+        control = channel(pipe.gathering.group)
         takes, ended = self.arrivals.accept, self.arrivals.release
         return Units(units, pipe, self.params, (group, control), self.scale, takes, ended, pipe.layout.leaves)
 

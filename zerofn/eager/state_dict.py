@@ -20,8 +20,7 @@ def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[
     """What `Optimizer.state_dict` returns."""
     if pipe.groups:
         first = pipe.groups[0]
-        shards = first if pipe.sharding is None else pipe.sharding.group
-        state = over_ranks(state, shards, first.ranks[first.rank])
+        state = over_ranks(state, pipe.road.cutting or (first,), first.ranks[first.rank])
     return {
         "format": 1,
         "params": dict(state.leaves),

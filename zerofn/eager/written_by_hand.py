@@ -1,6 +1,7 @@
 """Whole parameters of which each rank stores a part: what is written into one by hand must be the same on all ranks.
 
-Under `reduce_scatter` a model has whole parameters and each rank stores its part of them. What is written on one rank
+Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along another
+axis of a mesh, its part of a part). What is written on one rank
 alone (`if rank == 0: model.load_state_dict(...)`) would become a mixture after the next step: the part of
 that rank new, those of the others old. Every rank knows of its own writes; whether anybody wrote rides on the
 exchange of each step, and only then are the values compared.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from .._errors import bad_leaves
-from ..core.pipeline import Pipeline
 from ..core.tree import Leaves
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
@@ -23,15 +23,13 @@ class Wholes:
     """The whole parameters of an attached model that are stored in parts.
 
     Args:
-        pipe: its pipeline.
         params: its parameters by path, in their resident form.
-        control: a group for the comparison. None where updates run within backward: they write into parts before a
-            step could look at wholes.
+        control: a group for the comparison, of those that have one and the same. None where all is stored, and where
+            updates run within backward: they write into parts before a step could look at wholes.
     """
 
-    def __init__(self, pipe: Pipeline, params: Leaves, control: Group | None):
-        resident = pipe.sharding is not None and not pipe.sharded_use
-        self.control = control if resident else None
+    def __init__(self, params: Leaves, control: Group | None):
+        self.control = control
         self.params = params if self.control is not None else {}
         self.note()
 

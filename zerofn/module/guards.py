@@ -48,7 +48,7 @@ def label(
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
     told = {"why": why, "refused": refused, "asks": asks}
     apart = [prepare(model)] if pipe.groups else []
-    if units is None or pipe.sharding is None:
+    if units is None:
         return apart + [tell(p, Partial, **told) for p in params.values()]
     is_whole = lambda: units.suspended  # noqa: E731
     shapes = {leaf.path: tuple(leaf.shape) for leaf in pipe.layout.leaves}

@@ -33,6 +33,7 @@ BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimize
     "scheduler.params",
 }
 
+HIERARCHY = "zf.shard(mesh['node']) and zf.reduce_scatter(mesh['nodes']), over a mesh of two dimensions"
 HYBRID = "zf.shard(mesh['node']) and zf.all_reduce(mesh['nodes']), over a mesh of two dimensions"
 
 INSTEAD = {
@@ -42,7 +43,7 @@ INSTEAD = {
     "zero_optimization.zero_quantized_weights": "precision(param_dtype=torch.bfloat16): gathered in 16 bits, not 8",
     "zero_optimization.zero_quantized_nontrainable_weights": "false: parameters are gathered as the model sees them",
     "zero_optimization.zero_quantized_gradients": "communication_data_type: 'bf16', for sums the narrowest",
-    "zero_optimization.zero_hpz_partition_size": HYBRID,
+    "zero_optimization.zero_hpz_partition_size": HIERARCHY,
     "zero_optimization.mics_shard_size": HYBRID,
     "zero_optimization.mics_hierarchical_params_gather": "false",
     "zero_optimization.zenflow": "zero_optimization.offload_optimizer: {'device': 'cpu'}",

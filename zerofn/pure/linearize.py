@@ -79,7 +79,7 @@ def linearize(
 
     given = [flat[i] for i in chosen]
     resident = _resident(pipe, state.leaves, record)
-    ran = _recorded if record else _with_blocks if pipe.sharded_use else _with_autograd
+    ran = _recorded if record else _with_blocks if pipe.gathering is not None else _with_autograd
     with ranged(PHASE, "forward"):
         primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
     leaves = list(outer["out"])
@@ -157,7 +157,8 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
     if not record:
-        return pipe.road.see(pipe.stages[pipe.cut :], stored) if pipe.late or pipe.sharded_use else stored
+        whole = not pipe.late and pipe.gathering is None
+        return stored if whole else pipe.road.see(pipe.stages[pipe.cut :], stored)
     if not pipe.late:
         return stored
     views = pipe.road.composed(pipe.stages[pipe.cut :], pipe.dtypes.gradient)

@@ -72,8 +72,8 @@ class Blocks(Units):
     """
 
     def __init__(self, pipe: Pipeline, resident: Leaves, scale: Tensor | None):
-        assert pipe.sharding is not None
-        group = pipe.sharding.group
+        assert pipe.gathering is not None
+        group = pipe.gathering.group
         shards = {p: x.detach() for p, x in resident.items()}
         self.found: Leaves = {}
         self.open = False

@@ -141,6 +141,11 @@ def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
     return mesh
 
 
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks along a mesh of one axis, in order; no tensor is looked at."""
+    return sorted(dist.get_process_group_ranks(mesh.get_group()))
+
+
 # ---------------------------------------------------------------------------------------- collectives
 
 

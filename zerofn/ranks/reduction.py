@@ -24,13 +24,20 @@ from .group import Group
 
 @dataclass(frozen=True)
 class OverRanks:
-    """Scalars over ranks: sums over those that hold different shards, maxima over all."""
+    """Scalars over ranks: sums over those that hold different shards, maxima over all.
 
-    shards: Group | None
+    Attributes:
+        shards: the groups that leaves are cut over, one for each axis of a mesh.
+        groups: all groups.
+    """
+
+    shards: tuple[Group, ...]
     groups: tuple[Group, ...]
 
     def sum(self, x: Tensor) -> Tensor:
-        return x if self.shards is None else _summed(x, self.shards)
+        for group in self.shards:
+            x = _summed(x, group)
+        return x
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -43,7 +50,9 @@ class OverRanks:
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
-        return x if self.shards is None else _at(self.shards, x, replicate)
+        for group in self.shards:
+            x = _at(group, x, replicate)
+        return x
 
 
 class _Maximum(Function):

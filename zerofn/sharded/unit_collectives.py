@@ -37,9 +37,9 @@ class UnitCollectives:
         params: Leaves,
         scale: Callable[[], Tensor | None],
     ):
-        assert pipe.sharding is not None
+        assert pipe.gathering is not None
         self.units, self.blocks, self.pipe, self.params, self.scale = units, blocks, pipe, params, scale
-        self.wire = pipe.sharding.on(group, pipe.sharding.reduce_dtype)
+        self.wire = pipe.gathering.on(group, pipe.gathering.reduce_dtype)
         stages = pipe.stages[: pipe.cut]
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name

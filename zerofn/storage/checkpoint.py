@@ -24,7 +24,7 @@ from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
-from .fit import differences, dtype_name, misfit_message, name_of, source
+from .fit import copies_in, differences, dtype_name, misfit_message, name_of, source
 from .replicas import check_replicas, group_of, meet, row_major
 from .saving import Saving, copied
 from .windows import share_windows
@@ -117,7 +117,7 @@ def write(
         opt._averages.refuse("zf.save(directory, opt)")
         check_can_be_saved(opt._model, buffers)
     check_replicas(given, group)
-    pieces = _pieces(given, buffers, group.rank)
+    pieces = _pieces(given, buffers if group.rank == 0 else [])
     pieces = pieces if wait else copied(pieces)
 
     def go() -> None:
@@ -133,16 +133,17 @@ def write(
     return go() if wait else Saving(directory, go)
 
 
-def _pieces(state: State, buffers: list[Entry], rank: int) -> dict[str, Any]:
+def _pieces(state: State, buffers: list[Entry]) -> dict[str, Any]:
     """What this rank writes, by name."""
     from .dcp_writer import Piece
 
     # Ranks may have other buffers than each other, as under DistributedDataParallel: those of the first are saved.
-    mine = [*entries(state), *(buffers if rank == 0 else ())]
-    apart = state.layout.placement.apart
+    placement = state.layout.placement
     return {
-        name_of(e, rank if e.owner in apart else None): Piece(row_major(e.value), e.offset or 0, e.shape)
-        for e in mine
+        name_of(e, placement.copy if e.owner in placement.apart else None): Piece(
+            row_major(e.value), e.offset or 0, e.shape
+        )
+        for e in [*entries(state), *buffers]
         if isinstance(e.value, Tensor)
     }
 
@@ -159,10 +160,9 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         elif isinstance(e.value, Tensor) and e.value.is_meta:
             bad.append((e.key, "is on the meta device and has no data"))
         elif isinstance(e.value, Tensor):
-            apart = e.owner in placement.apart
-            for rank in range(placement.together if apart else 1):
-                about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape)}
-                tensors[name_of(e, rank if apart else None)] = about
+            about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape)}
+            copies = range(placement.copies) if e.owner in placement.apart else [None]
+            tensors.update({name_of(e, copy): about for copy in copies})
         elif isinstance(e.value, PLAIN):
             values[e.key] = e.value
         else:
@@ -170,7 +170,7 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
     if bad:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
-    head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together}
+    head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
     return {**head, "values": values, "tensors": tensors}
 
 
@@ -228,13 +228,13 @@ def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
         for key, x in late.items():
             flat[key].fill_(x)
         return {
-            source(e, manifest, placement, group.rank): Piece(flat[e.key], e.offset or 0, e.shape)
+            source(e, manifest, placement): Piece(flat[e.key], e.offset or 0, e.shape)
             for e in [*wanted, *saved]
             if e.key in new and e.key not in late
         }
 
     manifest = load_pieces(Path(directory), group, choose)
-    if manifest["ranks"] != placement.together:
+    if copies_in(manifest) != placement.copies:
         own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"] and before(e) is None]
         share_windows(own, flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
     for key, x in new.items():

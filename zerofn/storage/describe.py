@@ -23,6 +23,7 @@ from ..core.tree import Placement, Tree, make_layout, parameters_of, tree_map
 from ..core.views import Ranks
 from ..eager.optimizer import Optimizer
 from ..module.attach_checks import check_initialised
+from ..ranks.backend import ranks_of
 from ..ranks.group import Group
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
@@ -124,8 +125,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. Meta tensors do:
             `with torch.device("meta"): model = Model()`.
         world_size: ranks that the pipeline's sharding will find.
-        rank: the one whose part is shown. The first holds the most. With a mesh of several axes, the one of
-            this place along the axis that shards.
+        rank: the one whose part is shown, of all ranks of the world. The first holds the most.
 
     Raises:
         ValueError: no such rank or world.
@@ -165,7 +165,10 @@ def _ranks_of(world_size: int, rank: int) -> Ranks:
             right = f"zf.plan(tx, params, world_size={size})"
             why = f"{function} has a mesh of {size} ranks, which must divide the world"
             raise ValueError(explain(f"plan(world_size={world_size})", why, right))
-        return Group(rank % size, size)
+        # Neighbours along an outer axis of a mesh are as many ranks apart as inner axes have.
+        row = range(size) if mesh is None else ranks_of(mesh)
+        apart = row[1] - row[0] if size > 1 else 1
+        return Group(rank // apart % size, size)
 
     return group
 

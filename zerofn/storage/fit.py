@@ -12,20 +12,25 @@ from ..core.entries import Entry, before
 from ..core.tree import Placement
 
 
-def name_of(e: Entry, rank: int | None) -> str:
-    return e.key if rank is None else f"{e.key}@{rank}"
+def name_of(e: Entry, copy: int | None) -> str:
+    return e.key if copy is None else f"{e.key}@{copy}"
+
+
+def copies_in(manifest: dict[str, Any]) -> int:
+    """How many there are of what was not reduced yet; in older checkpoints one for each rank."""
+    return manifest.get("copies", manifest["ranks"])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def source(e: Entry, manifest: dict[str, Any], placement: Placement, rank: int) -> str:
+def source(e: Entry, manifest: dict[str, Any], placement: Placement) -> str:
     """Under which name an entry of `like` stands in the checkpoint."""
     if e.key in manifest["tensors"]:
         return e.key
-    # Of another number of ranks the first one's, to which the others' are added.
-    return name_of(e, rank if manifest["ranks"] == placement.together else 0)
+    # Of another number of copies the first one, to which the others are added.
+    return name_of(e, placement.copy if copies_in(manifest) == placement.copies else 0)
 
 
 def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
@@ -48,10 +53,11 @@ def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str
 
 
 def _base(name: str, manifest: dict[str, Any]) -> str:
-    """A name without its rank. A key may hold the sign itself, but then not for rank after rank."""
-    base, _, rank = name.rpartition("@")
-    apart = rank.isdecimal() and all(f"{base}@{r}" in manifest["tensors"] for r in range(manifest["ranks"]))
-    return base if apart and manifest["ranks"] > 1 else name
+    """A name without its copy. A key may hold the sign itself, but then not for copy after copy."""
+    base, _, copy = name.rpartition("@")
+    copies = copies_in(manifest)
+    apart = copy.isdecimal() and all(f"{base}@{i}" in manifest["tensors"] for i in range(copies))
+    return base if apart and copies > 1 else name
 
 
 def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..extend import (
     TINY,
     Context,
@@ -14,6 +19,7 @@ from ..extend import (
     Transform,
     TransformState,
     check_number,
+    concrete,
     root,
     squared_norm,
     transform,
@@ -21,7 +27,7 @@ from ..extend import (
 
 
 @transform
-def clip_by_global_norm(max_norm: float) -> Transform:
+def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = None) -> Transform:
     """Shrink the whole gradient to the norm `max_norm` where it is longer (Pascanu et al., 2013).
 
     `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is
@@ -29,8 +35,22 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     clipping, and of several in a chain that of the first. A NaN or infinite norm makes every gradient NaN or zero,
     as in torch: `scale_loss` before it skips such steps.
 
+    One norm over several pipelines, where parts of a model are trained by one each, in one process or in jobs of
+    their own: `over` adds up what they have. It is called once an update, on every rank of a pipeline with the same
+    number, and returns the same on all; how the pipelines tell each other is its own. A step that is left
+    out before it comes here (by `scale_loss`) does not call it: tell the others NaN then, and let
+    `skip_nonfinite()` stand behind the clip, so that all leave that step out.
+
     Args:
         max_norm: positive.
+        over: from the sum of squares of this pipeline's gradients, a 0-d tensor, to that of all pipelines together,
+            a number or a 0-d tensor.
+
+    Raises:
+        RuntimeError: `over` returned other numbers on other ranks.
+        TypeError: `over` cannot be called.
+        ValueError: `max_norm` is not positive; at an update, `over` returned no number, or a smaller one than it was
+            given.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(1.0))
@@ -38,11 +58,24 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, state)
     >>> float(metrics["grad_norm"]), state.params["w"]
     (5.0, tensor([-0.6000, -0.8000]))
+    >>> tx = zf.chain(zf.clip_by_global_norm(1.0, over=lambda squares: squares + 11.0), zf.sgd(1.0))
+    >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> float(metrics["grad_norm"])
+    6.0
     """
     check_number("clip_by_global_norm", "max_norm", max_norm, low=TINY)
+    if over is not None and not callable(over):
+        raise TypeError(
+            explain(
+                f"clip_by_global_norm({max_norm}, over={over!r})",
+                "over is a function of the sum of squares of this pipeline's gradients",
+                f"clip_by_global_norm({max_norm}, over=lambda squares: squares + squares_of_the_others)",
+            )
+        )
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        norm = root(ctx.reduction.sum(squared_norm(grads)))
+        squares = ctx.reduction.sum(squared_norm(grads))
+        norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
         return Prepared(carry=ctx.replicated((max_norm / (norm + 1e-6)).clamp(max=1.0)))
 
@@ -56,6 +89,41 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         facts=Facts(reports=frozenset(["grad_norm"])),
         prepare_fn=prepare,
         update_fn=update,
+    )
+
+
+def _together(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
+    """What `over` makes of it, once it is known to be a sum that is the same on all ranks."""
+    total = torch.as_tensor(over(squares))
+    if total.ndim or not total.is_floating_point():
+        _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
+    total = total.to(squares)
+    if not concrete(total):
+        return total
+    # A maximum over ranks may lose NaN, and no sum of squares is below zero.
+    here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
+    most, least = ctx.reduction.max(here), -ctx.reduction.max(-here)
+    if most != least:
+        raise RuntimeError(
+            explain(
+                f"clip_by_global_norm(over=...) gave {float(here):g} here, and up to {float(most):g} on other ranks",
+                "ranks would clip by other norms, and what they have equal would drift apart",
+                "one number for all ranks of a pipeline and one step",
+            )
+        )
+    # The sum of squares in fp32 may lose what is 2**-24 of it.
+    if 0 <= here < squares.detach() * (1 - 1e-6):
+        _no_sum(squares, f"{float(here):g}")
+    return total
+
+
+def _no_sum(squares: Tensor, told: str) -> NoReturn:
+    raise ValueError(
+        explain(
+            f"clip_by_global_norm(over=...) gave {told} for squares of {float(squares):g}",
+            "it is the sum of squares over all pipelines, this one's among them, as one number",
+            "over=lambda squares: squares + squares_of_the_others",
+        )
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..extend import ONE_OF_TWO, Layout, Ranks, Spec, Transform, View, ViewOf, over_ranks, transform
+from ..extend import ONE_OF_TWO, Layout, Ranks, Spec, Through, Transform, View, ViewOf, over_ranks, transform
 from .wires import Averaging, Sharding
 
 
@@ -42,14 +42,21 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     one reduction is sent for the whole window. What is written into a parameter by hand must be the same on every
     rank; the next step compares, and refuses what differs.
 
+    After `shard` on another axis of the mesh parts are cut once more: parameters are gathered within a node, states
+    lie over all ranks, and with `accumulate` between the two nodes talk once in a window
+    (`chain(shard(mesh["node"]), accumulate(4), reduce_scatter(mesh["nodes"]), ...)`).
+
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
+
+    Raises:
+        ValueError: behind `shard` along the same ranks, or without a mesh.
 
     >>> import torch, zerofn as zf
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
     reduce_scatter()
     """
-    return Transform("reduce_scatter", needs="element", view_fn=_gathers_after_a_step(mesh), through=_scattered)
+    return Transform("reduce_scatter", needs="element", view_fn=_gathers_after_a_step(mesh), through=_scattered(mesh))
 
 
 @transform
@@ -95,6 +102,7 @@ def _averages(mesh: Any) -> ViewOf:
 FULL_FIRST = "a full gradient would be averaged before it is cut into shards"
 OF_ITS_OWN = "each rank would see its own part of the gradient before it is reduced over ranks"
 BOTH_CUT = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scatter ZeRO-1 and ZeRO-2"
+ALONG_TWO = "; along two axes of a mesh: shard(mesh['node']), ..., reduce_scatter(mesh['nodes'])"
 
 
 def _to_shards(spec: Spec) -> Spec:
@@ -110,12 +118,16 @@ def _to_shards(spec: Spec) -> Spec:
     return spec.after("sharded_by")
 
 
-def _scattered(spec: Spec) -> Spec:
-    spec.refuse("sharded_by", BOTH_CUT, ONE_OF_TWO)
-    spec.refuse("scattered_by", "gradients are cut once", spec.once)
-    spec.refuse("changed_by", OF_ITS_OWN)
-    spec.refuse("averaged_by", FULL_FIRST)
-    return spec.after("scattered_by")
+def _scattered(mesh: Any) -> Through:
+    def through(spec: Spec) -> Spec:
+        if mesh is None:
+            spec.refuse("sharded_by", BOTH_CUT, ONE_OF_TWO + ALONG_TWO)
+        spec.refuse("scattered_by", "gradients are cut once", spec.once)
+        spec.refuse("changed_by", OF_ITS_OWN)
+        spec.refuse("averaged_by", FULL_FIRST)
+        return spec.after("scattered_by")
+
+    return through
 
 
 def _averaged(spec: Spec) -> Spec:

@@ -1,0 +1,128 @@
+"""Parts of leaves, cut once more along another axis of a mesh: what the second wire is told of a leaf.
+
+`shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that range and
+never sees the leaf. A wire knows one way to cut one leaf, so it is told of a leaf that is that range. All ranks of the
+second wire have one part of the leaf, since axes of a mesh cross: what one of them sends is what the others expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..ranks.group import Group
+from .tree import Leaf
+from .views import View, Wire, cutter, over_ranks
+
+
+@dataclass(frozen=True)
+class OfParts:
+    """A wire of the parts that another one has left of leaves.
+
+    Attributes:
+        first: how leaves are cut before.
+        wire: how their parts are.
+    """
+
+    first: Wire
+    wire: Wire
+    cuts: ClassVar[bool] = True
+
+    @property
+    def group(self) -> Group:
+        return self.wire.group
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.wire.reduce_dtype
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> OfParts:
+        return replace(self, wire=self.wire.on(group, reduce_dtype))
+
+    def given(self, leaf: Leaf) -> Leaf:
+        return part_of(leaf, self.first)
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's flat range of the whole leaf."""
+        begin = self.first.span(leaf)[0]
+        low, high = self.wire.span(self.given(leaf))
+        return begin + low, begin + high
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.view(x, self.given(leaf))
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.pull(g, self.given(leaf))
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.store(x, self.given(leaf))
+
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send_parts(parts, self._given(leaves), async_op)
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return self.wire.join_parts(rows, self._given(leaves), into)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        return self.wire.pack(grads, self._given(leaves), numels, dtype, device)
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send(buffer, async_op)
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        return self.wire.unpack(mine, self._given(leaves), numels)
+
+    def _given(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        return [self.given(leaf) for leaf in leaves]
+
+
+def part_of(leaf: Leaf, wire: Wire) -> Leaf:
+    """What a wire leaves of a leaf, as a leaf."""
+    low, high = wire.span(leaf)
+    return replace(leaf, shape=torch.Size([high - low]))
+
+
+def behind(view: View, before: Sequence[View]) -> View:
+    """The view where others stand before it: of parts of leaves, if one of those cuts them."""
+    first = cutter(before)
+    if first is None or view.wire is None or not view.wire.cuts:
+        return view
+    wire = OfParts(first, view.wire)
+    return replace(over_ranks(wire, view.resident), given=wire.given, name=view.name)
+
+
+def check_axes(views: Sequence[tuple[str, View | None]]) -> None:
+    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common.
+
+    Args:
+        views: with the name of each one's transform.
+    """
+    seen: list[tuple[str, Group]] = []
+    for name, view in views:
+        if view is None or view.wire is None or view.wire.group.size == 1:
+            continue
+        group = view.wire.group
+        for other, before in seen:
+            both = sorted(set(before.ranks) & set(group.ranks))
+            if len(both) > 1:
+                raise ValueError(
+                    explain(
+                        f"chain(..., {other}, ..., {name}, ...) that both reduce over ranks {both}",
+                        "the second finds nothing to add up there: what those ranks have is reduced over them already",
+                        "mesh = init_device_mesh(device, (nodes, ranks_of_one), mesh_dim_names=('nodes', 'node'))\n"
+                        f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
+                    )
+                )
+        seen.append((name, group))
