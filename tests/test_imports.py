@@ -226,7 +226,8 @@ def test_public_signatures():
         "hysteresis": 1,
     }
     assert arguments(zf.accumulate) == ["every", "weighted"]
-    assert arguments(zf.clip_by_global_norm) == ["max_norm"] and arguments(zf.clip_by_value) == ["max_value"]
+    assert arguments(zf.clip_by_global_norm) == ["max_norm", "over"]
+    assert arguments(zf.clip_by_value) == ["max_value"]
     assert arguments(zf.sgd)[:2] == ["lr", "momentum"]
     assert arguments(zf.adam)[:3] == ["lr", "betas", "eps"]
     assert arguments(zf.adamw)[:4] == ["lr", "betas", "eps", "weight_decay"]
