@@ -31,16 +31,19 @@ Loss = Callable[[dict[str, Tensor]], Tensor]
 Tensors = dict[str, Tensor]
 
 
-def first_vector(loss: Loss, params: Tensors) -> list[Tensor]:
+TX = zf.sgd(0.1)
+
+
+def first_vector(loss: Loss, state: zf.State) -> list[Tensor]:
     """The one that zerofn begins with, so that both make the same products."""
-    hessian = Hessian(loss, zf.sgd(0.1), zf.init(zf.sgd(0.1), params), (), "max_eigenvalue")
-    return list(hessian.unit(hessian.draw(params, 0, 0, signs=False)).values())
+    hessian = Hessian(loss, TX, state, (), "max_eigenvalue")
+    return list(hessian.unit(hessian.draw(state.params, 0, 0, signs=False)).values())
 
 
-def by_hand(loss: Loss, params: Tensors, v: list[Tensor], products: int) -> float:
+def by_hand(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> float:
     """Power iteration as one writes it: one backward through the recorded gradient for each product."""
-    leaves = [x.detach().requires_grad_() for x in params.values()]
-    grads = torch.autograd.grad(loss(dict(zip(params, leaves, strict=True))), leaves, create_graph=True)
+    leaves = [x.detach().requires_grad_() for x in state.params.values()]
+    grads = torch.autograd.grad(loss(dict(zip(state.params, leaves, strict=True))), leaves, create_graph=True)
     value = 0.0
     for _ in range(products):
         w = torch.autograd.grad(grads, leaves, v, retain_graph=True)
@@ -50,25 +53,24 @@ def by_hand(loss: Loss, params: Tensors, v: list[Tensor], products: int) -> floa
     return value
 
 
-def by_zerofn(loss: Loss, params: Tensors, v: list[Tensor], products: int) -> float:
-    tx = zf.sgd(0.1)
+def by_zerofn(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # not settled: as many products as by hand are to be made
-        found = zf.curvature.max_eigenvalue(loss, tx, zf.init(tx, params), tol=1e-30, max_iter=products)
+        found = zf.curvature.max_eigenvalue(loss, TX, state, tol=1e-30, max_iter=products)
     return float(found[""])
 
 
-def only_by_hand(loss: Loss, params: Tensors, v: list[Tensor], products: int) -> float:
-    leaves = [x.detach().requires_grad_() for x in params.values()]
-    grads = torch.autograd.grad(loss(dict(zip(params, leaves, strict=True))), leaves, create_graph=True)
+def only_by_hand(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> float:
+    leaves = [x.detach().requires_grad_() for x in state.params.values()]
+    grads = torch.autograd.grad(loss(dict(zip(state.params, leaves, strict=True))), leaves, create_graph=True)
     for _ in range(products):
         w = torch.autograd.grad(grads, leaves, v, retain_graph=True)
     return float(torch.cat([x.flatten() for x in w]).norm())
 
 
-def only_by_zerofn(loss: Loss, params: Tensors, v: list[Tensor], products: int) -> float:
-    hessian = Hessian(loss, zf.sgd(0.1), zf.init(zf.sgd(0.1), params), (), "max_eigenvalue")
-    given = dict(zip(params, v, strict=True))
+def only_by_zerofn(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> float:
+    hessian = Hessian(loss, TX, state, (), "max_eigenvalue")
+    given = dict(zip(state.params, v, strict=True))
     for _ in range(products):
         w = hessian.times(given)
     return float(torch.cat([x.flatten() for x in w.values()]).norm())
@@ -88,7 +90,8 @@ def compare(options: argparse.Namespace) -> None:
     def loss(p: Tensors) -> Tensor:
         return model(p, inputs, targets)
 
-    v = first_vector(loss, params)
+    state = zf.init(TX, params)
+    v = first_vector(loss, state)
     for name, contestants in PAIRS.items():
         ratios, best, values = [], [0.0, 0.0], [0.0, 0.0]
         for round_ in range(options.rounds + 1):
@@ -97,7 +100,7 @@ def compare(options: argparse.Namespace) -> None:
             for k in (0, 1) if round_ % 2 else (1, 0):
                 gc.collect()
                 begin = time.process_time()
-                values[k] = contestants[k](loss, params, v, options.products)
+                values[k] = contestants[k](loss, state, v, options.products)
                 rates[k] = options.products / (time.process_time() - begin)
             if round_:  # the first is for warming up
                 ratios.append(rates[1] / rates[0])

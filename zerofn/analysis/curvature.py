@@ -87,7 +87,7 @@ def max_eigenvalue(
         for i in range(max_iter):
             w = hessian.times(v)
             before, value = value, hessian.inner(v, w)
-            norm = math.sqrt(hessian.inner(w, w))
+            norm = hessian.norm(w)
             settled = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
             if settled or not math.isfinite(norm):
                 break
