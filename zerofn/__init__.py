@@ -43,12 +43,12 @@ from .pure.whole import global_norm as global_norm
 from .ranks.local.launch import RankError as RankError
 from .ranks.local.launch import launch as launch
 from .ranks.sequence import sequence_mean as sequence_mean
-from .storage.checkpoint import load as load
 from .storage.checkpoint import save as save
 from .storage.checkpoints import Checkpoints as Checkpoints
 from .storage.describe import describe as describe
 from .storage.describe import plan as plan
 from .storage.load_safetensors import load_safetensors as load_safetensors
+from .storage.loading import load as load
 from .storage.safetensors import export_safetensors as export_safetensors
 from .transforms.accumulate import accumulate as accumulate
 from .transforms.adam import adam as adam

@@ -146,3 +146,44 @@ def test_an_optimizer_of_ones_own_may_have_the_name_of_any_of_ours(name):
     assert float(opt.metrics["grad_norm"]) == pytest.approx(NORM)
     assert float(opt.metrics["lr"]) == 0.5
     assert_trees_equal({k: p.detach() for k, p in model.items()}, {k: -g for k, g in GRADS.items()})
+
+
+HELD = {
+    "accumulate": zf.chain(zf.accumulate(3), CLIP(1.0), zf.adamw(0.1)),
+    "no clip": zf.chain(zf.accumulate(3), zf.adamw(lambda step: 0.1 + 0.1 * step)),
+    "parts": zf.chain(zf.accumulate(3), zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1)),
+    "scaled": zf.chain(zf.scale_loss("dynamic"), zf.accumulate(3), zf.adamw(0.1)),
+    "skipped": zf.chain(zf.skip_nonfinite(), CLIP(1.0), zf.sgd(0.1), zf.ema(0.9)),
+    "groups": zf.chain(
+        zf.accumulate(3),
+        zf.partition({"a": zf.chain(CLIP(1.0), zf.adamw(0.1)), "b": zf.sgd(0.2)}, lambda p: "a" if p == "w" else "b"),
+    ),
+    "offloaded": zf.chain(zf.accumulate(3), zf.offload(zf.chain(CLIP(1.0), zf.adamw(0.1)))),
+    "masked": zf.chain(zf.accumulate(3), zf.masked(zf.sgd(0.1), lambda p: p == "w"), zf.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_held_or_skipped_step_has_the_same_metrics(name):
+    tx = HELD[name]
+    state, seen = zf.init(tx, PARAMS), []
+    for i in range(7):
+        bad = name in ("skipped", "scaled") and i % 3 == 0
+        state, metrics = zf.update(tx, {k: g * float("nan") if bad else g for k, g in GRADS.items()}, state)
+        seen.append(zf.floats(metrics))
+    assert {x["updated"] for x in seen} == {0.0, 1.0}
+    assert len({frozenset(x) for x in seen}) == 1
+    assert seen[0].keys() >= {"grad_norm"} and any(key.endswith("lr") for key in seen[0])
+    for x in seen:
+        for key, value in x.items():
+            if key.endswith("grad_norm"):
+                assert (value == 0.0) == (x["updated"] == 0.0), (key, x)
+
+
+def test_the_rate_of_a_held_step_is_that_of_the_update_to_come():
+    state, rates = zf.init(HELD["no clip"], PARAMS), []
+    for _ in range(6):
+        state, metrics = zf.update(HELD["no clip"], GRADS, state)
+        rates.append(round(zf.floats(metrics)["lr"], 6))
+    assert rates == [0.1, 0.1, 0.1, 0.2, 0.2, 0.2]
+    assert int(state.transforms["adamw"]["step"]) == 2

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._ranges import UPDATE, listener, ranged
+from .held import report_held
 from .joined import join, spread
 from .transform import Context, Prepared, Scope, Transform, TransformState, select
 from .tree import Leaves, flatten
@@ -60,6 +61,7 @@ def run(
             new[part.name] = select(emitted, merged, states[part.name]) if emitted is not True else merged
             emitted = p.emit if emitted is True else emitted & p.emit
         if stop or out[0] is None:
+            report_held(parts[i + len(prepared) :], new, params, ctx)
             return None, spread(new, joined, given), False
         signal = out[0]
         i = j

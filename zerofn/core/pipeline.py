@@ -28,6 +28,7 @@ from .road import Road, groups_of
 from .second_cut import behind, check_axes
 from .transform import (
     Context,
+    Facts,
     OneProcess,
     Prepared,
     Reduction,
@@ -56,7 +57,13 @@ def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Lea
 
 # Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
 # A name with a dot is one that no transform of a user's can have.
-GRAD_NORM = Transform(".grad_norm", needs="number", prepare_fn=_look_at_norm, update_fn=_note_norms)
+GRAD_NORM = Transform(
+    ".grad_norm",
+    needs="number",
+    facts=Facts(reports=frozenset(["grad_norm"])),
+    prepare_fn=_look_at_norm,
+    update_fn=_note_norms,
+)
 
 
 @dataclass(frozen=True)

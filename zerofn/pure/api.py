@@ -257,8 +257,9 @@ def update(
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
-        and with `scale_loss` `loss_scale`, `skipped`, `skipped_steps`; where the step is not held also
-        `grad_norm` (of what the optimizer is given, before clipping) and `lr`.
+        `grad_norm` (of what the optimizer is given, before clipping), `lr`, `skipped`, and with `scale_loss`
+        `loss_scale` and `skipped_steps`. The names are the same in every step. In one that is held or skipped
+        `grad_norm` is 0, since no gradient has gone on, and `lr` is that of the update to come.
 
     It is a function that torch.func differentiates, to any order, and maps over batches: by gradients, state, rates and
     other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is computed

@@ -1,4 +1,4 @@
-"""`save` and `load`: a state on disk, by path, for any number of ranks."""
+"""`save`: a state on disk, by path, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..core.arguments import check_flag
-from ..core.entries import Entry, before, entries, rebuild
+from ..core.entries import Entry, entries
 from ..core.state import State
 from ..core.tree import tree_map
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
 from ..ranks.background import settle
 from ..ranks.group import Group
-from .buffers import buffers_of, check_can_be_saved, check_can_be_written, tell_of_missing
-from .buffers import without as without_buffers
-from .buffers import write as write_buffers
-from .fit import copies_in, differences, dtype_name, misfit_message, name_of, source
+from .buffers import buffers_of, check_can_be_saved
+from .fit import dtype_name, name_of
 from .replicas import check_replicas, group_of, meet, row_major
 from .saving import Saving, copied
-from .windows import share_windows
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))
@@ -172,91 +169,6 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
     head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
     return {**head, "values": values, "tensors": tensors}
-
-
-def load(directory: str | os.PathLike, like: State | Optimizer) -> State:
-    """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
-
-    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers. Every piece that is read is
-    checked against its checksum.
-
-    Args:
-        directory: of `zf.save`.
-        like: a state of the same pipeline and model: `zf.init(tx, params)`. It gives structure, devices and
-            dtypes, and is not written. The number of ranks may be another than when it was saved. Or an
-            attached model's `opt`, which is written, in place, once everything has been read, with its
-            param_groups and the module's buffers. A checkpoint without buffers (of a state, or of an older
-            version) leaves those as they are, with a warning.
-
-    Returns:
-        The state; with `like=opt`, `opt.state`.
-
-    Raises:
-        FileNotFoundError: no checkpoint there.
-        ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
-            path; of another format version; truncated or changed.
-        RuntimeError: only some ranks call it, as for `save`.
-
-    >>> import tempfile, torch, zerofn as zf
-    >>> tx = zf.adamw(lr=1e-3)
-    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.save(directory, state)
-    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(2)}))
-    >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
-    (1, True)
-    """
-    from .dcp_reader import Piece, load_pieces
-
-    model = state_of(like, "zf.load(directory, like={})")
-    placement = model.layout.placement
-    settle()
-    meet("zf.load(directory, like=state)", placement)
-    group = group_of(placement)
-    wanted = entries(model)
-    buffers = buffers_of(like._model) if isinstance(like, Optimizer) else []
-    new = {e.key: _empty(e.value) for e in [*wanted, *buffers] if isinstance(e.value, Tensor)}
-    flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in new.items()}
-
-    def choose(manifest: dict[str, Any]) -> dict[str, Piece]:
-        saved = buffers if manifest.get("buffers") is not None else []
-        # A state has no buffers, and does not mind those of the module from which it was saved.
-        bad = differences([*wanted, *saved], manifest if isinstance(like, Optimizer) else without_buffers(manifest))
-        if bad:
-            raise ValueError(misfit_message(directory, bad))
-        late = {e.key: x for e in wanted if e.key not in manifest["tensors"] and (x := before(e)) is not None}
-        for key, x in late.items():
-            flat[key].fill_(x)
-        return {
-            source(e, manifest, placement): Piece(flat[e.key], e.offset or 0, e.shape)
-            for e in [*wanted, *saved]
-            if e.key in new and e.key not in late
-        }
-
-    manifest = load_pieces(Path(directory), group, choose)
-    if copies_in(manifest) != placement.copies:
-        own = [e for e in wanted if e.key in new and e.key not in manifest["tensors"] and before(e) is None]
-        share_windows(own, flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
-    for key, x in new.items():
-        if not x.is_contiguous():
-            x.copy_(flat[key].view(x.shape))
-    state = rebuild(model, lambda e: new[e.key] if e.key in new else manifest["values"][e.key])
-    if not isinstance(like, Optimizer):
-        return state
-    if manifest.get("buffers") is None:
-        tell_of_missing(directory, buffers, manifest)
-        buffers = []
-    check_can_be_written(buffers, new)
-    like.load_state(state, manifest["param_groups"])
-    write_buffers(buffers, new)
-    return like.state
-
-
-def _empty(like: Tensor) -> Tensor:
-    """Memory for what is read: where, and pinned as, the old tensor is; on the CPU for one of the meta device."""
-    device = "cpu" if like.is_meta else like.device
-    pinned = device != "cpu" and like.device.type == "cpu" and like.is_pinned()
-    return torch.empty_like(like, device=device, pin_memory=pinned, requires_grad=False)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from ..ranks.backend import gather_objects
 from ..ranks.background import settle
 from ..ranks.group import Group
 from . import manifest as _manifest
-from .checkpoint import load, state_of, write
+from .checkpoint import state_of, write
 from .files import discard
+from .loading import load
 from .replicas import group_of, meet
 from .saving import Saving
 

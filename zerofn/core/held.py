@@ -1,0 +1,36 @@
+"""What metrics show of a step that is held back or skipped: the same names as of any other"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .transform import Context, Scope, Transform
+from .tree import Leaves
+
+
+def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
+    """Have transforms that a step does not reach report what they would have: rates, and 0 for what they measure.
+
+    A rate is that of the update to come. Zero is what a compiled step finds as well, which computes everything and
+    gives what lies behind a hold gradients of zero.
+
+    Args:
+        parts: those behind the hold.
+        states: theirs, by name; not changed.
+        params: of their leaves.
+        ctx: where they report.
+    """
+    for part in parts:
+        for name in part.facts.reports:
+            ctx.report(name, 0.0)
+        if part.members_fn is not None:
+            for prefix, (member, paths) in part.members_fn(ctx.layout).items():
+                label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
+                inner = {member.name: states[part.name][label]}
+                here = {path: x for path, x in params.items() if path in paths}
+                report_held([member], inner, here, ctx.inside(f"{part.name}.{label}"))
+        elif part.in_turn:
+            report_held(part.parts, states[part.name], params, ctx)
+        elif part.facts.optimizes and part.scope is not Scope.WHOLE:
+            part.prepare_fn(states[part.name], None, params, ctx)

@@ -1,0 +1,201 @@
+"""`load`: a checkpoint into a state, of the pipeline that saved it, or what fits of another's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.arguments import check_flag
+from ..core.entries import Entry, before, entries, rebuild
+from ..core.pipeline import Pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..eager.optimizer import Optimizer
+from ..pure.api import pipe_of
+from ..ranks.background import settle
+from ..ranks.group import Group
+from .buffers import buffers_of, check_can_be_written, tell_of_missing
+from .buffers import without as without_buffers
+from .buffers import write as write_buffers
+from .checkpoint import state_of
+from .fit import copies_in, differences, misfit_message, source
+from .partial import Loaded, Partial, groups_by_name
+from .replicas import group_of, meet
+from .windows import share_windows
+
+
+@overload
+def load(directory: str | os.PathLike, like: State | Optimizer) -> State: ...
+@overload
+def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[True]) -> State: ...
+@overload
+def load(
+    directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[False], tx: Transform | None = None
+) -> tuple[State, Loaded]: ...
+def load(
+    directory: str | os.PathLike, like: State | Optimizer, *, strict: bool = True, tx: Transform | None = None
+) -> State | tuple[State, Loaded]:
+    """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
+
+    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers. Every piece that is read is
+    checked against its checksum.
+
+    Args:
+        directory: of `zf.save`.
+        like: a state of the same pipeline and model: `zf.init(tx, params)`. It gives structure, devices and
+            dtypes, and is not written. The number of ranks may be another than when it was saved. Or an
+            attached model's `opt`, which is written, in place, once everything has been read, with its
+            param_groups and the module's buffers. A checkpoint without buffers (of a state, or of an older
+            version) leaves those as they are, with a warning.
+        strict: whether it must be a checkpoint of this very pipeline and model. `False` loads what has the same path,
+            shape and dtype, when a clip or an average was added. The rest is made anew: by the pipeline, for the
+            parameters that were loaded, so that an average begins at them. Of a leaf for which one tensor of a
+            transform is missing, all that the transform keeps of it is made anew, its count too.
+        tx: with `strict=False` and a state, its pipeline, which makes what is made anew.
+
+    Returns:
+        The state; with `like=opt`, `opt.state`. With `strict=False` beside it a report, which prints: the names
+        `loaded`, those `made_anew`, each with the reason, and those `left_out`, which only the checkpoint has.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
+            path; of another format version; truncated or changed.
+            With `strict=False`, none of the parameters is in it.
+        TypeError: `strict=False` of a state without `tx`, or `tx` without it.
+        RuntimeError: only some ranks call it, as for `save`.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.adamw(lr=1e-3)
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(2)}))
+    >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
+    (1, True)
+
+    Into a chain to which an average was added:
+
+    >>> longer = zf.chain(zf.adamw(lr=1e-3), zf.ema(0.9))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.save(directory, state)
+    ...     new = zf.init(longer, {"w": torch.zeros(2)})
+    ...     loaded, report = zf.load(directory, like=new, strict=False, tx=longer)
+    >>> print(report)
+    loaded 7 tensors and numbers
+      made anew: ema/average/w (missing: the checkpoint does not have it)
+    """
+    from .dcp_reader import load_pieces
+
+    check_flag("load", "strict", strict)
+    opt = like if isinstance(like, Optimizer) else None
+    model = state_of(like, "zf.load(directory, like={})")
+    pipe = _pipe(model, opt, strict, tx)
+    settle()
+    meet("zf.load(directory, like=state)", model.layout.placement)
+    group = group_of(model.layout.placement)
+    wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict, group)
+    manifest = load_pieces(Path(directory), group, wanted.choose)
+    if copies_in(manifest) != model.layout.placement.copies:
+        share_windows(
+            wanted.of_a_rank(manifest), wanted.flat, manifest, lambda pick: load_pieces(Path(directory), group, pick)
+        )
+    new = wanted.read()
+    partial = wanted.partial
+    if pipe is None:
+        state = rebuild(model, lambda e: wanted.value(e, manifest))
+    else:
+        partial.agree(group)
+        partial.check(wanted.entries)
+        state = partial.state(model, pipe, lambda e: wanted.value(e, manifest))
+    if opt is not None:
+        buffers = [e for e in wanted.buffers if e.key not in partial.anew]
+        if manifest.get("buffers") is None:
+            tell_of_missing(directory, buffers, manifest)
+            buffers = []
+        check_can_be_written(buffers, new)
+        groups = manifest["param_groups"]
+        opt.load_state(state, groups if strict else groups_by_name(opt, groups))
+        write_buffers(buffers, new)
+        state = opt.state
+    return state if strict else (state, partial.report(wanted.saved_entries(manifest)))
+
+
+class _Wanted:
+    """What a state, and the module beside it, are to be read from, and into which memory."""
+
+    def __init__(self, directory: Any, model: State, buffers: list[Entry], module: bool, strict: bool, group: Group):
+        self.directory, self.placement, self.group = directory, model.layout.placement, group
+        self.entries, self.buffers, self.module, self.strict = entries(model), buffers, module, strict
+        self.partial = Partial(directory)
+        every = [*self.entries, *buffers]
+        self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
+        self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
+
+    def saved_entries(self, manifest: dict[str, Any]) -> list[Entry]:
+        """Those to look for: a checkpoint of a state has no buffers."""
+        return [*self.entries, *(self.buffers if manifest.get("buffers") is not None else ())]
+
+    def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """What to read, by the names of the checkpoint."""
+        from .dcp import Piece
+
+        wanted = self.saved_entries(manifest)
+        # A state has no buffers, and does not mind those of the module from which it was saved.
+        bad = differences(wanted, manifest if self.module else without_buffers(manifest))
+        if bad and self.strict:
+            raise ValueError(misfit_message(self.directory, bad))
+        self.partial.note(bad, wanted)
+        late = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
+        for key, x in late.items():
+            self.flat[key].fill_(x)
+        return {
+            source(e, manifest, self.placement): Piece(self.flat[e.key], e.offset or 0, e.shape)
+            for e in wanted
+            if e.key in self.new and e.key not in late and e.key not in self.partial.anew
+        }
+
+    def of_a_rank(self, manifest: dict[str, Any]) -> list[Entry]:
+        """What each rank had for itself."""
+        return [
+            e
+            for e in self.entries
+            if e.key in self.new and e.key not in manifest["tensors"] and e.key not in self.partial.anew
+            if before(e) is None
+        ]
+
+    def read(self) -> dict[str, Tensor]:
+        """What has been read, in the strides of what it is for."""
+        for key, x in self.new.items():
+            if not x.is_contiguous():
+                x.copy_(self.flat[key].view(x.shape))
+        return self.new
+
+    def value(self, e: Entry, manifest: dict[str, Any]) -> Any:
+        return self.new[e.key] if e.key in self.new else manifest["values"][e.key]
+
+
+def _pipe(model: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
+    """Who makes what the checkpoint does not have."""
+    if strict or opt is not None:
+        if tx is not None:
+            why = "tx makes what a checkpoint does not have, of a state and with strict=False"
+            raise TypeError(explain("zf.load(directory, like, tx=tx)", why, "zf.load(directory, like=like)"))
+        return None if strict or opt is None else opt._pipe
+    if tx is None:
+        why = "what the checkpoint does not have is made by the pipeline, and a state does not say by which"
+        right = "zf.load(directory, like=state, strict=False, tx=tx), or like=opt of an attached model"
+        raise TypeError(explain("zf.load(directory, like=state, strict=False)", why, right))
+    return pipe_of(tx, model, "zf.load")
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Memory for what is read: where, and pinned as, the old tensor is; on the CPU for one of the meta device."""
+    device = "cpu" if like.is_meta else like.device
+    pinned = device != "cpu" and like.device.type == "cpu" and like.is_pinned()
+    return torch.empty_like(like, device=device, pin_memory=pinned, requires_grad=False)
