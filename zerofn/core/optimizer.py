@@ -97,6 +97,7 @@ def optimizer(
     kernel: Kernel | None = None,
     numbers: Numbers = NONE,
     shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+    settable: Mapping[str, Any] = NONE,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -114,6 +115,8 @@ def optimizer(
             is the transform's to state.
         numbers: hyperparameters of the formula, by name.
         shared: how each further tensor that all leaves share starts; it stays as it is.
+        settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the
+            transform's arguments. A pair such as `betas` is `beta1` and `beta2` among `numbers`, or `betas`.
     """
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
@@ -127,7 +130,8 @@ def optimizer(
         # One optimizer per group, so where it stands names it, whatever the user calls it.
         rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
         ctx.report("lr", rate)
-        found = {key: ctx.replicated(x) for key, x in numbers.items()} if ctx.recorded else numbers
+        now = {**numbers, **_by_number(ctx.numbers.get(ctx.prefix, NONE), numbers)}
+        found = {key: ctx.replicated(x) for key, x in now.items()} if ctx.recorded else now
         return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
@@ -166,7 +170,7 @@ def optimizer(
                     own[slot][p] = ctx.into(state[slot][p], made[slot])
         return new, {**own, "count": counts}
 
-    facts = Facts(optimizes=True, rate=lr)
+    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()))
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
@@ -211,6 +215,19 @@ def direction(name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE
         prepare_fn=prepare,
         update_fn=update,
     )
+
+
+def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
+    """Arguments of a transform as numbers of its formula: `betas` as `beta1` and `beta2`, where it knows those.
+
+    >>> _by_number({"betas": (0.9, 0.99), "eps": 1e-8}, {"beta1": 0.9, "beta2": 0.9, "eps": 0.0})
+    {'beta1': 0.9, 'beta2': 0.99, 'eps': 1e-08}
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        one = name.removesuffix("s")
+        found |= {name: value} if name in known else {f"{one}{i}": x for i, x in enumerate(value, 1)}
+    return found
 
 
 def _next(counts: list[Tensor]) -> list[Tensor]:

@@ -43,6 +43,7 @@ class Facts:
         adds: what leaves it is added to the parameters where nothing else makes new ones.
         directs: what leaves it is the direction of a step, which is no gradient any more.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
+        settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
         reports: metrics of the whole gradient that it shows, which the pipeline then need not.
     """
 
@@ -54,6 +55,7 @@ class Facts:
     adds: bool = False
     directs: bool = False
     rate: Any = None
+    settable: tuple[tuple[str, Any], ...] = ()
     reports: frozenset[str] = frozenset()
 
     @property
@@ -140,6 +142,7 @@ class Context:
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the prefix under which the optimizer stands.
+        numbers: other hyperparameters set from outside, by the same prefix and by name.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
@@ -155,6 +158,7 @@ class Context:
     boundary: bool | None = None
     averaged: bool = True
     lr: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
     reduction: Reduction = field(default_factory=OneProcess)
     micro_step: Any = 0

@@ -118,7 +118,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         state: the `State` of the pipeline.
         metrics: those of the last `step`, as 0-d tensors of their own.
-        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do. One
+        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do. So may
+            `weight_decay` and `betas` where the optimizer has them, from the next step on; what was set is saved. One
             of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is an error.
     """
 
@@ -158,7 +159,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in params.values():
             p._zerofn_owner = Owner(self, self._home.leave, bool(pipe.groups))  # type: ignore[attr-defined]
         self._groups = ParamGroups(pipe, params)
-        self.defaults = {"lr": self.param_groups[0]["lr"]}
+        self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -257,12 +258,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
-        rates = self._groups.rates()
+        rates, numbers = self._groups.rates(), self._groups.numbers()
         grads = self._home.micro_step.collect(self._window.forced)
         check_weight(self._pipe, weight)
         window, closes = self._window, self.is_boundary
         averaged = window.averaged is not False
-        ctx = self._pipe.context(donate=True, weight=weight, boundary=window.forced, lr=rates, averaged=averaged)
+        given = dict(weight=weight, boundary=window.forced, lr=rates, numbers=numbers, averaged=averaged)
+        ctx = self._pipe.context(donate=True, **given)
         old = self._state
         new, metrics = apply(self._pipe, grads, old, ctx)
         with torch.no_grad():
@@ -285,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
         return metrics
 
     def _context(self) -> Context:
-        return self._pipe.context(donate=True, lr=self._groups.rates())
+        return self._pipe.context(donate=True, lr=self._groups.rates(), numbers=self._groups.numbers())
 
     def _refuse_override(self, weight: Any) -> None:
         if weight is not None:
@@ -435,7 +437,7 @@ class Optimizer(torch.optim.Optimizer):
         return _hooks.saved(self, lambda: self._as_torch() if asks == torch_form.ASKS else self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
-        return as_dict(self._pipe, self.state, self.param_groups)
+        return as_dict(self._pipe, self.state, self._groups.told())
 
     def _as_torch(self) -> dict[str, Any]:
         return torch_form.in_torch_form(self._as_dict(), self._groups, self._paths())
@@ -454,7 +456,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`.
         """
-        groups = self.param_groups if param_groups is None else param_groups
+        groups = self._groups.told() if param_groups is None else param_groups
         self._load(as_dict(self._pipe, state, groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

@@ -17,6 +17,8 @@ from ..core.tree import Leaves
 NO_RATE = 1.0
 # Of each group, what this library puts there and a `state_dict` must have.
 OWN = ("name", "lr")
+# What torch.optim keeps in groups: of an optimizer that does not have it, or cannot change it, to set it is an error.
+HYPERPARAMETERS = ("betas", "eps", "momentum", "weight_decay")
 NOT_PLAIN = object()
 
 
@@ -32,17 +34,22 @@ class ParamGroups:
         self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
         # The rates as zerofn set them: others have been set by somebody else.
         self.shown = [g["lr"] for g in self.groups]
+        # The hyperparameters that have been looked at, so that a change is looked at once.
+        self.checked = [dict(t.facts.settable) for t, _ in self.optimizers.values()]
 
     def rates(self) -> dict[str, float]:
         """Learning rates by prefix, where the groups and not a schedule own them."""
         rates = {}
         for group, shown, (prefix, (t, _)) in zip(self.groups, self.shown, self.optimizers.items(), strict=True):
-            if useless := [k for k in group if k in t.config and k not in (*OWN, "params")]:
+            settable = dict(t.facts.settable)
+            fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
+            if useless := [k for k in fixed if k not in (*OWN, "params", *settable)]:
+                can = " and ".join(["lr", *settable])
                 raise ValueError(
                     explain(
                         f"param_groups with {useless[0]} = {group[useless[0]]!r}",
-                        f"of a group only lr can be set; {useless[0]} is a part of the pipeline, {t!r}",
-                        f"zf.{t.name}({useless[0]}=...) before zf.attach",
+                        f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
+                        f"an optimizer that has it, such as zf.adamw({useless[0]}=...), before zf.attach",
                     )
                 )
             if t.facts.rate is not None and not callable(t.facts.rate):
@@ -66,6 +73,31 @@ class ParamGroups:
                 )
         return rates
 
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """Hyperparameters by prefix that have been set to something else than the pipeline has.
+
+        Raises:
+            ValueError: one that the optimizer does not take.
+        """
+        found = {}
+        entries = zip(self.groups, self.checked, self.optimizers.items(), strict=True)
+        for i, (group, checked, (prefix, (t, _))) in enumerate(entries):
+            # One that somebody has taken out is that of the pipeline.
+            now = {k: group.get(k, x) for k, x in t.facts.settable}
+            if any(now[k] is not x and not _same(now[k], x) for k, x in checked.items()):
+                assert t.factory is not None
+                t.factory(**{**t.config, **now})
+                self.checked[i] = now
+            if own := {k: now[k] for k, x in t.facts.settable if not _same(now[k], x)}:
+                found[prefix] = own
+        return found
+
+    def told(self) -> list[dict[str, Any]]:
+        """The groups without hyperparameters that are the pipeline's, which another pipeline may have otherwise."""
+        entries = zip(self.groups, self.optimizers.values(), strict=True)
+        settable = ((group, dict(t.facts.settable)) for group, (t, _) in entries)
+        return [{k: v for k, v in g.items() if k not in own or not _same(v, own[k])} for g, own in settable]
+
     def show(self, metrics: dict[str, Tensor]) -> None:
         """The rates that the pipeline has used, where groups do not own them."""
         for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
@@ -80,7 +112,16 @@ class ParamGroups:
         for group, there, (t, _) in zip(self.groups, saved, self.optimizers.values(), strict=True):
             group["lr"] = NO_RATE if t.facts.rate is None else there["lr"]
             group.update(_others(there))
+            # JSON knows no tuples.
+            given = {k: there.get(k, x) for k, x in t.facts.settable}
+            group.update({k: tuple(x) if isinstance(x, list) else x for k, x in given.items()})
         self.shown = [g["lr"] for g in self.groups]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def packed(group: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +158,7 @@ def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
         "params": params,
         "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
         "name": prefix.rstrip(".") or t.name,
+        **dict(t.facts.settable),
     }
 
 

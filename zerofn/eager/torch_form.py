@@ -17,7 +17,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain
 from ..core.leaf_tensors import LeafTensors
 from ..ranks.backend import as_local
-from .param_groups import ParamGroups, packed
+from .param_groups import HYPERPARAMETERS, ParamGroups, packed
 
 NUMBERS = "zerofn"
 # What `torch.optim` calls the count of a leaf's updates.
@@ -101,7 +101,7 @@ def pairs_of(
 
 def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each group the rate, and what schedulers have put there: hyperparameters are the chain's."""
-    left_out = {NUMBERS, "params", *BESIDE}
+    left_out = {NUMBERS, "params", *BESIDE, *HYPERPARAMETERS}
     return [
         {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in t.config}}
         for g, (t, _) in zip(given, groups.optimizers.values(), strict=True)

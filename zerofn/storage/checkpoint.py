@@ -102,7 +102,7 @@ def write(
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
-    groups = None if opt is None else [_numbers(packed(g)) for g in opt.param_groups]
+    groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
     settle()
     meet("zf.save(directory, state)", given.layout.placement)

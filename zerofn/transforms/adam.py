@@ -164,7 +164,8 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         x = x - at.scalar(size, x) * m / (root(v) / at.scalar(spread, x) + small)
         return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
-    built = optimizer(name, lr, {"exp_avg": like, "exp_avg_sq": like}, formula, kernel, numbers)
+    slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
+    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         refuse_fp16(name, leaves)

@@ -145,7 +145,9 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
         raise RuntimeError(explain(wrong, why, right))
 
     slots = {name: functools.partial(start, name) for name in names}
-    return optimizer("from_torch", lr, slots, formula, kernel, numbers)
+    # Others decide what there is of a state, such as a momentum of 0.
+    settable = {name: numbers[name] for name in ("betas", "weight_decay") if name in numbers}
+    return optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable)
 
 
 def _options(cls: Any) -> dict[str, Any]:

@@ -48,4 +48,5 @@ def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), 
         return x.to(p.dtype), {"momentum": (beta2 * m + (1 - beta2) * g).to(p.dtype)}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return optimizer("lion", lr, {"momentum": like}, formula, numbers=numbers)
+    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
+    return optimizer("lion", lr, {"momentum": like}, formula, numbers=numbers, settable=settable)

@@ -125,7 +125,8 @@ def low_precision_adam(
         slots["compensation"] = like
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     shared = {FORMAT_ENTRY: lambda: counter(FORMAT)}
-    built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared)
+    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
+    built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared, settable)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         wide = [

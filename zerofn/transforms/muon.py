@@ -87,9 +87,9 @@ def muon(
         stretched = max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5
         return p * (1 - rate * decay) - x.to(p.dtype) * (rate * stretched), {"momentum": m}
 
-    built = optimizer(
-        "muon", lr, {"momentum": like}, formula, numbers={"momentum": momentum, "weight_decay": weight_decay}
-    )
+    decays = {"weight_decay": weight_decay}
+    numbers = {"momentum": momentum, **decays}
+    built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         wrong = [(path, f"of shape {tuple(params[path].shape)}") for path in grads if params[path].ndim != 2]

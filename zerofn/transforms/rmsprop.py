@@ -86,7 +86,7 @@ def rmsprop(
         "momentum": like if given(momentum) else empty,
     }
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-    return optimizer("rmsprop", lr, slots, formula, numbers=numbers)
+    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable={"weight_decay": weight_decay})
 
 
 def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:

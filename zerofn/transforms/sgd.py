@@ -92,7 +92,7 @@ def sgd(
 
     start = like if given(momentum) else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
-    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers)
+    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable={"weight_decay": weight_decay})
 
 
 def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:

@@ -1,0 +1,134 @@
+"""Weight decay and betas set through `opt.param_groups` while training goes on: torch's numbers, at every stage."""
+
+from typing import Any
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def train(model: nn.Module, opt: Any, first: int, last: int) -> None:
+    for i in range(first, last):
+        # The decay falls and betas rise, from step to step.
+        opt.param_groups[0]["weight_decay"] = 0.5 / (i + 1)
+        if "betas" in opt.param_groups[0]:
+            opt.param_groups[0]["betas"] = (0.5 + 0.05 * i, 0.9 + 0.01 * i)
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": (lambda p: torch.optim.AdamW(p, 1e-2, fused=True), zf.adamw(1e-2)),
+    "adam": (lambda p: torch.optim.Adam(p, 1e-2, fused=True), zf.adam(1e-2)),
+    "sgd": (lambda p: torch.optim.SGD(p, 1e-1, momentum=0.9), zf.sgd(1e-1, momentum=0.9)),
+    "NAdam": (lambda p: torch.optim.NAdam(p, 1e-2, foreach=False), zf.from_torch(torch.optim.NAdam, lr=1e-2)),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, 1e-2, foreach=False), zf.rmsprop(1e-2)),
+}
+
+
+def expected(name: str, live: bool = True) -> list[torch.Tensor]:
+    model = net()
+    opt = OPTIMIZERS[name][0](model.parameters())
+    if live:
+        train(model, opt, 0, 6)
+    else:
+        for i in range(6):
+            model(torch.randn(4, 3, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def _close(found: list[torch.Tensor], name: str) -> None:
+    start = list(net().parameters())
+    for a, b, fixed, s in zip(found, expected(name), expected(name, live=False), start, strict=True):
+        # Fused kernels round the last elements of a piece otherwise.
+        assert (a - b).norm() <= 1e-6 * (b - s).norm()
+        assert (a - fixed).norm() > 1e-3 * (b - s).norm()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_numbers_are_those_of_torch(name: str, in_backward: bool):
+    model = net()
+    train(model, zf.attach(model, OPTIMIZERS[name][1], in_backward=in_backward), 0, 6)
+    _close([p.detach() for p in model.parameters()], name)
+
+
+def _resumed(stage: str, folder: str) -> list[torch.Tensor]:
+    tx = zf.chain(getattr(zf, stage)(), zf.partition({"all": zf.offload(OPTIMIZERS["adamw"][1])}, lambda p: "all"))
+    model = net()
+    opt = zf.attach(model, tx)
+    train(model, opt, 0, 3)
+    zf.save(folder, opt)
+    other = net()
+    again = zf.attach(other, tx)
+    zf.load(folder, again)
+    assert again.param_groups[0]["betas"] == (0.6, 0.92) and again.param_groups[0]["weight_decay"] == 0.5 / 3
+    again.load_state_dict(opt.state_dict())
+    assert again.param_groups[0]["betas"] == (0.6, 0.92)
+    train(other, again, 3, 6)
+    opt.detach()
+    again.detach()
+    return [p.detach() for p in other.parameters()]
+
+
+@pytest.mark.parametrize("stage", ["all_reduce", "reduce_scatter", "shard"])
+def test_so_at_every_stage_and_after_a_resume(stage: str, tmp_path: Any):
+    for found in zf.launch(_resumed, 2, stage, str(tmp_path), timeout=limit()):
+        _close(found, "adamw")
+
+
+def test_what_was_not_set_is_the_chains(tmp_path: Any):
+    model, other = net(), net()
+    opt = zf.attach(model, zf.adamw(1e-2, weight_decay=0.1))
+    zf.save(tmp_path, opt)
+    new = zf.attach(other, zf.adamw(1e-2, weight_decay=0.2))
+    zf.load(tmp_path, new)
+    assert new.param_groups[0]["weight_decay"] == 0.2
+    assert set(opt.state_dict()["param_groups"][0]) == {"name", "lr"}
+
+
+def test_schedulers_that_cycle_betas_have_an_effect():
+    found = []
+    for make in (lambda m: zf.attach(m, zf.adamw(1e-2)), lambda m: torch.optim.AdamW(m.parameters(), 1e-2, fused=True)):
+        model = net()
+        opt = make(model)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8)
+        for i in range(6):
+            model(torch.randn(4, 3, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "tx, name, value, why",
+    [
+        (zf.adamw(1e-2), "weight_decay", -1.0, "weight_decay must lie in"),
+        (zf.adamw(1e-2), "betas", (0.9, 1.0), "each of betas must lie in"),
+        (zf.sgd(1e-2), "betas", (0.9, 0.9), "only lr and weight_decay can be set; betas is"),
+        (zf.sgd(1e-2), "momentum", 0.9, "momentum is part of the pipeline"),
+        (zf.chain(zf.trace(0.9), zf.scale_by_lr(0.1)), "weight_decay", 0.1, "only lr can be set"),
+    ],
+)
+def test_what_cannot_be_set_is_an_error(tx: Any, name: str, value: Any, why: str):
+    model = net()
+    opt = zf.attach(model, tx)
+    model(torch.ones(1, 3)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=why):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
