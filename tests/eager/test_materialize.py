@@ -217,6 +217,11 @@ def test_what_is_there_stays():
     kept = model[0].weight.detach().clone()
     zf.materialize(model, zf.sgd(0.1))
     assert torch.equal(model[0].weight, kept) and not model[1].weight.isnan().any()
+    model = nn.Sequential(nn.Linear(2, 3), on_meta(lambda: nn.Linear(3, 1)))
+    model[0].bias.data[1] = torch.nan
+    with pytest.raises(ValueError, match=r"0\.bias"):
+        zf.materialize(model, zf.sgd(0.1))
+    assert model[1].weight.is_meta
 
 
 def by_rank():
@@ -236,6 +241,35 @@ def by_rank():
         except (ValueError, OSError) as error:
             messages.append(str(error))
     return messages
+
+
+class Counted(nn.Linear):
+    """With a parameter of integers, which no optimizer trains."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.counts = nn.Parameter(torch.empty(4, dtype=torch.int64), requires_grad=False)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if "counts" in self._parameters:
+            self.counts.fill_(7)
+
+
+@pytest.mark.parametrize("init", [None, lambda path, x: x.fill_(7)], ids=["reset", "init"])
+def test_integers_are_made_and_what_was_put_on_a_parameter_stays(init):
+    model = on_meta(Counted)
+    model.weight.decay = "none"
+    weight = model.weight
+    opt = zf.materialize(model, zf.chain(zf.shard(), zf.sgd(0.1)), init)
+    assert model.weight is weight
+    assert weight.decay == "none"
+    assert torch.equal(model.counts, torch.full((4,), 7))
+    assert isinstance(model.counts, nn.Parameter)
+    assert not model.counts.requires_grad
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    assert torch.equal(opt.detach().counts, torch.full((4,), 7))
 
 
 def test_ranks_that_make_other_numbers_or_none():
