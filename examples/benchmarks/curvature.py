@@ -1,6 +1,6 @@
 """Products of a Hessian with vectors in a second: `zf.curvature` beside a double backward written by hand.
 
-    python examples/benchmarks/curvature.py                       # a transformer of 3.2 M parameters: two minutes
+    python examples/benchmarks/curvature.py                       # a transformer of 3.3 M parameters: two minutes
     python examples/benchmarks/curvature.py --model mlp --width 256
 
 Both look for the largest eigenvalue by power iteration from the gradient recorded once, with as many products, in
