@@ -63,6 +63,7 @@ from .kernels.adam import adam_, adam_update
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
+from .kernels.terms import moment_root, plus, plus_product, plus_quotient
 from .ranks.batched import check_batch
 from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .ranks.group import Group
@@ -124,6 +125,7 @@ __all__ = [
     "like",
     "makes_parameters",
     "misfit",
+    "moment_root",
     "no_view",
     "no_weight",
     "not_finite",
@@ -132,6 +134,9 @@ __all__ = [
     "optimizer",
     "over_ranks",
     "plain",
+    "plus",
+    "plus_product",
+    "plus_quotient",
     "random_bits",
     "recorded",
     "reduce_scatter_into",

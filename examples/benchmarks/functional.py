@@ -193,7 +193,8 @@ def main() -> None:
         )
     if "meta" in o.only:
         sides = {
-            "torchopt, autograd": torchopt_meta(loss, *at, o.inner),
+            "torchopt, autograd": torchopt_meta(loss, *at, o.inner, norm=True),
+            "torchopt, its clip, the norm a constant": torchopt_meta(loss, *at, o.inner, norm=False),
             "zerofn, torch.func.grad": zerofn_meta(loss, *at, o.inner, True),
             "zerofn, autograd": zerofn_meta(loss, *at, o.inner, False),
         }

@@ -54,19 +54,29 @@ def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step
     return lambda: float(compiled())
 
 
-def torchopt_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int) -> Step:
-    """The meta-gradient through some steps by the first parameters, by torchopt and plain autograd."""
+def torchopt_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int, norm: bool) -> Step:
+    """The meta-gradient through some steps by the first parameters, by torchopt and plain autograd.
+
+    To torchopt's clip the norm is a constant, which is less work and another derivative: with `norm` it is clipped by
+    hand, and differentiated.
+    """
     import torchopt
 
-    tx = torchopt.chain(
-        torchopt.clip.clip_grad_norm(CLIP), torchopt.adamw(LR, BETAS, EPS, DECAY, moment_requires_grad=False)
-    )
+    def clip(grads: list[Tensor]) -> list[Tensor]:
+        total = torch.stack([(g * g).sum() for g in grads]).sum().sqrt()
+        factor = (CLIP / (total + 1e-6)).clamp(max=1.0)
+        return [g * factor for g in grads]
+
+    tx = torchopt.adamw(LR, BETAS, EPS, DECAY, moment_requires_grad=False)
+    if not norm:
+        tx = torchopt.chain(torchopt.clip.clip_grad_norm(CLIP), tx)
 
     def step() -> float:
         first = {k: v.clone().requires_grad_() for k, v in params.items()}
         p, state = first, tx.init(first)
         for _ in range(steps):
             grads = torch.autograd.grad(loss(p, x, y), list(p.values()), create_graph=True)
+            grads = clip(grads) if norm else grads
             updates, state = tx.update(dict(zip(p, grads, strict=True)), state, params=p, inplace=False)
             p = torchopt.apply_updates(p, updates, inplace=False)
         meta = torch.autograd.grad(loss(p, x, y), list(first.values()))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from zerofn._compat import while_traced
-from zerofn.kernels.recording import differentiated, root, straight_through
+from zerofn.kernels.recording import differentiated, straight_through
 from zerofn.kernels.rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key, stride_of
+from zerofn.kernels.terms import moment_root
 
 # Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
 # second-level cache; temporaries of the parameter's own size cost ten times more.
@@ -104,7 +105,7 @@ def formula(
     v32 = v32 * s.beta2 + (g32 * s.one_minus_beta2) * g32
     # On the CPU torch takes float32 roots from a library that is off by one ulp now and then, for long
     # tensors only. A double root rounded to float32 is always the correctly rounded one.
-    spread = root(v32.double()).float() if v32.device.type == "cpu" else root(v32)
+    spread = moment_root(v32.double()).float() if v32.device.type == "cpu" else moment_root(v32)
     update = (m32 * s.rate) / (spread + s.eps)
     if mode.kahan:
         assert c is not None

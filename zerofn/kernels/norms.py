@@ -77,7 +77,8 @@ def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     dtype norms are added must not depend on which pieces a rank has, since the ranks then add theirs.
     """
     wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items()}
-    return {p: x.square().sum() for p, x in wide.items()}
+    # A product, whose derivative is two; that of a square is a power.
+    return {p: (x * x).sum() for p, x in wide.items()}
 
 
 def added(squares_by_path: dict[str, Tensor]) -> Tensor:

@@ -23,8 +23,11 @@ from ..extend import (
     check_number,
     given,
     like,
+    moment_root,
     optimizer,
-    root,
+    plus,
+    plus_product,
+    plus_quotient,
     transform,
     typed,
 )
@@ -48,7 +51,7 @@ def adam(
     operation: the same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses products with
     sums. There its numbers may be 0-d tensors that differ along a batch or are differentiated, `adam(lr=rate)`. An
     element whose gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the
-    first update.
+    first update. The root of a second moment below 1e-38 counts as 1e-19 there: it shows beside an `eps` below 1e-10.
 
     Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
@@ -111,11 +114,16 @@ def refuse_fp16(name: str, leaves: Leaves) -> None:
 
 
 def _corrections(at: LeafStep) -> tuple[Any, Any]:
-    """What the first moment is multiplied by, and what the root of the second is divided by; in float64."""
-    t, rate, beta1, beta2 = (
-        x.double() if isinstance(x, Tensor) else x for x in (at.count, at.lr, at.numbers["beta1"], at.numbers["beta2"])
+    """The rate, and the epsilon beside the root of the second moment, with the corrections of both moments in them.
+
+    In float64. So they are two numbers, and the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
+    """
+    t, rate, beta1, beta2, eps = (
+        x.double() if isinstance(x, Tensor) else x
+        for x in (at.count, at.lr, at.numbers["beta1"], at.numbers["beta2"], at.numbers["eps"])
     )
-    return rate / (1 - beta1**t), (1 - beta2**t) ** 0.5
+    spread = (1 - beta2**t) ** 0.5
+    return rate * spread / (1 - beta1**t), eps * spread
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
@@ -153,15 +161,15 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
         x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small, decay = (at.scalar(number, x) for number in at.numbers.values())
-        size, spread = _corrections(at)
+        beta1, beta2, _, decay = (at.scalar(number, x) for number in at.numbers.values())
+        size, small = (at.scalar(number, x) for number in _corrections(at))
         if decoupled:
             x = x * (1 - at.scalar(at.lr, x) * decay)
         elif given(decay):
-            g = g + decay * x
-        m = m + (g - m) * (1 - beta1)
-        v = v * beta2 + (1 - beta2) * g * g
-        x = x - at.scalar(size, x) * m / (root(v) / at.scalar(spread, x) + small)
+            g = plus(g, decay, x)
+        m = plus(m, 1 - beta1, g - m)
+        v = plus_product(v * beta2, 1 - beta2, g, g)
+        x = plus_quotient(x, -size, m, moment_root(v) + small)
         return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}

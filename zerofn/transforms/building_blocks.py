@@ -23,8 +23,10 @@ from ..extend import (
     check_number,
     direction,
     like,
+    moment_root,
     optimizer,
-    root,
+    plus,
+    plus_product,
     transform,
 )
 from .adam import adam_of, check_adam, refuse_fp16
@@ -56,10 +58,10 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         g, m, v = (t.to(dtype) for t in (g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
         beta1, beta2, small = (at.scalar(number, g) for number in at.numbers.values())
         t, *wide = (x.double() if isinstance(x, Tensor) else x for x in (at.count, *at.numbers.values()))
-        m = m + (g - m) * (1 - beta1)
-        v = v * beta2 + (1 - beta2) * g * g
+        m = plus(m, 1 - beta1, g - m)
+        v = plus_product(v * beta2, 1 - beta2, g, g)
         size, spread = at.scalar(1 / (1 - wide[0] ** t), g), at.scalar((1 - wide[1] ** t) ** 0.5, g)
-        return size * m / (root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+        return size * m / (moment_root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
     built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers)
@@ -102,7 +104,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         beta, g = at.scalar(at.numbers["decay"], p), g.to(p.dtype)
         m = slots["momentum"] * beta + g
-        return _plus(g, m, beta) if nesterov else m, {"momentum": m}
+        return plus(g, beta, m) if nesterov else m, {"momentum": m}
 
     return direction("trace", {"momentum": like}, formula, {"decay": decay})
 
@@ -125,7 +127,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         decay = ctx.replicated(weight_decay)
-        return {path: _plus(g, params[path].to(g.dtype), decay) for path, g in grads.items()}, state
+        return {path: plus(g, decay, params[path].to(g.dtype)) for path, g in grads.items()}, state
 
     def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
         if len(rest) < 2 or rest[0].factory is not scale_by_adam or rest[1].factory is not scale_by_lr:
@@ -155,11 +157,6 @@ def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
 
     def formula(p: Tensor, u: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, u.dtype)
-        return _plus(p.to(dtype), u.to(dtype), -at.scalar(at.lr, u)).to(p.dtype), {}
+        return plus(p.to(dtype), -at.scalar(at.lr, u), u.to(dtype)).to(p.dtype), {}
 
     return optimizer("scale_by_lr", lr, {}, formula)
-
-
-def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
-    """`x + factor * y`; by `add`, which rounds once, where the factor is a number."""
-    return x + factor * y.to(x.dtype) if isinstance(factor, Tensor) else x.add(y, alpha=factor)

@@ -16,8 +16,11 @@ from ..extend import (
     check_number,
     given,
     like,
+    moment_root,
     optimizer,
-    root,
+    plus,
+    plus_product,
+    plus_quotient,
     transform,
 )
 
@@ -63,21 +66,19 @@ def rmsprop(
         keep, small, decay, beta, rate = (at.scalar(number, p) for number in (*at.numbers.values(), at.lr))
         g = g.to(p.dtype)
         if given(decay):
-            g = _plus(g, p, decay)
-        v = slots["square_avg"] * keep
-        v = v + g * g * (1 - keep) if isinstance(keep, Tensor) else v.addcmul(g, g, value=1 - keep)
+            g = plus(g, decay, p)
+        v = plus_product(slots["square_avg"] * keep, 1 - keep, g, g)
         new = {**slots, "square_avg": v}
         if centered:
             a = slots["grad_avg"]
             # As torch's lerp, which torch.func.vmap has no rule for where its weight is one.
             new["grad_avg"] = a = a + (g - a) * (1 - keep)
             v = v - a * a
-        spread = root(v) + small
+        spread = moment_root(v) + small
         if not given(momentum):
-            return p - rate * (g / spread) if isinstance(rate, Tensor) else p.addcdiv(g, spread, value=-rate), new
-        m = slots["momentum"] * beta
-        m = m + g / spread if isinstance(beta, Tensor) else m.addcdiv(g, spread)
-        return _plus(p, m, -rate), {**new, "momentum": m}
+            return plus_quotient(p, -rate, g, spread), new
+        m = plus_quotient(slots["momentum"] * beta, 1, g, spread)
+        return plus(p, -rate, m), {**new, "momentum": m}
 
     empty: Any = lambda x: torch.zeros(0, dtype=x.dtype, device=x.device)  # noqa: E731
     slots = {
@@ -87,7 +88,3 @@ def rmsprop(
     }
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable={"weight_decay": weight_decay})
-
-
-def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
-    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)

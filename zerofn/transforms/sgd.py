@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from ..extend import (
     given,
     like,
     optimizer,
+    plus,
     transform,
     typed,
 )
@@ -66,15 +65,15 @@ def sgd(
         decay, beta, damping = (at.scalar(at.numbers[x], p) for x in ("weight_decay", "momentum", "dampening"))
         g, m = g.to(p.dtype), slots["momentum"]
         if given(decay):
-            g = _plus(g, p, decay)
+            g = plus(g, decay, p)
         if given(momentum):
             if isinstance(at.count, int):
                 # Not the gradient itself, whose memory is the caller's.
-                m = g.clone() if at.count == 1 else _plus(m * beta, g, 1 - damping)
+                m = g.clone() if at.count == 1 else plus(m * beta, 1 - damping, g)
             else:
-                m = torch.where(at.count == 1, g, _plus(m * beta, g, 1 - damping))
-            g = _plus(g, m, beta) if nesterov else m
-        return _plus(p, g, -at.scalar(at.lr, p)), {"momentum": m}
+                m = torch.where(at.count == 1, g, plus(m * beta, 1 - damping, g))
+            g = plus(g, beta, m) if nesterov else m
+        return plus(p, -at.scalar(at.lr, p), g), {"momentum": m}
 
     def kernel(group: LeafList) -> None:
         count, rate = group.count, group.lr
@@ -93,8 +92,3 @@ def sgd(
     start = like if given(momentum) else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable={"weight_decay": weight_decay})
-
-
-def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
-    """`x + factor * y`, in the bits of the kernel where the factor is a number."""
-    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
