@@ -381,19 +381,24 @@ def test_transform_alone_checks_its_gradients():
     ],
 )
 def test_schedules_that_return_nonsense(lr, error, needles):
-    tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.sgd(lr))
+    broken = []
+    tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.sgd(lambda s: lr(s) if broken else 0.1))
     state = zf.init(tx, params())
+    # A held step tells the rate of the update to come, so that it is refused there as well.
+    broken.append(1)
+    with refuses(error, "sgd(lr=<lambda>)", *needles):
+        zf.update(tx, grads(), state)
+    broken.clear()
     state, _ = zf.update(tx, grads(), state)
     before = clone(state)
+    broken.append(1)
     with refuses(error, "sgd(lr=<lambda>)", *needles):
         zf.update(tx, grads(), state)
     assert_trees_equal(state, before)
     # The eager route writes in place, and so must fail before the first write.
     model = nn.Linear(2, 1)
-    broken = []
-    opt = zf.attach(
-        model, zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.sgd(lambda s: lr(s) if broken else 0.1))
-    )
+    broken.clear()
+    opt = zf.attach(model, tx)
     for i in range(2):
         model(torch.ones(1, 2)).sum().backward()
         if i == 0:

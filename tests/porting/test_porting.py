@@ -63,7 +63,7 @@ def test_schedulers(kind: str):
 
 def test_a_momentum_cycle_is_refused():
     with pytest.raises(ValueError, match="momentum"):
-        lr_scheduler.OneCycleLR(zf.attach(net(), zf.adamw(1e-3)), 0.5, total_steps=8)
+        lr_scheduler.OneCycleLR(zf.attach(net(), zf.sgd(1e-3, momentum=0.9)), 0.5, total_steps=8)
 
 
 def test_a_scheduler_against_a_schedule():
