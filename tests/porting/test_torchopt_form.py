@@ -57,11 +57,13 @@ def test_functional_optimizer_and_chain():
     opt = torchopt.FuncOptimizer(
         torchopt.chain(zf.as_torchopt(zf.clip_by_global_norm(0.5)), zf.as_torchopt(zf.adamw(0.1)))
     )
-    params = dict(model.named_parameters())
+    names, values = zip(*model.named_parameters(), strict=True)
     for i in range(4):
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(i))
-        params = opt.step(torch.func.functional_call(model, params, (x,)).square().mean(), params)
-    same([p.detach() for p in params.values()], attached(ADAMW))
+        out = torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
+        # Not as a dict, which it would hand to torch.autograd.grad: in torch 2.11 that takes sequences alone.
+        values = opt.step(out.square().mean(), values)
+    same([p.detach() for p in values], attached(ADAMW))
 
 
 def test_a_derivative_through_a_meta_optimizer():
