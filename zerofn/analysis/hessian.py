@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import foreach_norm
 from .._errors import explain, kind_of
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Leaves
+from ..kernels.norms import leaf_norms
 from ..kernels.rounding import leaf_key, random_bits
 from ..pure.api import bind, pipe_of
 
 # Of the counter generator: a stream that no rounding draws from.
 _STREAM = 77
-# Numbers whose squares are added up in their own dtype.
-_PIECE = 1 << 16
 
 
 class Hessian:
@@ -120,10 +118,8 @@ class Hessian:
 
     def norm(self, v: Leaves) -> float:
         """The norm over all ranks, in one pass over memory."""
-        # In pieces: torch's norm of 16 million numbers in fp32 is off by a thousandth.
-        pieces = [part for x in v.values() for part in _wide(x).reshape(-1).split(_PIECE)]
-        own = torch.stack(list(foreach_norm(pieces, 2.0))).double().square().sum()
-        return math.sqrt(float(self.pipe.reduction.sum(own)))
+        own = sum(n.double().square() for n in leaf_norms({p: x.contiguous() for p, x in v.items()}).values())
+        return math.sqrt(float(self.pipe.reduction.sum(torch.as_tensor(own))))
 
     def unit(self, v: Leaves) -> Leaves:
         norm = math.sqrt(self.inner(v, v))

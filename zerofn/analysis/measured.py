@@ -89,30 +89,32 @@ def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(one.get(name, 0) for one in each) / len(each) for name in names}
 
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]], list[float]]
 
 
 def _tables(m: Measured) -> list[Table]:
-    """Head and rows of each table."""
+    """Head and rows of each table, and how large each row's first number is."""
     total = sum(m.seconds.values())
     shown = [(p, m.seconds.get(p)) for p in PHASES if p in m.seconds or p in ("forward", "backward", "update")]
     found: list[Table] = [
         (
             ("phase", "time", "share"),
             [(p, "did not run", "") if s is None else (p, _time(s), f"{s / total:.0%}") for p, s in shown],
+            [s or 0.0 for _, s in shown],
         )
     ]
     if m.flops:
         phases = [p for p in PHASES if p in m.flops]
-        rows = _modules(m.flops, phases)
-        found.append((("operations", *phases), [(name or "all", *map(_count, counts)) for name, counts in rows]))
+        counted = _modules(m.flops, phases)
+        rows = [(name or "all", *map(_count, counts)) for name, counts in counted]
+        found.append((("operations", *phases), rows, [sum(counts) for _, counts in counted]))
     owners = dict.fromkeys((*m.read, *m.transforms))
     moved = [(o, readable(m.read.get(o, 0)), readable(m.written.get(o, 0)), _time(m.transforms.get(o))) for o in owners]
     if moved:
-        found.append((("states", "read", "written", "time"), moved))
+        found.append((("states", "read", "written", "time"), moved, [m.read.get(o, 0) for o in owners]))
     if m.calls:
         rows = [(o, _number(n), readable(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
-        found.append((("collectives", "calls", "sent", "waited"), rows))
+        found.append((("collectives", "calls", "sent", "waited"), rows, [m.sent[o] for o in m.calls]))
     return found
 
 
@@ -139,7 +141,7 @@ def _title(numbers: Sequence[int]) -> str:
 def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
     """The tables as text."""
     lines = [_title(numbers)]
-    for head, rows in _tables(m):
+    for head, rows, _ in _tables(m):
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
         for row in (head, *rows):
             first, *rest = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
@@ -150,13 +152,9 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
 
 def html_of(m: Measured, numbers: Sequence[int]) -> str:
     """The tables as HTML: of each row what the text says, and a bar for the first of its numbers."""
-    sizes: list[list[float]] = [[m.seconds.get(row[0], 0.0) for row in _tables(m)[0][1]]]
-    if m.flops:
-        sizes.append([sum(counts) for _, counts in _modules(m.flops, [p for p in PHASES if p in m.flops])])
-    sizes += [[m.read.get(o, 0) for o in dict.fromkeys((*m.read, *m.transforms))], [m.sent[o] for o in m.calls]]
     parts = []
-    for (head, rows), size in zip(_tables(m), [s for s in sizes if s], strict=True):
-        told = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, size, strict=True)]
+    for head, rows, sizes in _tables(m):
+        told = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
         parts.append(bars(told, f"{head[0]}: {' / '.join(head[1:])}"))
     return f"<p>{_title(numbers)}</p>{''.join(parts)}"
 

@@ -38,7 +38,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaves, Placement, the_one
-from .views import Dtypes, Ranks, View, Wire, reducing_in
+from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -232,8 +232,8 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
         unreduced = _placement(stages[:at], layout)
         placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
     layout = replace(layout, placement=placement)
-    if cutting := _cutting(stages):
-        parts, layout = _with_owners(parts, layout, cutting)
+    if wires := cutting(stages):
+        parts, layout = _with_owners(parts, layout, wires)
     check_pieces(parts, layout.placement.size, where)
     return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late)
 
@@ -243,13 +243,13 @@ def _named(view: View | None, name: str) -> View | None:
 
 
 def _with_owners(
-    parts: tuple[Transform, ...], layout: Layout, cutting: tuple[Wire, ...]
+    parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Layout]:
     """Those that need whole leaves are run at the owners of leaves."""
     owned = tuple(part.name for part in parts if may_be_owned(part))
     if not owned:
         return parts, layout
-    at = owners_of(cutting, tuple(leaf for leaf in layout.leaves if leaf.trainable))
+    at = owners_of(wires, tuple(leaf for leaf in layout.leaves if leaf.trainable))
     placement = replace(layout.placement, owned=owned, owners=tuple(at.rank_of.items()))
     return tuple(at_owners(p, at) if p.name in owned else p for p in parts), replace(layout, placement=placement)
 
@@ -257,13 +257,8 @@ def _with_owners(
 def _placement(stages: Sequence[View], layout: Layout) -> Placement:
     """How leaves lie over ranks behind these stages."""
     groups = groups_of(stages)
-    cutting = _cutting(stages)
-    rank, size = place_in(cutting)
+    wires = cutting(stages)
+    rank, size = place_in(wires)
     found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
-    spans = {leaf: cutting[-1].span(leaf) for leaf in layout.leaves} if cutting else {}
+    spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}
     return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.numel)))
-
-
-def _cutting(stages: Sequence[View]) -> tuple[Wire, ...]:
-    """What cuts leaves, one after the other."""
-    return tuple(view.wire for view in stages if view.wire is not None and view.wire.cuts)

@@ -17,7 +17,7 @@ from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .linear_map import LeafView, over, stored_by
 from .tree import Layout, Leaf, Leaves
-from .views import Dtypes, Like, View, Wire, cutter, pull_all, summable, view_all
+from .views import Dtypes, Like, View, Wire, cutter, cutting, pull_all, summable, view_all
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
@@ -59,7 +59,7 @@ class Road:
     @cached_property
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks that leaves are cut over, one after the other."""
-        return groups_of([view for view in self.stages if view.wire is not None and view.wire.cuts])
+        return tuple(wire.group for wire in cutting(self.stages))
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -170,6 +170,12 @@ class Road:
         """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
         for stage in self.stages[: self.cut]:
             x = x if stage.only_dtype else stage.store(x, leaf)
+        return x
+
+    def own(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """Of what an attached model keeps between steps, the rows that this rank stores; in the dtype of `x`."""
+        for stage in self.stages[self.cut :]:
+            x = x if stage.wire is None else stage.store(x, leaf)
         return x
 
     def whole(self, leaves: Leaves) -> Leaves:

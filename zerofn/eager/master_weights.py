@@ -90,9 +90,7 @@ class Copies:
 
     def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
         """The rows of the copy that this rank stores, and what its master says that they are."""
-        copy, told = self.params[leaf.path].detach(), self.stored()[leaf.path]
-        for stage in self.later:
-            copy = copy if stage.wire is None else stage.store(copy, leaf)
+        copy, told = self.pipe.road.own(self.params[leaf.path].detach(), leaf), self.stored()[leaf.path]
         for stage in reversed(self.later):
             told = stage.view(told, leaf) if stage.wire is None else told
         return copy, told.to(copy.dtype)

@@ -28,10 +28,7 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
     # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
     # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.
-    stored = p.detach() if pipe.gathering is None else resident.detach()
-    for stage in later:
-        stored = stored if stage.wire is None else stage.store(stored, leaf)
-    return stored
+    return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
 
 
 def move_out(leaf: Leaf, p: Tensor, dtype: torch.dtype | None) -> None:

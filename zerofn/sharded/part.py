@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import alias_of
+from .._compat import SHALLOW, alias_of
 from .._errors import explain
 from .mixing import check_beside_part, check_slice, in_place, pointwise
 
@@ -35,8 +35,7 @@ LOOKS = frozenset({
     "__delete__", "__dir__", "__format__", "__hash__", "__len__", "__repr__", "__set__", "as_subclass", "backward",
     "dim", "element_size", "get_device", "ndimension", "nelement", "numel", "requires_grad_", "retain_grad", "size",
     "stride", "type",
-    # By which `model.cpu()` asks how to store what it has moved.
-    "_has_compatible_shallow_copy_type",
+    SHALLOW,
 })
 BEGINNINGS = ("is_", "has_", "new_", "register_")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))

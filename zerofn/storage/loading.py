@@ -18,7 +18,6 @@ from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.api import pipe_of
 from ..ranks.background import settle
-from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
@@ -99,7 +98,7 @@ def load(
     settle()
     meet("zf.load(directory, like=state)", model.layout.placement)
     group = group_of(model.layout.placement)
-    wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict, group)
+    wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict)
     manifest = load_pieces(Path(directory), group, wanted.choose)
     if copies_in(manifest) != model.layout.placement.copies:
         share_windows(
@@ -129,8 +128,8 @@ def load(
 class _Wanted:
     """What a state, and the module beside it, are to be read from, and into which memory."""
 
-    def __init__(self, directory: Any, model: State, buffers: list[Entry], module: bool, strict: bool, group: Group):
-        self.directory, self.placement, self.group = directory, model.layout.placement, group
+    def __init__(self, directory: Any, model: State, buffers: list[Entry], module: bool, strict: bool):
+        self.directory, self.placement = directory, model.layout.placement
         self.entries, self.buffers, self.module, self.strict = entries(model), buffers, module, strict
         self.partial = Partial(directory)
         every = [*self.entries, *buffers]
