@@ -125,3 +125,17 @@ def test_ensemble(example):
         torch.testing.assert_close(losses[i], curve, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close({k: v[i] for k, v in params.items()}, alone, rtol=1e-3, atol=1e-4)
     assert losses[1][-5:].mean() < losses[1][:5].mean()
+
+
+def test_bits_by_curvature(example):
+    """As many bits cost less loss by curvature; with 7 in the mean they cost what the second order says, within 2."""
+    module = example("bits_by_curvature")
+    found = module.compare(seeds=2, mean_bits=(6, 7))
+    for bits, (equal, _), (chosen, _) in found[6]:
+        assert sum(bits) <= 6 * len(module.LAYERS) and 0 < chosen < 0.6 * equal
+    for _, *ways in found[7]:
+        assert all(0.5 * expected < real < 2 * expected for real, expected in ways)
+    weight = torch.linspace(-1, 1, 1001) ** 3
+    small = module.rounded(weight, 4)
+    assert len(small.unique()) == 16 and small[0] == -1
+    assert (small - weight).abs().max() <= 1 / 15 + 1e-6  # half of a spacing
