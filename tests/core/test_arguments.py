@@ -174,7 +174,9 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "precision": (
         zf.precision,
-        dict.fromkeys(("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype", "labels")),
+        dict.fromkeys(
+            ("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype", "labels", "buffer_dtype")
+        ),
         {},
     ),
     "offload": (zf.offload, {"transform": None, "device": None}, {}),

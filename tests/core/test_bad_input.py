@@ -97,6 +97,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: zf.precision(torch.int32), ["param_dtype=torch.int32", "torch.bfloat16"]),
         (lambda: zf.precision(store_dtype="bf16"), ["store_dtype='bf16'"]),
         (lambda: zf.precision(grad_dtype=torch.complex64), ["grad_dtype"]),
+        (lambda: zf.precision(buffer_dtype=torch.int64), ["buffer_dtype=torch.int64", "torch.bfloat16"]),
         (lambda: zf.offload(zf.sgd(0.1), device="moon"), ["moon", "no such device"]),
         (lambda: zf.offload(zf.scale_loss()), ["offload(scale_loss(...))", "write: chain(scale_loss(...)"]),
         (lambda: zf.sgd(0.1).named(""), ["named('')", "non-empty"]),

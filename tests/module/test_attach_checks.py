@@ -181,7 +181,7 @@ def test_what_stays_in_fp32_is_told_where_torch_refuses(how, pipe):
         model(X)
     (told,) = caught.value.__notes__
     assert told.startswith("zerofn: the pipeline has torch.bfloat16 parameters and inputs in forward")
-    assert "buffers stay as they are: table torch.float32; a tensor made in forward is torch.float32" in told
+    assert "buffers have their own dtypes: table torch.float32; a tensor made in forward is torch.float32" in told
     assert "self.buffer.to(x.dtype)" in told and "torch.zeros(n, dtype=x.dtype)" in told and "steps" not in told
     # As it says, with the numbers of plain torch.
     torch.manual_seed(0)

@@ -106,6 +106,7 @@ class Dtypes:
         grad_dtype: what the update half is given.
         reduce_dtype: what gradients are summed over ranks in.
         output_dtype: what floating-point outputs of the model are cast to.
+        buffers: from the names of an attached model's floating-point buffers to what each is cast to.
         by_path: others, for leaves that have their own.
     """
 
@@ -114,6 +115,7 @@ class Dtypes:
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    buffers: Callable[[Sequence[str]], Mapping[str, torch.dtype | None]] | None = None
     by_path: Mapping[str, Dtypes] = field(default_factory=dict)
 
     def of(self, leaf: Leaf) -> Dtypes:
@@ -147,7 +149,8 @@ class Dtypes:
     def seen_otherwise(self) -> bool:
         """Whether a model may compute in other dtypes than it was made in."""
         every = (self, *self.by_path.values())
-        return any(x is not None for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype))
+        given = [x for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype, d.buffers)]
+        return any(x is not None for x in given)
 
 
 OnLeaf = Callable[[Tensor, Leaf], Tensor]

@@ -23,6 +23,7 @@ from ..core.transform import Context
 from ..core.views import cut
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
+from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_sight
 from ..module.guards import label
 from ..ranks.group import Group
@@ -72,6 +73,7 @@ class Residence:
         start: Start,
     ):
         self.model, self.pipe, self.params = model, pipe, params
+        buffers = dtypes_of_buffers(model, pipe.dtypes)
         settle = start(pipe, params)
         self.groups: tuple[Group, ...] = tuple(channel(g) for g in pipe.groups)
         self.control: Group | None = joint_channel(pipe.groups) if pipe.groups else None
@@ -82,7 +84,8 @@ class Residence:
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731
         self.arrivals = Arrivals(pipe, params, self.groups, MARKS, self.in_backward, carry)
-        self.undo: list[Callable[[], Any]] = [*self.arrivals.undo]
+        # Before modules are hooked, which look at the dtypes of their buffers.
+        self.undo: list[Callable[[], Any]] = [*self.arrivals.undo, cast_buffers(model, buffers)]
         # Modules whose parameters are gathered.
         self.blocks: list[nn.Module] = []
         self.units = self.arrivals.units = self._units()

@@ -38,30 +38,49 @@ def note(error: BaseException, model: nn.Module, pipe: Pipeline, unchanged: Call
 
 def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
     seen = pipe.dtypes.inputs
+    where = _where(error, model, pipe)
     if pipe.dtypes.by_path and seen is None:
-        _note_several(error, pipe)
+        _note_several(error, pipe, where)
     if seen is None:
         return
     named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]
     shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST])
     rest = f" and {len(named) - MOST} more" if len(named) > MOST else ""
-    buffers = f"buffers stay as they are: {shown}{rest}; " if named else ""
+    buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
     error.add_note(
         f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
-        f"  why:   {buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
+        f"  why:   {where}{buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
         "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
-        "         a buffer that may lose bits: model.buffer = model.buffer.to(dtype) before zf.attach"
+        f"         buffers that may lose bits: precision(..., buffer_dtype={seen})"
     )
 
 
-def _note_several(error: BaseException, pipe: Pipeline) -> None:
+def _where(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
+    """The innermost module of the model in whose code torch raised, with the dtypes of what is its own."""
+    names = {id(m): name for name, m in model.named_modules()}
+    at, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        at = owner if isinstance(owner, nn.Module) and id(owner) in names else at
+        trace = trace.tb_next
+    if at is None:
+        return ""
+    prefix = f"{names[id(at)]}." if names[id(at)] else ""
+    leaves = {leaf.path: pipe.dtypes.seen(leaf) for leaf in pipe.layout.leaves}
+    own = {name: leaves[prefix + name] for name, _ in at.named_parameters(recurse=False) if prefix + name in leaves}
+    own |= {name: b.dtype for name, b in at.named_buffers(recurse=False) if b.is_floating_point()}
+    has = ", ".join(f"{prefix}{name} {dtype}" for name, dtype in own.items())
+    return f"raised in {names[id(at)] or 'the model itself'} ({type(at).__name__}){f', with {has}' if has else ''}; "
+
+
+def _note_several(error: BaseException, pipe: Pipeline, where: str) -> None:
     """Which leaves are seen in which dtype; the fewest of one first, since those are most likely the ones that met."""
     groups: dict[torch.dtype, list[str]] = {}
     for leaf in pipe.layout.leaves:
         groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
     if len(groups) < 2:
         return
-    lines = []
+    lines = [where.removesuffix("; ")] if where else []
     for dtype, paths in sorted(groups.items(), key=lambda group: len(group[1])):
         rest = f" and {len(paths) - MOST} more" if len(paths) > MOST else ""
         lines.append(f"{dtype}: {', '.join(paths[:MOST])}{rest}")

@@ -57,7 +57,7 @@ def init(
     Raises:
         TypeError: a leaf is no floating-point tensor.
         ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named. What `init` leaves
-            unwritten, or writes otherwise on another rank.
+            unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
 
     >>> import torch, zerofn as zf
     >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
@@ -72,6 +72,13 @@ def init(
     check_init("zf.init", init, seed)
     layout, tensors = make_layout(params)
     pipe = pipeline(tx, layout, "zf.init")
+    if pipe.dtypes.buffers is not None:
+        why = "a tree of parameters has no buffers, so it would have no effect"
+        right = (
+            "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
+            "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
+        )
+        raise ValueError(explain("zf.init(chain(precision(buffer_dtype=...), ...), params)", why, right))
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
     if init is None:

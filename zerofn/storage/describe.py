@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from ..core.tree import Placement, Tree, make_layout, parameters_of, tree_map
 from ..core.views import Ranks
 from ..eager.optimizer import Optimizer
 from ..module.attach_checks import check_initialised
+from ..module.buffer_dtypes import dtypes_of_buffers
 from ..ranks.backend import ranks_of
 from ..ranks.group import Group
 
@@ -63,11 +64,14 @@ class Table:
         rows: a `Row` for each tensor.
         parameters: elements of all leaves over all ranks, tied ones once.
         placement: how the state lies over ranks.
+        buffers: a `Row` for each buffer of a module, with the dtype that it computes in. They are in no state, and in
+            no sum of bytes: `describe(opt)` and `plan` of a module have them.
     """
 
     rows: tuple[Row, ...]
     parameters: int
     placement: Placement
+    buffers: tuple[Row, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -110,11 +114,13 @@ def describe(state: State | Optimizer) -> Table:
     >>> table.bytes, table.by_transform["params"], table.rows[1].path
     (8264, 4112, 'w')
     """
-    state = state.state if isinstance(state, Optimizer) else state
+    buffers: tuple[Row, ...] = ()
+    if isinstance(state, Optimizer):
+        state, buffers = state.state, _buffers(state._model, {})
     if not isinstance(state, State):
         right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
         raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
-    return _table(state)
+    return _table(state, buffers)
 
 
 def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
@@ -140,8 +146,9 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
             why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
             raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
-    trainable = {}
+    trainable, model = {}, None
     if isinstance(params, nn.Module):
+        model = params
         # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
         params = parameters_of(params)
         check_initialised(params, "plan")
@@ -153,7 +160,8 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
         pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
         stored = {leaf.path: pipe.road.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
-        return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout))
+        buffers = () if model is None else _buffers(model, dtypes_of_buffers(model, pipe.dtypes))
+        return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout), buffers)
 
 
 def _ranks_of(world_size: int, rank: int) -> Ranks:
@@ -173,9 +181,19 @@ def _ranks_of(world_size: int, rank: int) -> Ranks:
     return group
 
 
-def _table(state: State) -> Table:
+def _table(state: State, buffers: tuple[Row, ...]) -> Table:
     rows = tuple(_row(e) for e in entries(state) if isinstance(e.value, Tensor))
-    return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement)
+    return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement, buffers)
+
+
+def _buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
+    """Rows of a module's buffers, each once, in dtypes that they have or are to have."""
+    found = []
+    for name, x in model.named_buffers():
+        dtype = dtypes.get(name, x.dtype)
+        shape = tuple(x.shape)
+        found.append(Row("buffers", "", name, shape, shape, dtype, str(x.device), x.numel() * dtype.itemsize))
+    return tuple(found)
 
 
 def _row(e: Entry) -> Row:
@@ -210,6 +228,9 @@ def _lines(table: Table) -> Iterator[str]:
         rows = list(rows)
         cells = [line for _, group in groupby(rows, key=lambda r: r.slot) for line in _slot(list(group))]
         sections.append((f"{owner}: {_sum(rows)}", cells))
+    if table.buffers:
+        own = list(table.buffers)
+        sections.append((f"buffers of the model, beside the state: {_sum(own)}", _slot(own)))
     lines = [head, *(line for _, cells in sections for line in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
@@ -232,7 +253,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
     """The lines of one slot: runs of like leaves together, and the tail of a wide tree as a count."""
-    if len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
+    if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
         # A counter for each leaf: their paths have been read above.
         row = rows[0]
         return [(_name(row.slot, f"x{len(rows)}"), "-", "-", _dtype(row.dtype), row.device, _sum(rows))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def precision(
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
     labels: Any = None,
+    buffer_dtype: Dtype = None,
 ) -> Transform:
     """Choose dtypes. Names follow FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
 
@@ -81,12 +83,18 @@ def precision(
         output_dtype: dtype of the model's floating-point outputs. They are copies then: of `y, h = model(x)`, where `y`
             was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
             backward that comes by way of `y`. `y.float()` outside of the model has no such limit.
-
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+        buffer_dtype: dtype of an attached model's floating-point buffers, those of complex numbers and of integers left
+            out, until it is detached. Then they are the tensors that they were, and elements that have not changed
+            meanwhile have lost no bits. So both are in memory. May be a dict by label as well, if `labels` is a
+            function: it is called with buffers' names. Running statistics in 16 bits stop following when what is added
+            is below 2 ** -9 of them in bf16.
 
     Raises:
         ValueError: a dtype that is no floating-point dtype of 16 to 64 bits; labels without dtypes by label, or the
-            other way round; when a state is made, a leaf whose label has no dtype, or a label that no leaf has.
+            other way round; when a state is made, a leaf or buffer whose label has no dtype, or a label that none has.
+            `buffer_dtype` in `zf.init`: a tree of parameters has no buffers, and those that you give
+            `torch.func.functional_call` are yours to cast.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(1.0))
@@ -102,16 +110,12 @@ def precision(
     """
     given = {"param_dtype": param_dtype, "store_dtype": store_dtype, "grad_dtype": grad_dtype}
     several = {name: x for name, x in given.items() if isinstance(x, Mapping)}
-    if bool(several) != (labels is not None):
-        wrong = f"precision({', '.join(several) or 'labels'}=...)"
-        why = "dtypes by label are for leaves that have labels" if several else "no dtype is given by label"
-        right = 'precision(param_dtype={"head": torch.float32, "rest": torch.bfloat16}, labels=lambda path: ...)'
-        raise ValueError(explain(wrong, why, right))
-    for name, x in {**given, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}.items():
-        for dtype in x.values() if name in several else (x,):  # type: ignore[union-attr]
-            check_dtype("precision", name, dtype, FLOATS)
+    _check_given({**given, "buffer_dtype": buffer_dtype}, labels)
+    for name, x in {"reduce_dtype": reduce_dtype, "output_dtype": output_dtype}.items():
+        check_dtype("precision", name, x, FLOATS)
     one: dict[str, Any] = {name: None if name in several else x for name, x in given.items()}
-    dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    buffers = None if buffer_dtype is None else partial(_of_buffers, buffer_dtype, labels)
+    dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype, buffers=buffers)
     if not several:
         view = _cast(dtypes)
         return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
@@ -125,8 +129,33 @@ def precision(
     return Transform("precision", needs="element", view_fn=by_leaf, through=_through)
 
 
-def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str]) -> None:
-    """Every leaf's label has a dtype, and every label a leaf: one that no leaf has was meant otherwise."""
+def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
+    several = [name for name, x in given.items() if isinstance(x, Mapping)]
+    right = 'precision(param_dtype={"head": torch.float32, "rest": torch.bfloat16}, labels=lambda path: ...)'
+    if bool(several) != (labels is not None):
+        why = "dtypes by label are for leaves that have labels" if several else "no dtype is given by label"
+        raise ValueError(explain(f"precision({', '.join(several) or 'labels'}=...)", why, right))
+    if "buffer_dtype" in several and not callable(labels):
+        why = "a tree of labels has those of parameters, and buffers are in no such tree"
+        raise ValueError(explain("precision(buffer_dtype={...}, labels=...)", why, right.replace("param", "buffer")))
+    for name, x in given.items():
+        for dtype in x.values() if isinstance(x, Mapping) else (x,):
+            check_dtype("precision", name, dtype, FLOATS)
+
+
+def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torch.dtype | None]:
+    """Which buffers of a model are cast to what, by name."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    of = {name: labels(name) for name in names}
+    if wrong := [(name, f"{label!r} is no str") for name, label in of.items() if not isinstance(label, str)]:
+        raise TypeError(bad_leaves("wrong labels of buffers", wrong, "a function path -> str"))
+    _check_labels({"buffer_dtype": given}, of, "buffer")
+    return {name: given[label] for name, label in of.items()}
+
+
+def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str], what: str = "leaf") -> None:
+    """Every leaf's (or buffer's) label has a dtype, and every label a leaf: one that none has was meant otherwise."""
     known = {label for x in several.values() for label in x}
     wrong = [
         (path, f"label {label!r} is not in {name}")
@@ -139,5 +168,6 @@ def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str
         raise ValueError(bad_leaves("precision: labels without a dtype", wrong, right))
     if idle := sorted(known - set(of.values())):
         told = f"precision(..., labels=...) with {', '.join(map(repr, idle))} among the labels"
-        given = ", ".join(map(repr, sorted(set(of.values()))))
-        raise ValueError(explain(told, f"no leaf has it; leaves have {given}", "labels that leaves have"))
+        given = ", ".join(map(repr, sorted(set(of.values())))) or "none"
+        many = "leaves" if what == "leaf" else "buffers"
+        raise ValueError(explain(told, f"no {what} has it; {many} have {given}", f"labels that {many} have"))
