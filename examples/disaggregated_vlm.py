@@ -102,7 +102,8 @@ class Run:
     def parameters(self) -> dict[str, torch.Tensor]:
         (vision, *_), (text, *_) = self.both(("parameters",), ("parameters",))
         named = {f"{name}.{path}": x for name, of in (("vision", vision), ("text", text)) for path, x in of.items()}
-        return {path: torch.from_numpy(x) for path, x in named.items()}
+        # Copies, since what comes from an engine's store may be read only.
+        return {path: torch.tensor(x) for path, x in named.items()}
 
 
 def joint(o: argparse.Namespace, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
@@ -175,7 +176,11 @@ def tell(record: dict[str, Any]) -> None:
         f"time on cores: vision {vision['seconds']:.1f} s, text {text['seconds']:.1f} s, copying of the hand-over "
         f"{copying:.2f} s ({copying / whole:.1%}) for {sent / 1e6:.1f} MB"
     )
-    print(f"captions right: {record['accuracy']:.1%} of {HELD_OUT} held-out images, {record['wall']:.0f} s")
+    started = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in record["started"].items())
+    print(
+        f"captions right: {record['accuracy']:.1%} of {HELD_OUT} held-out images, trained in {record['wall']:.0f} s; "
+        f"before that, started: {started}"
+    )
     if "difference" in record:
         print(
             f"largest difference to one process: of a change, over the largest change, {record['difference']:.1e}; "
@@ -188,9 +193,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if o.first >= o.steps:
         raise SystemExit(f"step {o.first} is saved already, of --steps {o.steps}: nothing is left to do")
     o.out.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
     engine = ENGINES[o.engine](groups=2)
+    there = time.perf_counter()
     try:
-        record = train(Run(engine, o), o)
+        run = Run(engine, o)
+        started = {"engine": there - begun, "groups": time.perf_counter() - there}
+        record = {**train(run, o), "started": started}
     except WorkerLost as error:
         raise SystemExit(f"{error}\n--resume goes on from the last save in {o.out}") from None
     finally:

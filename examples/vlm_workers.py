@@ -101,6 +101,7 @@ class Worker:
         """The update of a step; both groups come here at once."""
         self.step, self.met = step, False
         if self.o.die == f"{self.name}:{self.rank}:{step}":
+            (Path(self.o.out) / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         with self.timed():
             self.opt.step()
