@@ -135,3 +135,49 @@ def test_16_bit_compute_stays_close_to_float64(size):
             if not same or got["norms"] != ranks[0][key]["norms"]:
                 bad.append((rank, *key, "ranks differ"))
     assert not bad, "\n".join(map(str, bad))
+
+
+MASTERS = zf.precision(store_dtype=F32, param_dtype=BF)
+PLAIN = {"adam": zf.adam(1e-3), "adamw": zf.adamw(1e-3, weight_decay=0.0), "scale_by_adam": zf.scale_by_adam()}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_bf16_loses_under_plain_adam_is_told(name):
+    """And it is so: updates of a thousandth are lost, and a second moment stays where the first gradient put it."""
+    tx = zf.chain(zf.precision(store_dtype=BF), PLAIN[name])
+    tx = zf.chain(tx, zf.scale_by_lr(1e-3)) if name == "scale_by_adam" else tx
+    params = {"w": torch.ones(2), "v": torch.ones(1)}
+    with pytest.warns(UserWarning, match=rf"{name}: (w|v) and 1 more stored in bf16(?s:.*)low_precision_adam") as told:
+        state = zf.init(tx, params)
+    assert len(told) == 1
+    for size in (1.0, *[1e-3] * 20):
+        state, _ = zf.update(tx, {k: torch.full_like(x, size, dtype=BF) for k, x in params.items()}, state)
+    assert torch.equal(state.params["w"], torch.ones(2, dtype=BF))
+    second = state.transforms[name]["exp_avg_sq"]["w"]
+    assert torch.equal(second, torch.full((2,), 1e-3, dtype=BF))
+
+
+def test_what_bf16_loses_is_told_by_plan_and_attach_and_of_a_part_of_a_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).to(BF)
+    with pytest.warns(UserWarning, match="adamw: 0.weight and 3 more stored in bf16"):
+        zf.plan(zf.adamw(), model)
+    two = {"low": zf.low_precision_adam(), "plain": zf.adamw()}
+    with pytest.warns(UserWarning, match="adamw: 1.bias stored in bf16"):
+        zf.plan(zf.partition(two, lambda path: "plain" if path == "1.bias" else "low"), model)
+    with pytest.warns(UserWarning, match="adamw: 0.weight and 3 more stored in bf16"):
+        zf.attach(model, zf.offload(zf.adamw())).detach()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        *[zf.chain(zf.precision(store_dtype=BF), zf.low_precision_adam(rounding=r)) for r in ("stochastic", "kahan")],
+        zf.chain(MASTERS, zf.adamw()),
+        zf.adamw(),
+    ],
+    ids=["stochastic", "kahan", "masters", "fp32"],
+)
+@pytest.mark.filterwarnings("error")
+def test_where_nothing_is_lost_nothing_is_told(tx):
+    zf.init(tx, {"w": torch.ones(2)})
+    zf.attach(torch.nn.Linear(2, 2), tx).detach()

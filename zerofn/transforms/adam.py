@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat import fused_adam_, fused_adamw_, tell_autograd
-from .._errors import bad_leaves
+from .._errors import bad_leaves, explain
 from ..extend import (
     Layout,
     LeafList,
@@ -84,7 +85,8 @@ def adamw(
 
     The same bits as `torch.optim.AdamW(fused=True)`, whose defaults it shares. See `adam`. Parameters and moments that
     are stored in 16 bits are rounded to nearest, as torch rounds them: an update below half a unit in the last place
-    changes nothing, and with bf16 parameters and a rate of 1e-5 that is every update. Use `low_precision_adam` there.
+    changes nothing, and with bf16 parameters and a rate of 1e-5 that is every update. Use `low_precision_adam` there;
+    a `UserWarning` says so when such a state is made or planned.
 
     >>> import torch, zerofn as zf
     >>> zf.adamw(learning_rate=1e-3)
@@ -103,14 +105,28 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
     check_number(function, "weight_decay", weight_decay)
 
 
-def refuse_fp16(name: str, leaves: Leaves) -> None:
-    """Refuse moments in fp16; names the leaves."""
+def check_narrow(name: str, leaves: Leaves) -> None:
+    """Refuse moments in fp16, naming the leaves; what bf16 ones lose is told, by Python's filters once in a program."""
     narrow = [
         (p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16
     ]
     if narrow:
         what = f"{name}: squared gradients fall below fp16's smallest number, 6e-8, so second moments would be zero"
         raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
+    rounded = [p for p, x in leaves.items() if x.dtype == torch.bfloat16]
+    if rounded:
+        # Told and not refused: it is torch's own arithmetic, and who compares with torch wants it.
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        why = (
+            "bf16 has 8 bits, and plain Adam rounds to nearest: an update of less than a 512th of a parameter\n"
+            "is lost, and with betas[1] above 0.998 a second moment grows, but never falls"
+        )
+        right = (
+            'zf.low_precision_adam(...), which rounds stochastically, or with rounding="kahan"; or, of fp32 masters,\n'
+            "zf.precision(store_dtype=torch.float32, param_dtype=torch.bfloat16) before it"
+        )
+        what = f"{name}: {rounded[0] or '<root>'}{more} stored in bf16, and so are the moments"
+        warnings.warn(explain(what, why, right), UserWarning, stacklevel=2)
 
 
 def _corrections(at: LeafStep) -> tuple[Any, Any]:
@@ -176,7 +192,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        refuse_fp16(name, leaves)
+        check_narrow(name, leaves)
         return built.init_fn(leaves, layout)
 
     return replace(built, init_fn=init)

@@ -29,7 +29,7 @@ from ..extend import (
     plus_product,
     transform,
 )
-from .adam import adam_of, check_adam, refuse_fp16
+from .adam import adam_of, check_adam, check_narrow
 
 
 @transform
@@ -67,7 +67,7 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
     built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        refuse_fp16("scale_by_adam", leaves)
+        check_narrow("scale_by_adam", leaves)
         return built.init_fn(leaves, layout)
 
     def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
