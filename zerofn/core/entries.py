@@ -51,6 +51,16 @@ class Entry(NamedTuple):
         above = [part for part in (self.owner, self.slot) if part]
         return "/".join([*above, self.path] if self.of_leaf else above)
 
+    def part(self, whole: Tensor) -> Tensor:
+        """What this process keeps of the whole tensor.
+
+        >>> Entry("adamw", "exp_avg", "w", torch.zeros(2), (2, 2), offset=1).part(torch.eye(2))
+        tensor([0., 0.])
+        """
+        if self.offset is None:
+            return whole.reshape(self.shape)
+        return whole.reshape(-1)[self.offset : self.offset + self.value.numel()].reshape(self.value.shape)
+
 
 def before(e: Entry) -> int | None:
     """What an entry was when checkpoints did not have it yet; `None` for one that they always had.
@@ -133,8 +143,14 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(x.shape) if isinstance(x, Tensor) else ()
 
 
-def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
-    """The same state with `fn(entry)` in the place of every entry."""
+def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -> State:
+    """The same state with `fn(entry)` in the place of every entry.
+
+    Args:
+        state: of which it is made.
+        fn: called in the order of `entries`.
+        elsewhere: also in the place of what another rank has, which keeps its shape by default.
+    """
     found = entries(state)
     paths = {leaf.path for leaf in state.layout.leaves}
     new: dict[tuple[str | None, str, str | None], Any] = {}
@@ -142,7 +158,7 @@ def rebuild(state: State, fn: Callable[[Entry], Any]) -> State:
         # A transform may have the name "params".
         owner = None if i < len(state.leaves) else e.owner
         value = fn(e)
-        if not e.elsewhere:
+        if elsewhere or not e.elsewhere:
             new[owner, e.slot, e.path if e.of_leaf else None] = value
     transforms = {
         owner: unflatten(
@@ -184,8 +200,13 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     position = count()
     out = rebuild(state, lambda e: whole.get(next(position), e.value))
     own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
-    apart = {o: {f"rank{rank}": x} for o, x in out.transforms.items() if o in own or o in unreduced}
+    apart = {o: {of_rank(rank): x} for o, x in out.transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**out.transforms, **apart})
+
+
+def of_rank(rank: int) -> str:
+    """The name of what is one rank's own."""
+    return f"rank{rank}"
 
 
 def of_nobody(e: Entry) -> bool:

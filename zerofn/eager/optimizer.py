@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from .averaged import Averaged
 from .param_groups import ParamGroups
 from .resident_params import Residence, Start, as_they_are
 from .state_dict import as_dict, pairs
+from .whole_states import gathered, rows
 
 
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
@@ -433,14 +435,20 @@ class Optimizer(torch.optim.Optimizer):
         `zf.save(directory, opt)` keeps them.
         """
         self._averages.refuse("opt.state_dict()")
-        asks = sys._getframe(1).f_globals.get("__name__")
-        return _hooks.saved(self, lambda: self._as_torch() if asks == torch_form.ASKS else self._as_dict())
+        asks = sys._getframe(1)
+        by_torch = asks.f_globals.get("__name__") == torch_form.ASKS
+        return _hooks.saved(self, lambda: self._as_torch(asks) if by_torch else self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
         return as_dict(self._pipe, self.state, self._groups.told())
 
-    def _as_torch(self) -> dict[str, Any]:
-        return torch_form.in_torch_form(self._as_dict(), self._groups, self._paths())
+    def _as_torch(self, asks: FrameType) -> dict[str, Any]:
+        form, cutting = torch_form.asked_for(asks), self._pipe.road.cutting
+        if form is torch_form.Form.PARTS:
+            return torch_form.in_torch_form(self._as_dict(), self._groups, self._paths())
+        state = (gathered if form is torch_form.Form.FULL else rows)(self.state, cutting)
+        own = {"transforms": state.transforms, "step": state.step, "micro_step": state.micro_step}
+        return torch_form.in_torch_form(own, self._groups, self._paths(), form)
 
     def _paths(self) -> dict[int, str]:
         return {id(p): path for path, p in self._params.items()}
@@ -463,7 +471,8 @@ class Optimizer(torch.optim.Optimizer):
         """Go on from a `state_dict`, of ours or in the form of `torch.optim`.
 
         One of `torch.optim.AdamW`, or of `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, has the
-        moments, counts and rates; parameters are in the model's own, and betas and decay stay those of the chain.
+        moments, counts and rates, by number or by name, whole or distributed; parameters are in the model's own, and
+        betas and decay stay those of the chain.
 
         Raises:
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
@@ -476,7 +485,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check_usable("load_state_dict")
         self._averages.refuse("opt.load_state_dict(...)")
         if torch_form.is_torch_form(state_dict):
-            for mine, theirs in torch_form.pairs_of(self._as_dict(), self._groups, self._paths(), state_dict):
+            cutting = self._pipe.road.cutting
+            for mine, theirs in torch_form.pairs_of(self.state, self._groups, self._paths(), state_dict, cutting):
                 mine.copy_(theirs)
             return self._groups.load(torch_form.groups_of(self._groups, state_dict["param_groups"]))
         for mine, theirs in pairs(self._as_dict(), state_dict):

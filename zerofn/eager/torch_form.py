@@ -4,26 +4,36 @@
 
 Parameters are numbers, or names where torch has put those in their place. Counters of whole transforms, of which
 `torch.optim` has none, stand under `NUMBERS` in the first group. Stored parameters are in the model's own state dict.
+What is loaded may be whole tensors or distributed ones, cut in any way: each rank takes its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
+from ..core.entries import Entry, of_rank, rebuild
 from ..core.leaf_tensors import LeafTensors
-from ..ranks.backend import as_local
+from ..core.state import State
+from ..ranks.backend import as_local, in_full, mesh_of
+from ..ranks.group import Group
 from .param_groups import HYPERPARAMETERS, ParamGroups, packed
 
 NUMBERS = "zerofn"
+# A counter that what is loaded does not have.
+UNSET = -1
 # What `torch.optim` calls the count of a leaf's updates.
 COUNT, STEP = "count", "step"
+# Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
+COUNTED = (STEP, "micro_step")
 # Who wants this form, and no other. To give it to everybody would change what files of `torch.save` hold.
-ASKS = "torch.distributed.checkpoint.state_dict"
+ASKS, LOADS = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 
@@ -33,13 +43,34 @@ def is_torch_form(d: Any) -> bool:
     return isinstance(d, Mapping) and "state" in d and "param_groups" in d and "transforms" not in d
 
 
-def in_torch_form(own: dict[str, Any], groups: ParamGroups, paths: Mapping[int, str]) -> dict[str, Any]:
+class Form(Enum):
+    """What a state dict is for."""
+
+    PARTS = "each rank has its parts"
+    FULL = "all of it"
+    TO_LOAD = "torch puts into it what it loads, which may be full, and hands it back"
+
+
+def asked_for(frame: FrameType) -> Form:
+    """By the function of torch that wants a state dict."""
+    if getattr(frame.f_locals.get("info"), "full_state_dict", False):
+        return Form.FULL
+    above: FrameType | None = frame
+    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS, ASKS):
+        above = above.f_back
+    return Form.PARTS if above is None else Form.TO_LOAD
+
+
+def in_torch_form(
+    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], form: Form = Form.PARTS
+) -> dict[str, Any]:
     """A state dict of ours in the form of `torch.optim`; tensors are the same ones, but for counts.
 
     Args:
-        own: as `eager.state_dict.as_dict` gives it.
+        own: `transforms`, `step` and `micro_step`, as `eager.state_dict.as_dict` gives them.
         groups: of the optimizer.
         paths: `id(parameter)` to path.
+        form: what it is for.
     """
     state: dict[int, dict[str, Any]] = {}
     listed: list[dict[str, Any]] = []
@@ -50,14 +81,32 @@ def in_torch_form(own: dict[str, Any], groups: ParamGroups, paths: Mapping[int, 
             state[number] = {_theirs(name, kept): x.float() if name == COUNT else x for name, x in kept.items()}
         told = {k: v for k, v in t.config.items() if isinstance(v, int | float | tuple)}
         listed.append({**told, **packed(group), "params": list(numbers)})
-    listed[0][NUMBERS] = {key: x.clone() for key, x in _counters(own, set(paths.values()))}
+    numbers = dict(_counters(own, set(paths.values())))
+    if form is Form.TO_LOAD:
+        # Of what other ranks alone are given, torch loads no key that is not here.
+        listed = [{**dict.fromkeys(BESIDE), **group} for group in listed]
+        numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items() if not x.ndim}
+    if form is Form.FULL:
+        # Of full ones it loads none that its own optimizers do not have.
+        listed = [{k: x for k, x in group.items() if k != "name"} for group in listed]
+        most = max((int(x) for kept in state.values() for k, x in kept.items() if k == STEP), default=0)
+        numbers = {k: x for k, x in numbers.items() if k.rpartition("/")[2] not in COUNTED or int(x) != most}
+    if numbers:
+        listed[0][NUMBERS] = {key: x.clone() for key, x in numbers.items()}
     return {"state": state, "param_groups": listed}
 
 
 def pairs_of(
-    own: dict[str, Any], groups: ParamGroups, paths: Mapping[int, str], given: Mapping[str, Any]
+    state: State, groups: ParamGroups, paths: Mapping[int, str], given: Mapping[str, Any], cutting: Sequence[Group]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor of ours with the one that is to replace it.
+    """Each tensor of ours with the one that is to replace it; all ranks call it where `given` is distributed.
+
+    Args:
+        state: ours.
+        groups: of the optimizer.
+        paths: `id(parameter)` to path.
+        given: in the form of `torch.optim`, with whole tensors, or distributed ones.
+        cutting: the ranks that leaves are cut over, one axis after the other.
 
     Raises:
         ValueError: groups of other lengths; every missing, unexpected or misshapen tensor is named.
@@ -67,35 +116,75 @@ def pairs_of(
         wrong = f"load_state_dict of groups of {lengths[1]} parameters into groups of {lengths[0]}"
         why = "parameters are told by their place in the groups, and the groups are those of zf.partition"
         raise ValueError(explain(wrong, why, "the chain of that checkpoint, with the groups of that checkpoint"))
+    places, where = rebuild(state, lambda e: e).transforms, state.layout.placement
+    alike = cutting[0].ranks if len(cutting) == 1 and not (where.ranges or where.owned) else None
     found: list[tuple[Tensor, Tensor]] = []
     bad: list[tuple[str, str]] = []
     counts = [0.0]
     for mine, theirs in zip(groups.groups, given["param_groups"], strict=True):
-        for p, key in zip(mine["params"], theirs["params"], strict=True):
-            kept, there = LeafTensors(own["transforms"], paths[id(p)]), given["state"].get(key, {})
+        own = [paths[id(p)] for p in mine["params"]]
+        # Names may stand in another order.
+        keys = own if set(own) == set(theirs["params"]) else theirs["params"]
+        for path, key in zip(own, keys, strict=True):
+            kept, there = LeafTensors(places, path), given["state"].get(key, {})
             names = {_theirs(name, kept): name for name in kept}
-            label = f"{paths[id(p)]} ({key})" if isinstance(key, int) else str(key)
+            label = path if key == path else f"{path} ({key})"
             bad += [(f"{label}: {name}", "missing") for name in names if name not in there]
             bad += [(f"{label}: {name}", "unexpected") for name in there if name not in names]
-            for name in names.keys() & there.keys():
-                x = kept[names[name]]
-                new = torch.as_tensor(there[name])
-                count = names[name] == COUNT
-                if count:
+            for name in (name for name in names if name in there):
+                place, new = kept[names[name]], torch.as_tensor(there[name])
+                if names[name] == COUNT:
                     counts.append(float(new))
-                elif as_local(new).shape != as_local(x).shape or new.dtype != x.dtype:
-                    bad.append((f"{label}: {name}", f"{_what(new)} instead of {_what(x)}"))
-                found.append((as_local(x), as_local(new)))
+                    found += [(place.value, new)] if isinstance(place, Entry) else []
+                elif (pair := _fit(place, new, alike)) is None:
+                    bad.append((f"{label}: {name}", f"{_what(new)} instead of {_what(place)}"))
+                else:
+                    found += pair
     if bad:
-        right = "a checkpoint of the same optimizer, on as many ranks; zf.save(directory, opt) for any number of them"
+        right = "a checkpoint of the same optimizer; zf.load(directory, like, strict=False) of one by zf.save"
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
-    numbers = given["param_groups"][0].get(NUMBERS) or {}
-    for key, x in _counters(own, set(paths.values())):
-        if key in numbers:
+    return found + _numbers_of(state, given, set(paths.values()), max(counts))
+
+
+def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[Tensor, Tensor]] | None:
+    """What is to be written where; `None` where it is not of this leaf. The same answer on all ranks.
+
+    Args:
+        place: an `Entry`, or where another rank has the leaf a tensor of its shape.
+        new: whole, or distributed.
+        alike: the ranks that flat parts like ours lie over, so that they need not be sent.
+    """
+    shape, dtype = _kind(place)
+    if new.dtype != dtype:
+        return None
+    flat = isinstance(place, Entry) and place.offset is not None and new.shape == (torch.Size(shape).numel(),)
+    if flat and alike is not None and mesh_of(new) == alike:
+        return [(place.value, as_local(new))]
+    if new.shape != shape:
+        return None
+    whole = in_full(new)
+    if not isinstance(place, Entry):
+        return []
+    # Of what was gathered for this, no more than the part is kept.
+    return [(place.value, place.part(whole) if whole is new else place.part(whole).clone())]
+
+
+def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
+    return (torch.Size(x.shape), x.value.dtype) if isinstance(x, Entry) else (x.shape, x.dtype)
+
+
+def _numbers_of(state: State, given: Mapping[str, Any], paths: set[str], most: float) -> list[tuple[Tensor, Tensor]]:
+    """Counters of whole transforms with those given, or with the most updates that a leaf has had."""
+    of_mine = f"/{of_rank(state.layout.placement.rank)}/"
+    numbers = {key.replace(of_mine, "/"): x for key, x in (given["param_groups"][0].get(NUMBERS) or {}).items()}
+    own = {"transforms": state.transforms, STEP: state.step, "micro_step": state.micro_step}
+    found = []
+    for key, x in _counters(own, paths):
+        if key in numbers and (x.ndim or float(numbers[key]) != UNSET):
             found.append((x, torch.as_tensor(numbers[key])))
-        elif key.rpartition("/")[2] in (STEP, "micro_step"):
+        elif key.rpartition("/")[2] in COUNTED:
             # Of `torch.optim` itself: it counts by leaf alone.
-            found.append((x, torch.tensor(max(counts))))
+            found.append((x, torch.tensor(most)))
     return found
 
 
@@ -112,7 +201,7 @@ def _theirs(name: str, kept: LeafTensors) -> str:
     return STEP if name == COUNT and STEP not in kept else name
 
 
-def _counters(own: dict[str, Any], paths: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _counters(own: Mapping[str, Any], paths: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Numbers that belong to no leaf, by dotted key."""
     yield from ((name, own[name]) for name in (STEP, "micro_step"))
     yield from _numbers(own["transforms"], "transforms", paths)
@@ -126,5 +215,6 @@ def _numbers(tree: Any, above: str, paths: set[str]) -> Iterator[tuple[str, Tens
             yield from _numbers(x, f"{above}/{key}", paths)
 
 
-def _what(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype}"
+def _what(x: Any) -> str:
+    shape, dtype = _kind(x)
+    return f"{tuple(shape)} {dtype}"

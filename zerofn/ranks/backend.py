@@ -240,6 +240,32 @@ def as_distributed(shards: Mapping[Hashable, tuple[Tensor, int]], group: Group) 
     }
 
 
+def as_rows(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
+    """Distributed tensors of these whole shapes, cut by rows; of the dtype and on the device of `like`, and unset."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in {x.device.type for _, x in like.values()}}
+    made: dict[Hashable, Tensor] = {}
+    for key, (shape, x) in like.items():
+        whole = torch.empty(shape, dtype=x.dtype, device="meta")
+        low, high = (min(i * -(-shape[0] // group.size), shape[0]) for i in (group.rank, group.rank + 1))
+        rows = torch.empty((high - low, *shape[1:]), dtype=x.dtype, device=x.device)
+        mesh = meshes[x.device.type]
+        made[key] = DTensor.from_local(
+            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return made
+
+
+def in_full(x: Tensor) -> Tensor:
+    """A distributed tensor whole, which all ranks ask for together; a plain tensor as it is."""
+    if type(x) is Tensor:
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _from_zero(x: Tensor) -> Tensor:
     """The same memory, as a storage that begins there: torch cannot pickle a distributed tensor with an offset."""
     if x.storage_offset() == 0:
@@ -256,6 +282,15 @@ def coordinate_of(x: Tensor) -> tuple[int, ...] | None:
 
     place = x.device_mesh.get_coordinate() if isinstance(x, DTensor) else None
     return None if place is None else tuple(place)
+
+
+def mesh_of(x: Tensor) -> tuple[int, ...] | None:
+    """The ranks that a distributed tensor lies over, in order; `None` of a plain one, and over several axes."""
+    if type(x) is Tensor:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tuple(x.device_mesh.mesh.tolist()) if isinstance(x, DTensor) and x.device_mesh.ndim == 1 else None
 
 
 def as_local(x: Tensor) -> Tensor:
