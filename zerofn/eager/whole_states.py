@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def rows(state: State, cutting: Sequence[Group]) -> State:
     This rank's own flat parts, which end in the middle of rows, torch would fill with others' elements.
     """
     state = replace(state, leaves={})
-    cut = {e.key: (e.shape, e.value) for e in entries(state) if e.offset is not None and e.shape}
+    cut: dict[Hashable, Any] = {e.key: (e.shape, e.value) for e in entries(state) if e.offset is not None and e.shape}
     made = as_rows(cut, cutting[0]) if cut else {}
     return rebuild(state, lambda e: made.get(e.key, e.value if e.offset is None else _zeros(e)), elsewhere=True)
 
