@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/ray_train.py --out plain-run    # the same function, without Ray
 
 Ray Train starts the workers and the process group; zerofn makes its own on top of it. Every rank saves, into one
-directory that all see, and the metrics are those of `opt.metrics`.
+directory that all see, from which any of these commands goes on. The metrics are those of `opt.metrics`; Ray Train
+keeps them with a copy of the save, which is its `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def train(config: dict[str, Any], report: Any = None) -> dict[str, float]:
 
     Args:
         config: `steps`, `out`, `save_every`.
-        report: called with metrics after each save, on every rank.
+        report: called with metrics and the directory of the save after each, on every rank.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -52,15 +53,20 @@ def train(config: dict[str, Any], report: Any = None) -> dict[str, float]:
             saves.save(opt)
             metrics = {"loss": float(loss.detach()), **zf.floats(opt.metrics)}
             if report is not None:
-                report(metrics)
+                report(metrics, saves.at(step + 1))
     return metrics
 
 
 def in_ray(config: dict[str, Any]) -> None:
-    """The same in a worker of Ray Train, which only has to be told where metrics go."""
-    from ray.train import report
+    """The same in a worker of Ray Train, which only has to be told where metrics and saves go."""
+    from ray.train import Checkpoint, get_context, report
 
-    train(config, report)
+    def tell(metrics: dict[str, float], save: Path) -> None:
+        # Metrics that come without a checkpoint are in no result. One worker's, since all write into one directory.
+        first = get_context().get_world_rank() == 0
+        report(metrics, checkpoint=Checkpoint.from_directory(save) if first else None)
+
+    train(config, tell)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -77,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def with_ray(config: dict[str, Any], workers: int) -> dict[str, float]:
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import CheckpointConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     ray = start_ray(num_cpus=workers + 1, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
@@ -86,9 +92,16 @@ def with_ray(config: dict[str, Any], workers: int) -> dict[str, float]:
             in_ray,
             train_loop_config=config,
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=False),
-            run_config=RunConfig(storage_path=f"{config['out']}/ray"),
+            run_config=RunConfig(
+                storage_path=f"{config['out']}/ray", checkpoint_config=CheckpointConfig(num_to_keep=2)
+            ),
         )
-        return trainer.fit().metrics
+        result = trainer.fit()
+        if result.checkpoint is None:
+            # Nothing was left to do.
+            return {}
+        print(f"kept by Ray Train: {result.checkpoint.path}")
+        return result.metrics
     finally:
         ray.shutdown()
 

@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from time_limits import limit
+
+import zerofn as zf
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "train.slurm"
@@ -100,4 +103,17 @@ def test_ray_train_trains_what_torchrun_does(tmp_path, slurm):
             timeout=limit(180),
         )
         assert run.returncode == 0, run.stderr[-3000:]
+    # Two workers of Ray Train, in two jobs, and two ranks of torchrun in one.
     assert norm(run.stdout) == norm(plain.stdout)
+    # What Ray Train keeps is a save of all ranks, for any number of them.
+    kept = re.findall(r"kept by Ray Train: (.+)", run.stdout)
+    saved, loaded = (_trained(path) for path in (tmp_path / "ray" / "step_000000006", *kept))
+    assert all(torch.equal(saved[k], loaded[k]) for k in saved)
+
+
+def _trained(directory: str | Path) -> dict[str, torch.Tensor]:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(3e-3)))
+    zf.load(directory, like=opt)
+    assert int(opt.state.step) == 6
+    return dict(opt.state.leaves)

@@ -262,6 +262,16 @@ def test_curvature_benchmark_runs():
         assert float(ours) == pytest.approx(float(by_hand), rel=1e-4)
 
 
+def test_a_rank_keeps_its_part_of_activations_and_sends_what_the_formula_says():
+    process = run("benchmarks/sequence.py", "--lengths", 256, "--ranks", 1, 4, "--width", 32, "--layers", 1)
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, err
+    (_, one, *_), (_, four, _, part, _, _, sent, formula) = (line.split() for line in out.splitlines()[-2:])
+    assert (one, four) == ("1", "4") and sent == formula != "0", out
+    # A fourth, and bytes of the whole sequence, from which the rank's are cut.
+    assert 0.25 <= float(part) < 0.27, out
+
+
 def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]
