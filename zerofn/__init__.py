@@ -31,6 +31,7 @@ from .eager.optimizer import attach as attach
 from .module.layer_drop import layer_drop as layer_drop
 from .module.sequence_parallel import sequence_parallel as sequence_parallel
 from .porting.deepspeed import from_deepspeed as from_deepspeed
+from .porting.deepspeed_checkpoint import load_deepspeed as load_deepspeed
 from .porting.torchopt_form import as_torchopt as as_torchopt
 from .pure.api import bind as bind
 from .pure.api import full_params as full_params

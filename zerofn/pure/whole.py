@@ -22,8 +22,8 @@ def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     Args:
         tx: the pipeline.
         state: its state.
-        tree: tensors of the structure and the shapes of `state.params`; leaves that are missing in a dict, or `None`,
-            stay away.
+        tree: tensors of the structure and the shapes of `state.params`; leaves that are `None` stay
+            away.
 
     Returns:
         The tree with leaves in their whole shapes, in the dtypes they have. Where nothing is cut, the same tensors.
