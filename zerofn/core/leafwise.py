@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 import torch
@@ -98,73 +98,82 @@ def leafwise(
     check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
     if function is None:
         return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
-    fn = function
-    options = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
-    stateful = init is not None
-
-    def init_leaves(leaves: Leaves, layout: Layout) -> TransformState:
-        if init is None:
-            return {}
-        made = {path: init(p) for path, p in leaves.items()}
-        wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
-        if wrong:
-            right = "init=torch.zeros_like, or a dict or tuple of tensors"
-            raise ValueError(
-                bad_leaves(f"{fn.__name__}: init, which gives the state of a leaf, returned", wrong, right)
-            )
-        return {"value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
-
-    @functools.wraps(fn)
+    @functools.wraps(function)
     def build(**given: Any) -> Transform:
         for name in given:
             if name not in options:
-                raise TypeError(unknown_keyword(fn.__name__, name, options))
+                raise TypeError(unknown_keyword(function.__name__, name, options))
         config = {**options, **given}
         for name, value in config.items():
             if value is inspect.Parameter.empty:
-                raise TypeError(f"{fn.__name__}() needs {name}=; it has no default.")
-
-        def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-            if not optimizer or "lr" not in config:
-                return Prepared(carry=config)
-            rate = plain(ctx.lr.get(ctx.prefix, config["lr"]))
-            if rate is not config["lr"]:
-                rate = learning_rate(fn.__name__, rate, ctx.micro_step)
-            if isinstance(rate, int | float | Tensor):
-                ctx.report("lr", rate)
-            return Prepared(carry={**config, "lr": rate})
-
-        def update(grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
-            out: Leaves = {}
-            kept = dict(state.get("value", {}))
-            wrong = []
-            for path, g in grads.items():
-                p = params[path]
-                returned = fn(g, p, kept[path], **options) if stateful else (fn(g, p, **options), None)
-                if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
-                    wrong.append((path, reason))
-                    continue
-                out[path] = apart(returned[0].to(p.dtype) if optimizer else returned[0], (p,))
-                if stateful:
-                    kept[path] = apart(returned[1], (g, p))
-            if wrong:
-                raise ValueError(_misreturned_message(fn.__name__, wrong, stateful, optimizer))
-            return out, {"value": kept} if stateful else state
-
+                raise TypeError(f"{function.__name__}() needs {name}=; it has no default.")
+        made = _OnLeaves(function, init, optimizer, config)
         return Transform(
-            fn.__name__,
+            made.name,
             needs=needs,
             facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None),
-            init_fn=init_leaves,
-            prepare_fn=prepare,
-            update_fn=update,
+            init_fn=made.init,
+            prepare_fn=made.prepare,
+            update_fn=made.update,
             factory=build,
             config=config,
         )
 
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
     return build
+
+
+@dataclass(frozen=True)
+class _OnLeaves:
+    """A user's function on one tensor, run on each leaf."""
+
+    function: Callable
+    start: Callable[[Tensor], Tensor] | None
+    optimizes: bool
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
+        if self.start is None:
+            return {}
+        made = {path: self.start(p) for path, p in leaves.items()}
+        wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
+        if wrong:
+            right = "init=torch.zeros_like, or a dict or tuple of tensors"
+            raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
+        return {"value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
+
+    def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        if not self.optimizes or "lr" not in self.config:
+            return Prepared(carry=self.config)
+        rate = plain(ctx.lr.get(ctx.prefix, self.config["lr"]))
+        if rate is not self.config["lr"]:
+            rate = learning_rate(self.name, rate, ctx.micro_step)
+        if isinstance(rate, int | float | Tensor):
+            ctx.report("lr", rate)
+        return Prepared(carry={**self.config, "lr": rate})
+
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
+        out: Leaves = {}
+        stateful, kept, wrong = self.start is not None, dict(state.get("value", {})), []
+        for path, g in grads.items():
+            p = params[path]
+            given = (g, p, kept[path]) if stateful else (g, p)
+            returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
+            if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
+                wrong.append((path, reason))
+                continue
+            out[path] = apart(returned[0].to(p.dtype) if self.optimizes else returned[0], (p,))
+            if stateful:
+                kept[path] = apart(returned[1], (g, p))
+        if wrong:
+            raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
+        return out, {"value": kept} if stateful else state
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:

@@ -135,43 +135,54 @@ def optimizer(
         return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        paths = list(grads)
-        counts = dict(zip(paths, _next([state["count"][p] for p in paths]), strict=True))
+        counts = dict(zip(grads, _next([state["count"][p] for p in grads]), strict=True))
         common = {key: state[key] for key in shared if key in state}
-        new: Leaves = {}
-        own: TransformState = {slot: {} for slot in slots}
-        fast = kernel is not None and not ctx.recorded
-        if fast:
-            new = {p: ctx.own(params[p]) for p in paths}
-            own = {slot: {p: ctx.own(state[slot][p]) for p in paths} for slot in slots}
-        for count, group in _by_count(counts).items():
-            if fast:
-                assert kernel is not None
-                kernel(
-                    LeafList(
-                        [new[p] for p in group],
-                        [grads[p] for p in group],
-                        {slot: [own[slot][p] for p in group] for slot in slots},
-                        count,
-                        carry[0],
-                        group,
-                        [ctx.offsets.get(p, 0) for p in group],
-                        carry[1],
-                        common,
-                    )
-                )
-                continue
-            for p in group:
-                now = count if isinstance(count, int) else counts[p]
-                step = LeafStep(now, carry[0], p, ctx.offsets.get(p, 0), carry[1], common)
-                x, made = formula(params[p], grads[p], {slot: state[slot][p] for slot in slots}, step)
-                new[p] = ctx.into(params[p], x)
-                for slot in slots:
-                    own[slot][p] = ctx.into(state[slot][p], made[slot])
+        old = {slot: state[slot] for slot in slots}
+        if kernel is not None and not ctx.recorded:
+            new, own = _in_place(kernel, grads, params, old, counts, (*carry, common), ctx)
+        else:
+            new, own = _by_formula(formula, grads, params, old, counts, (*carry, common), ctx)
         return new, {**own, "count": counts}
 
     facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()))
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
+
+
+# The learning rate, `None` of a direction; hyperparameters; what all leaves share.
+Shared = tuple[Any, Numbers, TransformState]
+
+
+def _in_place(
+    kernel: Kernel, grads: Leaves, params: Leaves, slots: TransformState, counts: Leaves, told: Shared, ctx: Context
+) -> tuple[Leaves, TransformState]:
+    """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
+    lr, numbers, common = told
+    new = {p: ctx.own(params[p]) for p in grads}
+    own = {slot: {p: ctx.own(old[p]) for p in grads} for slot, old in slots.items()}
+    for count, group in _by_count(counts).items():
+        lists = [new[p] for p in group], [grads[p] for p in group], {k: [x[p] for p in group] for k, x in own.items()}
+        offsets = [ctx.offsets.get(p, 0) for p in group]
+        kernel(LeafList(*lists, count, lr, group, offsets, numbers, common))
+    return new, own
+
+
+def _by_formula(
+    formula: Formula, grads: Leaves, params: Leaves, slots: TransformState, counts: Leaves, told: Shared, ctx: Context
+) -> tuple[Leaves, TransformState]:
+    """New parameters, or directions, and slots by a formula, leaf by leaf."""
+    lr, numbers, common = told
+    new: Leaves = {}
+    own: TransformState = {slot: {} for slot in slots}
+    for count, group in _by_count(counts).items():
+        for p in group:
+            now = count if isinstance(count, int) else counts[p]
+            step = LeafStep(now, lr, p, ctx.offsets.get(p, 0), numbers, common)
+            x, made = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
+            # Leaf by leaf, so that of a donated state no more than one leaf is there twice.
+            new[p] = x if lr is None else ctx.into(params[p], x)
+            for slot, old in slots.items():
+                own[slot][p] = ctx.into(old[p], made[slot])
+    return new, own
 
 
 def direction(name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE) -> Transform:
@@ -196,15 +207,8 @@ def direction(name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         counts = dict(zip(grads, _next([state["count"][p] for p in grads]), strict=True))
-        out: Leaves = {}
-        own: TransformState = {slot: {} for slot in slots}
-        for count, group in _by_count(counts).items():
-            for p in group:
-                now = count if isinstance(count, int) else counts[p]
-                step = LeafStep(now, None, p, ctx.offsets.get(p, 0), found)
-                out[p], made = formula(params[p], grads[p], {slot: state[slot][p] for slot in slots}, step)
-                for slot in slots:
-                    own[slot][p] = ctx.into(state[slot][p], made[slot])
+        old = {slot: state[slot] for slot in slots}
+        out, own = _by_formula(formula, grads, params, old, counts, (None, found, {}), ctx)
         return out, {**own, "count": counts}
 
     return Transform(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,48 +63,49 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     if every == 1 and not weighted:
         return Transform("accumulate", needs="element", through=_through)
 
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
+    window = _Window(every, weighted)
+    return Transform(
+        "accumulate",
+        needs="element",
+        facts=Facts(window=every, weighted=weighted),
+        through=_through,
+        init_fn=window.init,
+        prepare_fn=window.prepare,
+        update_fn=window.update,
+    )
+
+
+@dataclass(frozen=True)
+class _Window:
+    every: int
+    weighted: bool
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
             "count": counter(),
-            "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, weighted)) for p, x in leaves.items()},
+            "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, self.weighted)) for p, x in leaves.items()},
             # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
             "seen": {p: torch.tensor(False) for p in leaves},
         }
-        return {**state, "weight": torch.zeros((), dtype=torch.float64)} if weighted else state
+        return {**state, "weight": torch.zeros((), dtype=torch.float64)} if self.weighted else state
 
-    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        count = number(state["count"])
-        now = count + 1
-        due = (now >= every) if ctx.boundary is None else ctx.boundary
+    def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        now = number(state["count"]) + 1
+        due = (now >= self.every) if ctx.boundary is None else ctx.boundary
         new: dict[str, Tensor] = {}
         weight, total = None, now if ctx.averaged else 1
-        if weighted:
+        if self.weighted:
             weight = _weight(ctx)
-            total = state["weight"] + weight
-            kept = total
-            if due is True and concrete(total):
-                # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
-                total = ctx.reduction.mean(total)
-            if due is True and concrete(total) and total.detach() == 0:
-                raise ValueError(
-                    explain(
-                        "accumulate(weighted=True) closed a window whose weights add up to 0",
-                        "a mean over nothing is not defined",
-                        "weight=max(number_of_tokens, 1), or leave such micro-batches out",
-                    )
-                )
+            kept = state["weight"] + weight
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
-            if not concrete(total):
-                # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
-                total = torch.where(torch.as_tensor(due), total, torch.ones_like(total))
+            total = _total(kept, due, ctx)
         if concrete(state["count"]):
             new["count"] = counter(0 if due else now)
         else:
             new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
-        total = ctx.number(torch.as_tensor(total))
-        return Prepared(carry=(due, weight, total), state=new, emit=due)
+        return Prepared(carry=(due, weight, ctx.number(torch.as_tensor(total))), state=new, emit=due)
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
         sums, seen = {}, {}
         for path, old in state["sum"].items():
@@ -124,16 +126,6 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
                 # What a closed window leaves behind is forgotten, but it is the same whether donated or not.
                 sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
-
-    return Transform(
-        "accumulate",
-        needs="element",
-        facts=Facts(window=every, weighted=weighted),
-        through=_through,
-        init_fn=init,
-        prepare_fn=prepare,
-        update_fn=update,
-    )
 
 
 def _through(spec: Spec) -> Spec:
@@ -179,6 +171,26 @@ def _weight(ctx: Context) -> Any:
         if not 0 <= weight.item() < float("inf"):
             raise no_weight(ctx.weight)
     return weight
+
+
+def _total(kept: Tensor, due: Any, ctx: Context) -> Tensor:
+    """What a closed window is divided by: the sum of its weights."""
+    if not concrete(kept):
+        # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
+        return torch.where(torch.as_tensor(due), kept, torch.ones_like(kept))
+    if due is not True:
+        return kept
+    # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
+    total = ctx.reduction.mean(kept)
+    if concrete(total) and total.detach() == 0:
+        raise ValueError(
+            explain(
+                "accumulate(weighted=True) closed a window whose weights add up to 0",
+                "a mean over nothing is not defined",
+                "weight=max(number_of_tokens, 1), or leave such micro-batches out",
+            )
+        )
+    return total
 
 
 def _times(g: Tensor, weight: Tensor, ctx: Context) -> Tensor:

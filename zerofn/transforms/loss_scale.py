@@ -7,6 +7,8 @@ overflow, to hold the step, and to move the scale.
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,100 +97,104 @@ def scale_loss(
     >>> bool(metrics["skipped"]), float(metrics["loss_scale"]), state.params["w"]
     (True, 4.0, tensor([0.]))
     """
-    dynamic = scale == "dynamic"
-    if isinstance(scale, str) and not dynamic:
-        raise ValueError(
-            explain(
-                f"scale_loss(scale={scale!r})",
-                "the only word it knows is 'dynamic'",
-                "scale_loss('dynamic') or scale_loss(1024.0)",
-            )
-        )
-    if not isinstance(scale, str):
-        check_number("scale_loss", "scale", scale, low=TINY)
-    check_number("scale_loss", "growth_factor", growth_factor, low=1.0)
-    check_number("scale_loss", "backoff_factor", backoff_factor, low=TINY, high=1.0)
-    check_number("scale_loss", "min_scale", min_scale, low=TINY)
-    check_number("scale_loss", "init_scale", init_scale, low=min_scale if dynamic else 0.0)
-    check_count("scale_loss", "growth_interval", growth_interval, "micro-steps")
-    check_count("scale_loss", "hysteresis", hysteresis, "overflows")
+    rule = _Rule(scale, init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis)
+    rule.check()
+    return Transform(
+        "scale_loss",
+        Scope.TREE,
+        needs="number",
+        facts=Facts(scales=True),
+        through=_through,
+        init_fn=rule.init,
+        prepare_fn=rule.prepare,
+    )
 
-    idle = {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-    }
-    idle["hysteresis"] = 1
-    given = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis
-    without_effect = [name for (name, value), now in zip(idle.items(), given, strict=True) if value != now]
-    if not dynamic and without_effect:
-        raise ValueError(
-            explain(
-                f"scale_loss({scale!r}, {', '.join(f'{n}=...' for n in without_effect)})",
-                "a static scale never changes, so these have no effect",
-                f"scale_loss({scale!r}), or scale_loss('dynamic', ...)",
-            )
-        )
 
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        first = torch.tensor(init_scale if dynamic else scale, dtype=torch.float32)
+@dataclass(frozen=True)
+class _Rule:
+    """How the scale moves; the fields are the arguments of `scale_loss`."""
+
+    scale: float | str
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    hysteresis: int
+
+    @property
+    def dynamic(self) -> bool:
+        return self.scale == "dynamic"
+
+    @property
+    def least(self) -> Any:
+        return self.min_scale if self.dynamic else self.scale
+
+    def check(self) -> None:
+        if not isinstance(self.scale, str):
+            check_number("scale_loss", "scale", self.scale, low=TINY)
+        elif not self.dynamic:
+            wrong, right = f"scale_loss(scale={self.scale!r})", "scale_loss('dynamic') or scale_loss(1024.0)"
+            raise ValueError(explain(wrong, "the only word it knows is 'dynamic'", right))
+        check_number("scale_loss", "growth_factor", self.growth_factor, low=1.0)
+        check_number("scale_loss", "backoff_factor", self.backoff_factor, low=TINY, high=1.0)
+        check_number("scale_loss", "min_scale", self.min_scale, low=TINY)
+        check_number("scale_loss", "init_scale", self.init_scale, low=self.min_scale if self.dynamic else 0.0)
+        check_count("scale_loss", "growth_interval", self.growth_interval, "micro-steps")
+        check_count("scale_loss", "hysteresis", self.hysteresis, "overflows")
+        idle = {name: p.default for name, p in inspect.signature(scale_loss).parameters.items() if name != "scale"}
+        without_effect = [name for name, default in idle.items() if getattr(self, name) != default]
+        if not self.dynamic and without_effect:
+            wrong = f"scale_loss({self.scale!r}, {', '.join(f'{n}=...' for n in without_effect)})"
+            why = "a static scale never changes, so these have no effect"
+            raise ValueError(explain(wrong, why, f"scale_loss({self.scale!r}), or scale_loss('dynamic', ...)"))
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         return {
-            "scale": first,
+            "scale": torch.tensor(self.init_scale if self.dynamic else self.scale, dtype=torch.float32),
             "good_steps": counter(),
-            "hysteresis_left": counter(hysteresis),
+            "hysteresis_left": counter(self.hysteresis),
             "skipped_steps": counter(),
             "stuck_steps": counter(),
         }
 
-    def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
+    def prepare(self, state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
         ok: Any = number(finite)
-        new = _advance(state, ok)
+        new = self.after(state, ok)
         first = _first_overflow(grads, ok, ctx)
         if ok is False and concrete(new["stuck_steps"]) and new["stuck_steps"] >= STUCK:
             leaf = ctx.layout.leaves[int(first)].path
-            times, least = int(new["stuck_steps"]), min_scale if dynamic else scale
-            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))
+            times = int(new["stuck_steps"])
+            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, self.least))
         ctx.report("loss_scale", new["scale"])
         ctx.report("skipped", ~finite)
         ctx.report("overflow_leaf", first)
         ctx.report("skipped_steps", new["skipped_steps"])
         return Prepared(state=new, emit=ok)
 
-    def _advance(state: TransformState, ok: Any) -> TransformState:
+    def after(self, state: TransformState, ok: Any) -> TransformState:
         """One rule for Python bools and for tensors, through `torch.where`, so that `vmap` has it too."""
         good = torch.as_tensor(ok)
         zero = torch.zeros_like(state["good_steps"])
         streak = torch.where(good, state["good_steps"] + 1, zero)
-        grow = good & (streak >= growth_interval)
+        grow = good & (streak >= self.growth_interval)
         backs_off = ~good & (state["hysteresis_left"] <= 1)
         left = torch.where(good, state["hysteresis_left"], (state["hysteresis_left"] - 1).clamp(min=1))
-        at_minimum = state["scale"] <= (min_scale if dynamic else torch.inf)
-        scale_now = state["scale"]
-        if dynamic:
-            scale_now = torch.where(backs_off, (scale_now * backoff_factor).clamp(min=min_scale), scale_now)
+        now = state["scale"]
+        at_minimum = now <= (self.min_scale if self.dynamic else torch.inf)
+        if self.dynamic:
+            now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
             # An infinite scale would overflow for ever: half of infinity is infinity.
-            grown = scale_now * growth_factor
-            scale_now = torch.where(grow & torch.isfinite(grown), grown, scale_now)
+            grown = now * self.growth_factor
+            now = torch.where(grow & torch.isfinite(grown), grown, now)
         return {
-            "scale": scale_now,
+            "scale": now,
             "good_steps": torch.where(grow, zero, streak),
-            "hysteresis_left": torch.where(grow, torch.full_like(left, hysteresis), left),
+            "hysteresis_left": torch.where(grow, torch.full_like(left, self.hysteresis), left),
             "skipped_steps": state["skipped_steps"] + (~good).to(torch.int64),
             "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
         }
-
-    return Transform(
-        "scale_loss",
-        Scope.TREE,
-        needs="number",
-        facts=Facts(scales=True),
-        init_fn=init,
-        prepare_fn=prepare,
-        through=_through,
-    )
 
 
 def _through(spec: Spec) -> Spec:

@@ -84,26 +84,7 @@ def low_precision_adam(
     torch.bfloat16
     """
     check_adam("low_precision_adam", lr, betas, eps, weight_decay)
-    if state_dtype is torch.float16:
-        raise ValueError(
-            explain(
-                "low_precision_adam(state_dtype=torch.float16)",
-                "squared gradients fall below fp16's smallest number, 6e-8, so the second moment would be zero",
-                "low_precision_adam(state_dtype=torch.bfloat16)",
-            )
-        )
-    check_dtype("low_precision_adam", "state_dtype", state_dtype, (torch.bfloat16, torch.float32))
-    if rounding not in ROUNDINGS:
-        known = ", ".join(map(repr, ROUNDINGS))
-        raise ValueError(
-            explain(
-                f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
-            )
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
-        # Of a longer one the draws would be those of its low bits.
-        why = "a seed is an int of 64 bits, as for torch.manual_seed"
-        raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
+    _check_arguments(state_dtype, rounding, seed)
 
     def moment(x: Tensor) -> Tensor:
         return torch.zeros_like(x, dtype=state_dtype)
@@ -129,13 +110,7 @@ def low_precision_adam(
     built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared, settable)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        wide = [
-            (p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64
-        ]
-        if wide:
-            right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"
-            raise ValueError(bad_leaves("low_precision_adam: too wide to be kept in 16 bits", wide, right))
-        _check_effect(leaves, rounding, state_dtype)
+        _check_leaves(leaves, rounding, state_dtype)
         return built.init_fn(leaves, layout)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -162,8 +137,35 @@ def _format(state: TransformState) -> Any:
     return form
 
 
-def _check_effect(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:
-    """A setting without effect is an error: fp32 numbers are not rounded."""
+def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None:
+    if state_dtype is torch.float16:
+        raise ValueError(
+            explain(
+                "low_precision_adam(state_dtype=torch.float16)",
+                "squared gradients fall below fp16's smallest number, 6e-8, so the second moment would be zero",
+                "low_precision_adam(state_dtype=torch.bfloat16)",
+            )
+        )
+    check_dtype("low_precision_adam", "state_dtype", state_dtype, (torch.bfloat16, torch.float32))
+    if rounding not in ROUNDINGS:
+        known = ", ".join(map(repr, ROUNDINGS))
+        raise ValueError(
+            explain(
+                f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
+            )
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        # Of a longer one the draws would be those of its low bits.
+        why = "a seed is an int of 64 bits, as for torch.manual_seed"
+        raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
+
+
+def _check_leaves(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:
+    """float64 is refused; and a setting without effect is an error: fp32 numbers are not rounded."""
+    wide = [(p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64]
+    if wide:
+        right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"
+        raise ValueError(bad_leaves("low_precision_adam: too wide to be kept in 16 bits", wide, right))
     low = [p for p, x in leaves.items() if x.dtype in (torch.bfloat16, torch.float16)]
     useless = (rounding == "kahan" and not low) or (
         rounding == "stochastic" and not low and state_dtype == torch.float32
