@@ -25,9 +25,9 @@ from .core.leafwise import leafwise as leafwise
 from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
+from .eager.attach import attach as attach
 from .eager.materialize import materialize as materialize
 from .eager.optimizer import Optimizer as Optimizer
-from .eager.optimizer import attach as attach
 from .module.layer_drop import layer_drop as layer_drop
 from .module.sequence_parallel import sequence_parallel as sequence_parallel
 from .porting.deepspeed import from_deepspeed as from_deepspeed

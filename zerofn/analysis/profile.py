@@ -156,7 +156,7 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     if not isinstance(target, Optimizer) and (not callable(target) or isinstance(target, torch.nn.Module)):
         right = "zf.profile(opt) of opt = zf.attach(model, tx), or zf.profile(step) of step = zf.make_step(loss_fn, tx)"
         raise TypeError(explain(f"zf.profile({kind_of(target)})", "it makes no training step", right))
-    if isinstance(target, Optimizer) and not target._attached:
+    if isinstance(target, Optimizer) and not target._own.here:
         right = "opt = zf.attach(model, tx); zf.profile(opt)"
         raise ValueError(explain("zf.profile(opt) after opt.detach()", "it makes no steps any more", right))
     check_flag("zf.profile", "flops", flops)

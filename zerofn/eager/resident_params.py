@@ -118,6 +118,13 @@ class Residence:
         """The loss scale in force."""
         return self.pipe.scale_of(self.state.transforms)
 
+    def settled(self) -> State:
+        """The state, once what was written by hand and what a backward has updated is in it."""
+        self.copies.carry_over()
+        if self.in_backward is not None:
+            self.in_backward.settle()
+        return self.state
+
     def _units(self) -> Units | None:
         pipe = self.pipe
         if self.control is None or pipe.gathering is None:

@@ -1,0 +1,108 @@
+"""What binds a model to a pipeline, from `attach` to `detach`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch import nn
+
+from .._compat import in_backward
+from .._errors import explain
+from ..core.pipeline import pipeline
+from ..core.transform import Transform
+from ..core.tree import make_layout, parameters_of
+from ..module.attach_checks import (
+    Owner,
+    Watch,
+    check_alone,
+    check_free,
+    check_hookable,
+    check_initialised,
+    check_trainable,
+)
+from ..module.backward_hooks import check_inner_hooks
+from ..ranks.leases import lease
+from ..ranks.together import together
+from .averaged import Averaged
+from .both_forms import Dicts
+from .param_groups import ParamGroups
+from .resident_params import Residence, Start
+from .steps import Steps
+
+
+class Attachment:
+    """A model, its pipeline, and all that stands between them.
+
+    Args:
+        model: the model.
+        tx: the pipeline's transform.
+        early: whether leaves are updated in backward.
+        start: where first values of parameters come from.
+    """
+
+    def __init__(self, model: nn.Module, tx: Transform, early: bool, start: Start):
+        check_hookable(model)
+        named = parameters_of(model)
+        check_free(named)
+        check_initialised(named, "attach")
+        layout, self.params = make_layout(named, lambda path: named[path].requires_grad)
+        check_trainable(layout)
+        self.model, self.here = model, True
+        # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
+        myself = weakref.ref(self)
+        with lease() as channels:
+            self.pipe = pipeline(tx, layout, "zf.attach")
+            check_alone(model, bool(self.pipe.groups))
+            if self.pipe.scale is not None:
+                check_inner_hooks(model)
+            context = (lambda: self.steps.context()) if early else None
+            self.home = Residence(model, self.pipe, self.params, context, lambda: _check(myself()), start)
+        if self.home.control is not None:
+            # The last that is undone.
+            self.home.undo.insert(0, functools.partial(channels.close, self.home.control.ranks))
+        self.averages = Averaged(self.home.refresh)
+        self.groups = ParamGroups(self.pipe, self.params)
+        self.watch = Watch(model, layout, self.params)
+        self.steps = Steps(self.pipe, self.home, self.params, self.groups, self.watch)
+        self.dicts = Dicts(self.pipe, self.home, self.params, self.groups)
+
+    def belongs_to(self, opt: Any) -> None:
+        """Mark the parameters, so that no other optimizer takes them."""
+        for p in self.params.values():
+            p._zerofn_owner = Owner(opt, self.home.leave, bool(self.pipe.groups))  # type: ignore[attr-defined]
+
+    def meet(self, call: str, right: str) -> None:
+        """Wait for the other ranks, which make the same call."""
+        if self.home.control is not None:
+            together(call, self.home.control.ranks, right)
+
+    def check(self, what: str) -> None:
+        """That `opt.what()` can be called now."""
+        if not self.here:
+            raise RuntimeError(
+                f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
+            )
+        if in_backward():
+            raise RuntimeError(
+                explain(
+                    f"opt.{what}() in the middle of a backward",
+                    "gradients are still arriving, so some parameters would be updated with half of theirs",
+                    "call it after loss.backward() has returned",
+                )
+            )
+
+    def detach(self) -> None:
+        if self.here:
+            self.home.micro_step.give_up_backward()
+            self.meet("opt.detach()", "opt.detach() on every rank")
+            self.home.leave()
+            for p in self.params.values():
+                del p._zerofn_owner  # type: ignore[attr-defined]
+            self.here = False
+
+
+def _check(attachment: Attachment | None) -> None:
+    if attachment is not None and attachment.here:
+        attachment.watch.check()

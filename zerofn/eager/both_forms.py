@@ -1,0 +1,68 @@
+"""State dicts of an attached model: in our form, in that of `torch.optim`, and back from either."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.pipeline import Pipeline
+from ..core.state import State
+from ..core.tree import Leaves
+from ..ranks.backend import as_local
+from . import torch_form
+from .param_groups import ParamGroups
+from .resident_params import Residence
+from .state_dict import as_dict, pairs
+from .whole_states import gathered, rows
+
+
+class Dicts:
+    """The state of one attached model as nested dicts of its tensors.
+
+    Args:
+        pipe: its pipeline.
+        home: where its state is.
+        params: its parameters by path.
+        groups: what has been set in `opt.param_groups`.
+    """
+
+    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups):
+        self.pipe, self.home, self.groups = pipe, home, groups
+        self.paths = {id(p): path for path, p in params.items()}
+
+    def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Any state of the pipeline; rates are those of now, or of `groups`."""
+        return as_dict(self.pipe, state, self.groups.told() if groups is None else groups)
+
+    def ours(self) -> dict[str, Any]:
+        return self.of(self.home.settled())
+
+    def in_torch_form(self, asks: FrameType) -> dict[str, Any]:
+        """As the function of torch wants it that asks."""
+        form = torch_form.asked_for(asks)
+        if form is torch_form.Form.PARTS:
+            return torch_form.in_torch_form(self.ours(), self.groups, self.paths)
+        state = (gathered if form is torch_form.Form.FULL else rows)(self.home.settled(), self.pipe.road.cutting)
+        own = {"transforms": state.transforms, "step": state.step, "micro_step": state.micro_step}
+        return torch_form.in_torch_form(own, self.groups, self.paths, form)
+
+    @torch.no_grad()
+    def load(self, given: dict[str, Any]) -> None:
+        """Copy a state dict of either form into the model's own tensors.
+
+        Raises:
+            ValueError: every missing, unexpected or misshapen entry is named, and nothing is changed.
+        """
+        if torch_form.is_torch_form(given):
+            state, cutting = self.home.settled(), self.pipe.road.cutting
+            for mine, theirs in torch_form.pairs_of(state, self.groups, self.paths, given, cutting):
+                mine.copy_(theirs)
+            return self.groups.load(torch_form.groups_of(self.groups, given["param_groups"]))
+        for mine, theirs in pairs(self.ours(), given):
+            if isinstance(mine, Tensor):
+                as_local(mine).copy_(as_local(theirs))
+        self.home.refresh()
+        self.groups.load(given["param_groups"])

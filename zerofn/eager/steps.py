@@ -1,0 +1,142 @@
+"""Steps of an attached model: gradients that have arrived go through the update halves."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import version
+from .._errors import explain
+from ..core.agreement import check_weight
+from ..core.pipeline import Pipeline
+from ..core.transform import Context
+from ..core.tree import Leaves
+from ..core.update import apply
+from ..module.attach_checks import Watch
+from ..sharded.guarded_parameter import read, write
+from .accumulation_window import Window
+from .param_groups import ParamGroups
+from .resident_params import Residence
+
+
+class Steps:
+    """What ends and begins the micro-steps of one attached model.
+
+    Args:
+        pipe: its pipeline.
+        home: where its parameters, gradients and state are.
+        params: its parameters by path.
+        groups: the rates and numbers that were set.
+        watch: tells whether the model has changed.
+
+    Attributes:
+        window: what `accumulate` waits for.
+    """
+
+    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups, watch: Watch):
+        self.pipe, self.home, self.params = pipe, home, params
+        self.groups, self.watch = groups, watch
+        self.window = Window(pipe, lambda: home.state)
+        # What the last step has used up, to be told from gradients that arrived after it.
+        self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+
+    def context(self) -> Context:
+        """What the update halves are told of a step that is made in backward."""
+        return self.pipe.context(donate=True, **self._set())
+
+    def _set(self) -> dict[str, Any]:
+        return dict(lr=self.groups.rates(), numbers=self.groups.numbers())
+
+    def make(self, weight: Any) -> dict[str, Tensor]:
+        """One micro-step, and its metrics, each a tensor of its own."""
+        self.watch.check()
+        metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
+        # Some are entries of the state, into which `load_state_dict` writes.
+        metrics = {name: x.detach().clone() for name, x in metrics.items()}
+        if bool(metrics["updated"]):
+            self.home.refresh()
+        self.groups.show(metrics)
+        return metrics
+
+    def _finish(self, weight: Any) -> dict[str, Tensor]:
+        """What is left to do where each leaf was updated in backward."""
+        if weight is not None:
+            raise ValueError(
+                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
+            )
+        self.home.micro_step.collect(self.window.forced)
+        assert self.home.in_backward is not None
+        self.home.state, metrics = self.home.in_backward.finish()
+        return metrics
+
+    def _update(self, weight: Any) -> dict[str, Tensor]:
+        """Run the update halves on the gradients that have arrived."""
+        # What was set may be refused, and what is collected cannot be put back.
+        window, given = self.window, self._set()
+        grads = self.home.micro_step.collect(window.forced)
+        check_weight(self.pipe, weight)
+        closes, old = window.closes(), self.home.state
+        given |= dict(weight=weight, boundary=window.forced, averaged=window.averaged is not False)
+        ctx = self.pipe.context(donate=True, **given)
+        new, metrics = apply(self.pipe, grads, old, ctx)
+        with torch.no_grad():
+            for path, x in new.leaves.items():
+                if x is not old.leaves[path]:
+                    old.leaves[path].copy_(x)
+                    new.leaves[path] = old.leaves[path]
+        self.home.state = new
+        if window.holds:
+            self._forget(grads)
+        with torch.DisableTorchFunctionSubclass():
+            left = [(x, read(x)) for x in self.params.values()]
+        self._spent = [(x, weakref.ref(g), version(g)) for x, g in left if g is not None]
+        if closes and not bool(metrics["skipped"]):
+            window.averaged = None
+        return metrics
+
+    def _forget(self, grads: Leaves) -> None:
+        """The sum has them now. Left in place they would be counted again by a loop that, as DeepSpeed's do, never
+        clears gradients."""
+        self.home.micro_step.uncleared.clear(to_none=True)
+        for path in grads:
+            self.params[path].grad = None
+
+    def clear(self, to_none: bool) -> None:
+        """What `opt.zero_grad` does."""
+        if not to_none and self.home.in_backward is not None:
+            raise ValueError(
+                explain(
+                    "opt.zero_grad(set_to_none=False) with in_backward=True",
+                    "a gradient is gone once its leaf is updated, and no zeros can stand in its place",
+                    "opt.zero_grad()",
+                )
+            )
+        self.home.micro_step.clear(to_none)
+        with torch.DisableTorchFunctionSubclass():
+            for p in self.params.values():
+                grad = read(p)
+                if grad is not None:
+                    write(p, None if to_none else torch.zeros_like(grad))
+
+    def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
+        """What `opt.backward` does."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                explain(
+                    f"opt.backward({got})",
+                    "it takes a loss of one element that requires a gradient",
+                    "output.backward(gradient): any backward of PyTorch's own is right here",
+                )
+            )
+        self.window.average(scale_wrt_gas)
+        self.home.micro_step.uncleared.clear(to_none=True)
+        for p, spent, count in self._spent:
+            if p.grad is not None and p.grad is spent() and version(p.grad) == count:
+                p.grad = None
+        self._spent = []
+        loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
+        return loss / self.window.every if scale_wrt_gas else loss
