@@ -19,8 +19,8 @@ from .analysis.replay import record as record
 from .analysis.replay import replay as replay
 from .core.compose import chain as chain
 from .core.compose import guest as guest
-from .core.compose import masked as masked
-from .core.compose import partition as partition
+from .core.groups import masked as masked
+from .core.groups import partition as partition
 from .core.leafwise import leafwise as leafwise
 from .core.metrics import floats as floats
 from .core.state import State as State

@@ -30,9 +30,10 @@ from .core.arguments import (
     no_weight,
     weight_of,
 )
-from .core.compose import as_transform, chain, of_members, values_by_path
+from .core.compose import as_transform, chain
 from .core.conveyor import Conveyor
 from .core.executor import counter
+from .core.groups import of_members, values_by_path
 from .core.leafwise import transform
 from .core.optimizer import LeafList, LeafStep, direction, like, optimizer, plain, typed
 from .core.spec import (

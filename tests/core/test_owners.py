@@ -46,6 +46,18 @@ def centred(grad, param):
 
 LAST = {
     "muon": lambda: [zf.partition({"matrix": zf.muon(lr=0.02, weight_decay=0.1), "rest": zf.adamw(1e-2)}, matrices)],
+    # Labels that are paths of leaves, one that no leaf has, and a chain of which a part needs whole leaves.
+    "members": lambda: [
+        zf.partition(
+            {
+                "0.weight": zf.chain(centred(), zf.adamw(1e-2)),
+                "2.weight": lamb(lr=0.01),
+                "nobody": zf.muon(),
+                "rest": zf.masked(zf.adamw(1e-2), lambda path: path != "4.bias"),
+            },
+            lambda path: path if path in ("0.weight", "2.weight") else "rest",
+        )
+    ],
     "lamb": lambda: [lamb(lr=0.01)],
     "lamb on the host": lambda: [zf.offload(lamb(lr=0.01))],
     "gradient": lambda: [zf.clip_by_global_norm(1.0), centred(), zf.adamw(1e-2)],
@@ -109,7 +121,9 @@ def test_thirty_steps_are_those_of_one_process(stage, size):
             tx = zf.chain(zf.accumulate(2 if route == "eager" else 1), *LAST[last]())
             whole, _ = train(tx, route, lambda i: torch.cat([batch(r, i) for r in range(size)]), 30)
             start = list(make().parameters())
-            assert all((p - q).abs().max() > 1e-3 for p, q in zip(whole, start, strict=True))
+            kept = [torch.equal(p, q) for p, q in zip(whole, start, strict=True)]
+            assert all((p - q).abs().max() > 1e-3 for p, q, on in zip(whole, start, kept, strict=True) if not on)
+            assert sum(kept) == (last == "members")
             for got in found:
                 for x, y in zip(got[last, route], whole, strict=True):
                     # Float64. A mean over ranks is taken in another order than over a batch.
@@ -138,9 +152,10 @@ def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
         assert sorted(shape for seen, _, _ in found for shape in seen) == [(2, 6), (6, 7), (7, 5)]
         total = {key: [held[key] for _, held, _ in found] for key in found[0][1]}
         assert sorted(map(sorted, total.values())) == sorted(sorted([n] + [0] * (size - 1)) for n in (12, 42, 35))
-        # The transform is one for all leaves: parameters go to owners for their first states; in a step gradients and
-        # parameters go there, and parameters come back. Nobody sends what is its own.
-        leaves = [Leaf(name, p.shape, p.dtype, "cpu") for name, p in make().named_parameters()]
+        # Matrices alone travel: parameters go to owners for their first states; in a step gradients and parameters go
+        # there, and parameters come back. Nobody sends what is its own.
+        matrix = [(name, p) for name, p in make().named_parameters() if matrices(name) == "matrix"]
+        leaves = [Leaf(name, p.shape, p.dtype, "cpu") for name, p in matrix]
         others = sum(x.numel - len(range(x.numel)[slice(*span(x.numel, r, size))]) for x, r in owned(leaves, size))
         assert sum(sent for _, _, sent in found) == 4 * 8 * others
 
@@ -171,7 +186,7 @@ def loaded(directory, last, stage):
     return before, list(zf.full_params(tx, state).values())
 
 
-@pytest.mark.parametrize("last", ["muon", "lamb"])
+@pytest.mark.parametrize("last", ["muon", "members", "lamb"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
     directory = str(tmp_path / "saved")
     was = zf.launch(saved, 3, directory, last, 3, timeout=limit(60))[0]
@@ -180,9 +195,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
     for before, after in found:
         for x, y in zip(before, was, strict=True):
             assert torch.equal(x, y)
-        for x, y, p in zip(after, found[1][1], was, strict=True):
+        for x, y in zip(after, found[1][1], strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
-            assert (x - p).abs().max() > 1e-4
+        assert sum((x - p).abs().max() <= 1e-4 for x, p in zip(after, was, strict=True)) == (last == "members")
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -215,3 +230,16 @@ def test_muon_is_for_matrices():
     state = zf.init(zf.muon(), {"w": torch.zeros(2, 2), "b": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"muon is for matrices\n  b: of shape \(2,\)\n.*partition"):
         zf.update(zf.muon(), {"w": torch.ones(2, 2), "b": torch.ones(2)}, state)
+
+
+def refused(last):
+    try:
+        zf.attach(make(), chain(3, last, 1), in_backward=True)
+    except ValueError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("last, who", [("muon", "partition(muon)"), ("members", "partition(centred)")])
+def test_no_update_in_backward_of_a_member_that_needs_whole_leaves(last, who):
+    for told in zf.launch(refused, 2, last, timeout=limit(60)):
+        assert f"{who}, ...), in_backward=True" in told and "treats the tree as a whole" in told

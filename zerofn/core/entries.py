@@ -98,8 +98,8 @@ def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | No
 def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
     """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
     placement = state.layout.placement
-    if owner in placement.owned:
-        return list(_at_owners(state, owner, slot, values))
+    if owned := placement.owners_of(owner, slot):
+        return list(_at_owners(state, owner, slot, values, *owned))
     placement = placement.of(owner)
     spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
     sharded = placement.size > 1 and bool(spans)
@@ -115,15 +115,17 @@ def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any])
     return rows
 
 
-def _at_owners(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> Iterator[Entry]:
+def _at_owners(
+    state: State, owner: str, slot: str, values: Mapping[str | None, Any], where: str, ranks: Mapping[str, int]
+) -> Iterator[Entry]:
     """The entries of a transform that is run on whole leaves: an owner has all of a leaf's, the others nothing."""
-    ranks, here = dict(state.layout.placement.owners), state.layout.placement.rank
+    here = state.layout.placement.rank
     for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
         yield _at_owner(Entry(owner, slot, path, x, _shape(x)), ranks[path] == here)
     if None in values:
         e = Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False)
         # A leaf's own state may be a tree: its path stands in the middle then.
-        path = next((part for part in slot.split("/") if part in ranks), None)
+        path = next((part for part in slot.removeprefix(where).split("/") if part in ranks), None)
         yield e if path is None else _at_owner(e, ranks[path] == here)
 
 
@@ -186,7 +188,7 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
         shards: the ranks that share a leaf, along each axis that it is cut over.
         rank: this one among all that hold the state.
     """
-    if state.layout.placement.ranges or state.layout.placement.owned or len(shards) > 1:
+    if state.layout.placement.ranges or state.layout.placement.owners or len(shards) > 1:
         raise ValueError(
             explain(
                 "opt.state_dict() of leaves that are cut twice or by a wire of one's own, or of states at their owners",

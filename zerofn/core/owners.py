@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._compat import is_shape_only
 from ..ranks.collectives import exchange_into
+from .groups import over_each
 from .transform import OF_LEAVES, Context, Scope, Transform, TransformState
 from .tree import Layout, Leaf, Leaves, tree_map
 from .views import Wire
@@ -222,6 +223,27 @@ def may_be_owned(t: Transform) -> bool:
 
 def _inside(t: Transform) -> list[Transform]:
     return [x for part in t.parts for x in (part, *_inside(part))]
+
+
+def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
+    """The same transform with what needs whole leaves run at their owners.
+
+    Of a `partition` only the leaves of members that need them whole travel. Who owners are is told by path, for each
+    place in the state of `t` where whole leaves have theirs.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+
+    def owned(part: Transform, paths: set[str], where: str) -> Transform:
+        leaves = tuple(leaf for leaf in layout.leaves if leaf.trainable and leaf.path in paths)
+        if not may_be_owned(part):
+            return part
+        if not leaves:
+            return replace(part, needs="element")
+        at = owners_of(cutting, leaves)
+        ranks[where] = at.rank_of
+        return at_owners(part, at)
+
+    return over_each(t, owned, layout), ranks
 
 
 def at_owners(part: Transform, at: Exchange) -> Transform:

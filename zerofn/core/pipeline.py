@@ -23,7 +23,7 @@ from ..ranks.reduction import OverRanks
 from .compose import as_transform, complete
 from .linear_map import LeafView
 from .order import check_complete, check_pieces
-from .owners import at_owners, may_be_owned, owners_of, place_in
+from .owners import place_in, run_at_owners
 from .road import Road, groups_of
 from .second_cut import behind, check_axes
 from .transform import (
@@ -246,12 +246,10 @@ def _with_owners(
     parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Layout]:
     """Those that need whole leaves are run at the owners of leaves."""
-    owned = tuple(part.name for part in parts if may_be_owned(part))
-    if not owned:
-        return parts, layout
-    at = owners_of(wires, tuple(leaf for leaf in layout.leaves if leaf.trainable))
-    placement = replace(layout.placement, owned=owned, owners=tuple(at.rank_of.items()))
-    return tuple(at_owners(p, at) if p.name in owned else p for p in parts), replace(layout, placement=placement)
+    found = [run_at_owners(part, layout, wires) for part in parts]
+    named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
+    owners = tuple((name, where, tuple(ranks.items())) for name, where, ranks in named)
+    return tuple(part for part, _ in found), replace(layout, placement=replace(layout.placement, owners=owners))
 
 
 def _placement(stages: Sequence[View], layout: Layout) -> Placement:

@@ -65,8 +65,8 @@ class Placement:
         copies: how many, one for each rank that the reduction is over.
         copy: which of them this rank has.
         unreduced: how each of them lies over ranks; whole, by default.
-        owned: transforms that are run on whole leaves, each at its owner.
-        owners: by path, the owner, one of those that share a leaf.
+        owners: of transforms that update whole leaves: the name in the chain, where in the state under that name theirs
+            is, and by path who updates the leaf, one of those that share it.
         ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
     """
 
@@ -80,12 +80,20 @@ class Placement:
     copy: int = 0
     unreduced: Placement | None = None
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
-    owned: tuple[str, ...] = ()
-    owners: tuple[tuple[str, int], ...] = ()
+    owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
 
     def of(self, owner: str) -> Placement:
         """How the state of a transform lies."""
         return (self.unreduced or Placement()) if owner in self.apart else self
+
+    def owners_of(self, owner: str, slot: str) -> tuple[str, dict[str, int]] | None:
+        """Where in a transform's state the part of it is that updates whole leaves, and by path who does.
+
+        `None` where the slot is of pieces.
+        """
+        found = [(where, ranks) for name, where, ranks in self.owners if name == owner and slot.startswith(where)]
+        where, ranks = max(found, key=lambda x: len(x[0]), default=("", None))
+        return None if ranks is None else (where, dict(ranks))
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of a leaf."""

@@ -50,7 +50,8 @@ def muon(
     is in bf16 (`dtype`).
 
     For matrices alone. Give the other leaves to another optimizer by `zf.partition`. It needs whole leaves: where
-    leaves are cut over ranks, each matrix is gathered at one rank, its owner, and is worked on once in the whole job.
+    leaves are cut over ranks, each matrix is gathered at one rank, its owner, and is worked on once in the whole job;
+    leaves of other members of the `partition` stay where they are.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.
