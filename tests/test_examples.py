@@ -215,7 +215,13 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
 
 
 @pytest.mark.parametrize(
-    ("stage", "more"), [(1, []), (2, []), (3, []), (3, ["--sequence-parallel", "2"])], ids=["1", "2", "3", "parts"]
+    ("stage", "more"),
+    [
+        pytest.param(1, [], id="1", marks=pytest.mark.slow),
+        pytest.param(2, [], id="2"),
+        pytest.param(3, [], id="3", marks=pytest.mark.slow),
+        pytest.param(3, ["--sequence-parallel", "2"], id="parts", marks=pytest.mark.slow),
+    ],
 )
 def test_zero_stages_under_torchrun(train_lm, tmp_path, stage, more):
     """The same command on two ranks: the run of one process, up to the order in which gradients are summed."""

@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 from time_limits import limit
 
@@ -48,6 +49,7 @@ def run(*command, cwd, **env):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_sdist_and_the_wheel_that_is_built_from_it(tmp_path):
     source = tmp_path / "source"
     keep = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")

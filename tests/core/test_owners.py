@@ -112,8 +112,15 @@ def on_ranks(stage):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    [
+        # Three ranks have parts that are short or empty.
+        pytest.param(stage, size, marks=() if (stage, size) in ((1, 2), (3, 3)) else pytest.mark.slow)
+        for stage in STAGES
+        for size in (2, 3)
+    ],
+)
 def test_thirty_steps_are_those_of_one_process(stage, size):
     found = zf.launch(on_ranks, size, stage, timeout=limit(120))
     for last in LAST:

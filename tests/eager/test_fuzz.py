@@ -17,6 +17,8 @@ from parity import PIPES, TWINS, compare
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
 SHARES = 5  # one test each, so that the workers of pytest-xdist divide them
+# A fifth of them in every run; all where their number is given.
+LATER = () if "ZEROFN_FUZZ" in os.environ else pytest.mark.slow
 
 
 def run(seed: int) -> None:
@@ -49,7 +51,7 @@ def _made(seed: int) -> torch.nn.Module:
 
 
 @pytest.mark.timeout(120 + COUNT)
-@pytest.mark.parametrize("share", range(1 if ONLY else SHARES))
+@pytest.mark.parametrize("share", [0, *(pytest.param(i, marks=LATER) for i in range(1, 1 if ONLY else SHARES))])
 def test_random_programs(share):
     failed = []
     seeds = [int(ONLY)] if ONLY else range(share, COUNT, SHARES)

@@ -28,6 +28,7 @@ from zerofn.ranks.local.launch import RankError, RankTimeout
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 SHARES = 2  # a test each, so that the workers of pytest-xdist divide them
+LATER = () if "ZEROFN_FUZZ" in os.environ else pytest.mark.slow
 BATCH = 20
 # A program takes a tenth of a second. A call that other ranks do not join is given up after some seconds.
 LIMIT = 240
@@ -130,7 +131,7 @@ def tell(found: dict[int, Verdict]) -> str:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", [0, *(pytest.param(i, marks=LATER) for i in range(1, SHARES))])
 def test_programs_of_unusual_habits(share, monkeypatch):
     for name, value in PATIENCE.items():
         monkeypatch.setenv(name, value)

@@ -93,7 +93,7 @@ def wanted(name: str, wide: bool, size: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_real_models_train_as_plain_pytorch(size: int):
     bad = []
     for rank, found in enumerate(zf.launch(on_ranks, size, timeout=limit(120))):

@@ -527,8 +527,8 @@ def check(name: str, stage: int, precision: str, ranks: list[Any], reference: Re
         assert left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left), "detach changed them"
 
 
-# Three ranks have parts that are short or empty, fp16 has a loss scale, so these meet in every run.
-OFTEN = ((1, "fp32"), (2, "bf16"), (3, "fp16"))
+# fp16 has a loss scale.
+OFTEN = ((2, "fp16"),)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def writes() -> dict[tuple[int, str, str], dict[str, Tensor]]:
     return out
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_is_written_is_what_is_trained(size: int):
     plain = {}
     for write in WAYS:

@@ -109,7 +109,7 @@ def on_ranks() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_write_on_one_rank_alone_is_refused_at_the_step(size):
     found = [f for told in zf.launch(on_ranks, size, timeout=limit()) for f in told]
     # A lone rank writes on all ranks there are.

@@ -66,7 +66,7 @@ def on_ranks(stages, steps, rows):
     return {stage: derivatives(stage, xs) for stage in stages}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_derivatives_over_ranks_are_those_of_one_process(size):
     """In float64, of sums in another order: 1e-10. A rank's tangent is that of its own loss, their mean the whole."""
     steps, rows = 5, 2

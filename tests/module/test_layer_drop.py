@@ -31,6 +31,7 @@ def test_what_the_schedule_refuses(given):
         zf.schedules.layer_keep(**given)
 
 
+@pytest.mark.slow
 def test_draws_are_as_likely_as_the_schedule_says_and_independent():
     blocks, steps = 4, 4000
     marks = [lambda x, i=i: x + torch.nn.functional.one_hot(torch.tensor(i), blocks) for i in range(blocks)]

@@ -133,7 +133,7 @@ def everything():
     return refused(group)
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_uneven_parts_are_gathered_and_all_else_is_refused_on_every_rank(nproc):
     ranks = zf.launch(everything, nproc, timeout=limit(60))
     for rank, out in enumerate(ranks):

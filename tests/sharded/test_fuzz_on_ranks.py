@@ -202,7 +202,9 @@ def runs(seeds):
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_random_programs(size):
     share = {1: 0.1, 2: 0.4, 3: 0.3, 4: 0.2}[size]
     before = int(COUNT * {1: 0.0, 2: 0.1, 3: 0.5, 4: 0.8}[size])

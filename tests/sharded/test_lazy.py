@@ -372,7 +372,7 @@ def reference(fn, size):
     return losses, leaves
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process(size):
     ranks = zf.launch(trained, size, timeout=limit())
     for fn in PROGRAMS:
@@ -462,7 +462,7 @@ def both_routes(size):
     return out
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_both_routes_give_the_same_bits(size):
     for results in zf.launch(both_routes, size, size, timeout=limit()):
         for name, (same, moved) in results.items():

@@ -168,7 +168,7 @@ def trained_by_all(losses):
     return {pipe: trained(make_tx, losses) for pipe, make_tx in PIPES.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_that_use_parameters_outside_of_a_call(ranks):
     want = reference(LOSSES, ranks)
     everywhere = zf.launch(trained_by_all, ranks, LOSSES, timeout=limit())

@@ -267,7 +267,7 @@ def plain_run(program):
     return value, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_right(ranks):
     before = [p.detach() for p in make().parameters()]
     want = {program.__name__: plain_run(program) for program in RIGHT}

@@ -176,7 +176,7 @@ def wrapped():
     return out
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_wrappers_agree_over_stages(size):
     ranks = zf.launch(wrapped, size, timeout=limit())
     for results in ranks:

@@ -56,7 +56,9 @@ def wanted(size, optimizer, mode, every, clip):
     return P.reference(size, OPTIMIZERS[optimizer][1], P.simple(mode), 4, P.make(), every, clip)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_every_stage_trains_as_one_process(size):
     ranks = zf.launch(exact, size, timeout=limit())
     bad = []

@@ -377,7 +377,7 @@ def trained_all(cases):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_forward_writes_is_stored(ranks):
     want = {name: reference(make, ranks) for name, make in RIGHT.items()}
     bad = []

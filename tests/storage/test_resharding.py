@@ -159,7 +159,7 @@ def saved(tmp_path_factory):
     return directory, answers
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_process_reads_what_ranks_saved(saved, n):
     directory, answers = saved
     for name in PIPELINES:
@@ -278,7 +278,7 @@ def tables(names):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_plan_is_describe_on_every_rank(n):
     """Planned in one process, which has no ranks."""
     for rank, found in enumerate(launch(tables, n, list(PIPELINES), timeout=limit())):

@@ -96,7 +96,7 @@ def by_hand(size):
 
 
 @pytest.mark.parametrize("route", ["eager", "pure"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_bad_element_on_one_rank_skips_the_step_on_all(size, route):
     ranks = zf.launch(steps, size, size, route, timeout=limit())
     norm, final = by_hand(size)

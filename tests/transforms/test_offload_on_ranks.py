@@ -83,13 +83,13 @@ def again() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_can_be_repeated_bit_for_bit(ranks: int):
     """Also where several backwards of a step overtake the reduction of the first."""
     assert zf.launch(again, ranks, timeout=limit()) == [[0] * len(P.FIRST)] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_offload_gives_the_same_bits(ranks: int):
     """DeepSpeed's largest difference between offload and none is 7.45e-9 in fp32; here it is 0."""
     for rank, found in enumerate(zf.launch(everything, ranks, timeout=limit())):
