@@ -117,7 +117,7 @@ def pairs_of(
         why = "parameters are told by their place in the groups, and the groups are those of zf.partition"
         raise ValueError(explain(wrong, why, "the chain of that checkpoint, with the groups of that checkpoint"))
     places, where = rebuild(state, lambda e: e).transforms, state.layout.placement
-    alike = cutting[0].ranks if len(cutting) == 1 and not (where.ranges or where.owned) else None
+    alike = cutting[0].ranks if len(cutting) == 1 and not (where.ranges or where.owners) else None
     found: list[tuple[Tensor, Tensor]] = []
     bad: list[tuple[str, str]] = []
     counts = [0.0]
