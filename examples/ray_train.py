@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def with_ray(config: dict[str, Any], workers: int) -> dict[str, float]:
     from ray.train import CheckpointConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray = start_ray(num_cpus=workers + 1, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    ray = start_ray({}, num_cpus=workers + 1)
     try:
         trainer = TorchTrainer(
             in_ray,

@@ -17,9 +17,16 @@ from typing import Any
 from vlm_engines import GRACE, START, Sums, explained
 
 
-def start_ray(**options: Any) -> Any:
-    """A Ray of this process's own. On a machine that is busy its helpers may take longer than it waits for them."""
+def start_ray(variables: dict[str, str], **options: Any) -> Any:
+    """A Ray of this process's own, whose workers have these variables and find modules where this process does.
+
+    On a machine that is busy its helpers may take longer than it waits for them. Variables are inherited: to give them
+    by `runtime_env`, as a cluster that runs already needs it, starts other workers in place of those that wait, for a
+    quarter more of the time on cores.
+    """
     os.environ.setdefault("RAY_agent_register_timeout_ms", "200000")
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), **variables}
     import ray
 
     for last in (False, False, True):
@@ -107,10 +114,7 @@ class RayEngine:
     """Groups of Ray actors, in a Ray of this process's own."""
 
     def __init__(self, groups: int):
-        # Actors find these modules where this process does.
-        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        self.ray = ray = start_ray(num_cpus=2, runtime_env={"env_vars": variables})
+        self.ray = ray = start_ray({"OMP_NUM_THREADS": "1"}, num_cpus=2)
         # Actors share the cores there are.
         self.meeting = ray.remote(num_cpus=0)(Meeting).remote(groups)
         self.names: dict[Any, str] = {}
