@@ -1,5 +1,7 @@
 """Transforms of a user's own from a function on one tensor: what they return is checked, what they keep is theirs."""
 
+import copy
+
 import pytest
 import torch
 
@@ -252,3 +254,89 @@ def test_what_is_no_function():
             zf.leafwise(wrong)
         with pytest.raises(TypeError, match=r"leafwise\(init=(.|\n)*init=torch.zeros_like"):
             zf.leafwise(init=wrong)
+
+
+@zf.leafwise(init=torch.zeros_like, optimizer=True, needs="element")
+def warmed(grad, param, momentum, *, lr, step, path, beta=0.9):
+    """Momentum that begins with the third update, and not for biases."""
+    momentum = beta * (step >= 2) * (not path.endswith("bias")) * momentum + grad
+    return param - lr * momentum, momentum
+
+
+@pytest.mark.parametrize("route", ["pure", "attached"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_schedule_the_step_and_the_path(route, every):
+    """By hand in a loop; micro-steps that are held are no steps."""
+    rate = zf.schedules.cosine(0.5, 6)
+    tx = zf.chain(zf.shard(), zf.accumulate(every), warmed(lr=rate))
+    model = torch.nn.Linear(2, 1)
+    expected = {k: p.detach().clone() for k, p in model.named_parameters()}
+    momenta = {k: torch.zeros_like(p) for k, p in expected.items()}
+    opt = zf.attach(model, tx) if route == "attached" else None
+    state = zf.init(tx, copy.deepcopy(expected))
+    for i in range(5 * every):
+        grads = {k: torch.full_like(p, 1.0 + i // every) for k, p in expected.items()}
+        if opt is not None:
+            sum((p * grads[k]).sum() for k, p in model.named_parameters()).backward()
+            opt.step()
+            opt.zero_grad()
+            state, metrics = opt.state, opt.metrics
+        else:
+            state, metrics = zf.update(tx, grads, state)
+        if (i + 1) % every == 0:
+            step = i // every
+            assert float(metrics["lr"]) == pytest.approx(rate(step))
+            for k, g in grads.items():
+                momenta[k] = (0.9 if step >= 2 and k == "weight" else 0.0) * momenta[k] + g
+                expected[k] = expected[k] - rate(step) * momenta[k]
+    for k, p in expected.items():
+        torch.testing.assert_close(state.leaves[k], p, rtol=1e-6, atol=0)
+    assert int(state.transforms["warmed"]["step"]) == 5
+    if opt is not None:
+        assert opt.param_groups[0]["lr"] == pytest.approx(rate(4))
+
+
+def test_what_the_library_gives_is_no_argument_and_a_default_makes_it_one():
+    with pytest.raises(TypeError, match="warmed\\(\\) has no keyword 'step'"):
+        warmed(lr=0.1, step=3)
+
+    @zf.leafwise(needs="element")
+    def own(grad, param, *, step=3, path="w"):
+        return step * grad if path == "w" else grad
+
+    tx = zf.chain(own(step=2), zf.sgd(1.0))
+    state, _ = zf.update(tx, {"v": torch.ones(1)}, zf.init(tx, {"v": torch.zeros(1)}))
+    assert float(state.params["v"]) == -2.0 and state.transforms["own"] == {}
+
+
+def test_the_step_keeps_the_laws_and_goes_on_from_a_checkpoint(tmp_path):
+    zf.testing.check_transform(warmed(lr=zf.schedules.cosine(0.1, 9)))
+    tx, params = warmed(lr=zf.schedules.cosine(0.1, 9)), {"weight": torch.ones(3)}
+    one = zf.init(tx, params)
+    for i in range(6):
+        if i == 3:
+            zf.save(tmp_path / "kept", one)
+        one, _ = zf.update(tx, {"weight": torch.full((3,), float(i))}, one)
+    two = zf.load(tmp_path / "kept", like=zf.init(tx, params))
+    for i in range(3, 6):
+        two, _ = zf.update(tx, {"weight": torch.full((3,), float(i))}, two)
+    assert torch.equal(one.params["weight"], two.params["weight"])
+
+
+def test_rates_and_batches_of_a_schedule():
+    """By the peak of a schedule, and over a batch of peaks: the derivative is minus the sum of momenta, by hand."""
+
+    @zf.leafwise(optimizer=True, needs="element")
+    def plain(grad, param, *, lr, step):
+        return param - lr * (1 + step) * grad
+
+    def run(peak):
+        tx = plain(lr=lambda step: peak * (2 - step))
+        state = zf.init(tx, {"w": torch.zeros(1)})
+        for _ in range(2):
+            state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        return state.params["w"].sum()
+
+    peaks = torch.tensor([0.1, 0.2])
+    torch.testing.assert_close(torch.func.vmap(run)(peaks), -4 * peaks)
+    torch.testing.assert_close(torch.func.grad(run)(peaks[0]), torch.tensor(-4.0))

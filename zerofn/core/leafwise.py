@@ -13,10 +13,13 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from .arguments import check_flag, check_needs, learning_rate, plain
-from .transform import Context, Facts, Prepared, Transform, TransformState
+from .executor import counter
+from .transform import Context, Facts, Prepared, Transform, TransformState, number
 from .tree import Layout, Leaves, apart, flatten
 
 P = ParamSpec("P")
+# What a function of one tensor is told where it asks for it, as keyword-only arguments without a default.
+STEP, PATH = "step", "path"
 
 
 def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
@@ -68,7 +71,10 @@ def leafwise(
             that says too little.
 
     A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
-    it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it.
+    it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it. It may be a
+    schedule; the function is given the number. A keyword-only `step` or `path` without a default is given by the
+    library: the updates before this one, 0 at first (a 0-d tensor in a compiled graph and under `vmap`), and the
+    leaf's path.
 
     Raises:
         TypeError: the function, or `init`, is none.
@@ -89,6 +95,16 @@ def leafwise(
     >>> state, _ = zf.update(tx, {"w": torch.tensor([3.0, -0.1])}, state)
     >>> state.params["w"]
     tensor([-1.,  1.])
+
+    >>> @zf.leafwise(optimizer=True, needs="element")
+    ... def biases_faster(grad, param, *, lr, step, path):
+    ...     return param - (1 + 9 * (step > 0) * ("bias" in path)) * lr * grad
+    >>> tx = biases_faster(lr=zf.schedules.constant(0.5))
+    >>> state = zf.init(tx, {"bias": torch.zeros(1)})
+    >>> for _ in range(2):
+    ...     state, _ = zf.update(tx, {"bias": torch.ones(1)}, state)
+    >>> state.params["bias"]
+    tensor([-5.5000])
     """
     check_flag("leafwise", "optimizer", optimizer)
     for what, given in (("function", function), ("init", init)):
@@ -99,6 +115,8 @@ def leafwise(
     if function is None:
         return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
     options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    told = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
+    options = {name: default for name, default in options.items() if name not in told}
 
     @functools.wraps(function)
     def build(**given: Any) -> Transform:
@@ -109,7 +127,7 @@ def leafwise(
         for name, value in config.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{function.__name__}() needs {name}=; it has no default.")
-        made = _OnLeaves(function, init, optimizer, config)
+        made = _OnLeaves(function, init, optimizer, config, told)
         return Transform(
             made.name,
             needs=needs,
@@ -127,36 +145,51 @@ def leafwise(
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf."""
+    """A user's function on one tensor, run on each leaf; `told` is what it asks for, `STEP` or `PATH`."""
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
     optimizes: bool
     config: dict[str, Any]
+    told: frozenset[str]
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
+    @property
+    def scheduled(self) -> bool:
+        return self.optimizes and callable(self.config.get("lr"))
+
+    @property
+    def counts(self) -> bool:
+        """Whether it keeps the number of its updates."""
+        return self.scheduled or STEP in self.told
+
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
+        counted: TransformState = {STEP: counter()} if self.counts else {}
         if self.start is None:
-            return {}
+            return counted
         made = {path: self.start(p) for path, p in leaves.items()}
         wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
         if wrong:
             right = "init=torch.zeros_like, or a dict or tuple of tensors"
             raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
-        return {"value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
+        return {**counted, "value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        if not self.optimizes or "lr" not in self.config:
-            return Prepared(carry=self.config)
-        rate = plain(ctx.lr.get(ctx.prefix, self.config["lr"]))
-        if rate is not self.config["lr"]:
-            rate = learning_rate(self.name, rate, ctx.micro_step)
-        if isinstance(rate, int | float | Tensor):
-            ctx.report("lr", rate)
-        return Prepared(carry={**self.config, "lr": rate})
+        now = number(state[STEP]) if self.counts else ctx.micro_step
+        found = dict(self.config)
+        if self.optimizes and "lr" in self.config:
+            rate = plain(ctx.lr.get(ctx.prefix, self.config["lr"]))
+            if self.scheduled or rate is not self.config["lr"]:
+                rate = learning_rate(self.name, rate, now)
+            if isinstance(rate, int | float | Tensor):
+                ctx.report("lr", rate)
+            found["lr"] = ctx.replicated(rate) if self.scheduled else rate
+        if STEP in self.told:
+            found[STEP] = now
+        return Prepared(carry=found, state={STEP: state[STEP] + 1} if self.counts else {})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
         out: Leaves = {}
@@ -164,6 +197,7 @@ class _OnLeaves:
         for path, g in grads.items():
             p = params[path]
             given = (g, p, kept[path]) if stateful else (g, p)
+            options = {**options, PATH: path} if PATH in self.told else options
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
             if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                 wrong.append((path, reason))
@@ -173,7 +207,7 @@ class _OnLeaves:
                 kept[path] = apart(returned[1], (g, p))
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
-        return out, {"value": kept} if stateful else state
+        return out, {"value": kept} if stateful else {}
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:
