@@ -42,6 +42,8 @@ CALL = nn.Module.__call__.__code__
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 # By which `p.data = x` asks whether the two are alike. It looks and does not compute.
 SHALLOW = "_has_compatible_shallow_copy_type"
+# The function of `torch.distributed.checkpoint.state_dict` that asks for a state dict in order to load into it.
+LOADS_STATES = "_load_optim_state_dict"
 
 
 def version(x: Tensor) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat import LOADS_STATES
 from .._errors import bad_leaves, explain
 from ..core.entries import Entry, of_rank, rebuild
 from ..core.leaf_tensors import LeafTensors
@@ -33,7 +34,7 @@ COUNT, STEP = "count", "step"
 # Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
 COUNTED = (STEP, "micro_step")
 # Who wants this form, and no other. To give it to everybody would change what files of `torch.save` hold.
-ASKS, LOADS = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"
+ASKS = "torch.distributed.checkpoint.state_dict"
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 
@@ -56,7 +57,7 @@ def asked_for(frame: FrameType) -> Form:
     if getattr(frame.f_locals.get("info"), "full_state_dict", False):
         return Form.FULL
     above: FrameType | None = frame
-    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS, ASKS):
+    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS_STATES, ASKS):
         above = above.f_back
     return Form.PARTS if above is None else Form.TO_LOAD
 
