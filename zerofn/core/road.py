@@ -108,7 +108,7 @@ class Road:
             scale: what to divide by at the end.
         """
         leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        like = self._arriving(leaves, stages, stored)
+        like = _arriving(self, leaves, stages, stored)
         for stage in stages:
             if scale is None or not stage.only_dtype:
                 grads = pull_all(stage, grads, leaves, like)
@@ -125,24 +125,6 @@ class Road:
                 g, shape = grads.get(path), self.grad_shape(view.leaf)
                 found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
         return found
-
-    def _arriving(self, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:
-        """Gradients as they arrive at the first of `stages`, from those before."""
-        before = self.stages[: self.stages.index(stages[0])] if stages else self.stages
-        if any(s.only_dtype for s in stages):
-            dtype = self.dtypes.seen
-        elif not before and not self.late:
-            dtype = self.dtypes.stored
-        elif self.late or all(s.wire is None for s in before):
-            dtype = self.dtypes.gradient
-        else:
-            # A second sum, along another axis of the mesh.
-            dtype = self.dtypes.summed
-        shapes = {leaf.path: _shape_behind(before, leaf) for leaf in leaves}
-        return {
-            leaf.path: Like(math.prod(shapes[leaf.path]), shapes[leaf.path], dtype(leaf), stored[leaf.path].device)
-            for leaf in leaves
-        }
 
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
@@ -184,6 +166,25 @@ class Road:
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
+
+
+def _arriving(road: Road, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:
+    """Gradients as they arrive at the first of `stages`, from those before."""
+    before = road.stages[: road.stages.index(stages[0])] if stages else road.stages
+    if any(s.only_dtype for s in stages):
+        dtype = road.dtypes.seen
+    elif not before and not road.late:
+        dtype = road.dtypes.stored
+    elif road.late or all(s.wire is None for s in before):
+        dtype = road.dtypes.gradient
+    else:
+        # A second sum, along another axis of the mesh.
+        dtype = road.dtypes.summed
+    shapes = {leaf.path: _shape_behind(before, leaf) for leaf in leaves}
+    return {
+        leaf.path: Like(math.prod(shapes[leaf.path]), shapes[leaf.path], dtype(leaf), stored[leaf.path].device)
+        for leaf in leaves
+    }
 
 
 def _shape_behind(stages: Sequence[View], leaf: Leaf) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class Residence:
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
             self.undo.append(install(model, self.sight, paths, self.blocks))
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
-        self.wholes = Wholes(params, self._of_equals() if context is None else None)
+        self.wholes = Wholes(params, _of_equals(pipe, self.control) if context is None else None)
         self.micro_step = MicroStep(
             pipe, self.arrivals, self.control, self.copies, self.wholes, lambda: self.state, self._gave_up
         )
@@ -105,14 +105,6 @@ class Residence:
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
-
-    def _of_equals(self) -> Group | None:
-        """A channel between the ranks that have one and the same parameter, of which each stores a part."""
-        if self.pipe.sharding is self.pipe.gathering:
-            return None
-        if self.pipe.gathering is None:
-            return self.control
-        return joint_channel(groups_of(self.pipe.stages[self.pipe.cut :]))
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
@@ -204,3 +196,12 @@ class Residence:
         for leaf in self.pipe.layout.leaves:
             p = self.params[leaf.path]
             move_out(leaf, p, self.grad_dtypes.get(leaf.path, p.dtype))
+
+
+def _of_equals(pipe: Pipeline, control: Group | None) -> Group | None:
+    """A channel between the ranks that have one and the same parameter, of which each stores a part."""
+    if pipe.sharding is pipe.gathering:
+        return None
+    if pipe.gathering is None:
+        return control
+    return joint_channel(groups_of(pipe.stages[pipe.cut :]))

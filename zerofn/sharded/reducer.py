@@ -92,26 +92,23 @@ class Stream:
         if self.rounds < question.allowed:
             return True
         work = question.ask(True)
-        if work.is_completed() or (behind and self._comes(work)):
+        if work.is_completed() or (behind and self._comes(work, "all_gather")):
             question.answer()
         return self.rounds < question.allowed
 
-    def _comes(self, work: Any) -> bool:
-        """Wait for an operation, but not for ever: see `PATIENCE`. Whether it is done."""
-        deadline = time.monotonic() + self.patience
-        with ranged(WAIT, "reduce_scatter" if self.wire.cuts else "all_reduce"):
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    # Most likely the program is one where it happens at each step.
-                    self.patience /= 4
-                    return False
-                time.sleep(5e-5)
-        return True
+    def _comes(self, work: Any, what: str) -> bool:
+        """Wait for a collective, but not for ever. Whether it is done."""
+        with ranged(WAIT, what):
+            if _within(self.patience, work):
+                return True
+        # Most likely the program is one where it happens at each step.
+        self.patience /= 4
+        return False
 
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
         bucket = self.buckets[self.next]
-        grads = [self._oldest(leaf.path) for leaf in bucket]
+        grads = [_oldest(self.pending, leaf.path) for leaf in bucket]
         first, numels = self.like[bucket[0].path], self._numels(bucket)
         with ranged(VIEW, self.name):
             with torch.no_grad():
@@ -126,18 +123,10 @@ class Stream:
         self.rounds += self.next == 0
         self._hold_back()
 
-    def _oldest(self, path: str) -> Tensor | None:
-        queue = self.pending.get(path)
-        if queue is None:
-            return None
-        grad = queue.popleft()
-        if not queue:
-            del self.pending[path]
-        return grad
-
     def _hold_back(self) -> None:
         """Keep few buckets under way."""
-        while len(self.flying) > IN_FLIGHT and self._comes(self.flying[0][0]):
+        what = "reduce_scatter" if self.wire.cuts else "all_reduce"
+        while len(self.flying) > IN_FLIGHT and self._comes(self.flying[0][0], what):
             self._land()
 
     def _land(self) -> None:
@@ -191,3 +180,24 @@ class Stream:
             self.settle(marks)
         finally:
             self.dropping = False
+
+
+def _within(seconds: float, work: Any) -> bool:
+    """Whether an operation ends in time: see `PATIENCE`."""
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(5e-5)
+    return True
+
+
+def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:
+    """The first gradient of a leaf that waits, which it does no longer."""
+    queue = pending.get(path)
+    if queue is None:
+        return None
+    grad = queue.popleft()
+    if not queue:
+        del pending[path]
+    return grad
