@@ -34,8 +34,9 @@ from .core.compose import as_transform, chain
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.groups import of_members, values_by_path
+from .core.leaf_steps import LeafList, LeafStep, plain, typed
 from .core.leafwise import transform
-from .core.optimizer import LeafList, LeafStep, direction, like, optimizer, plain, typed
+from .core.optimizer import direction, like, optimizer
 from .core.spec import (
     ONE_OF_TWO,
     Misplaced,
@@ -64,7 +65,7 @@ from .kernels.adam import adam_, adam_update
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
-from .kernels.terms import moment_root, plus, plus_product, plus_quotient
+from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient
 from .ranks.batched import check_batch
 from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .ranks.group import Group
@@ -132,6 +133,7 @@ __all__ = [
     "not_finite",
     "number",
     "of_members",
+    "once",
     "optimizer",
     "over_ranks",
     "plain",

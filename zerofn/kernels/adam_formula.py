@@ -17,7 +17,7 @@ from torch import Tensor
 from zerofn._compat import while_traced
 from zerofn.kernels.recording import differentiated, straight_through
 from zerofn.kernels.rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key, stride_of
-from zerofn.kernels.terms import moment_root
+from zerofn.kernels.terms import moment_root, once
 
 # Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
 # second-level cache; temporaries of the parameter's own size cost ten times more.
@@ -53,7 +53,7 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     rate = lr * spread / (1 - beta1**step)
     decay = lr * weight_decay
     values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
-    return Scalars(*(x.float() if isinstance(x, Tensor) else _single(x) for x in values))
+    return Scalars(*once(*(x.float() if isinstance(x, Tensor) else _single(x) for x in values)))
 
 
 @while_traced

@@ -39,6 +39,11 @@ def _requires_grad(values: Iterable[Any]) -> bool:
     return False
 
 
+def only_compiled(values: Iterable[Any]) -> bool:
+    """Whether the compiler traces and nobody else records: a kernel that it knows as an operator may be called."""
+    return torch.compiler.is_compiling() and not functorch_active() and not _requires_grad(values)
+
+
 def readable(x: Any) -> bool:
     """Whether Python may read the number in `x`: it is one, for all members of a batch, and known while this runs.
 

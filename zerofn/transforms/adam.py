@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -129,17 +130,13 @@ def check_narrow(name: str, leaves: Leaves) -> None:
         warnings.warn(explain(what, why, right), UserWarning, stacklevel=2)
 
 
-def _corrections(at: LeafStep) -> tuple[Any, Any]:
+def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The rate, and the epsilon beside the root of the second moment, with the corrections of both moments in them.
 
     In float64. So they are two numbers, and the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
     """
-    t, rate, beta1, beta2, eps = (
-        x.double() if isinstance(x, Tensor) else x
-        for x in (at.count, at.lr, at.numbers["beta1"], at.numbers["beta2"], at.numbers["eps"])
-    )
-    spread = (1 - beta2**t) ** 0.5
-    return rate * spread / (1 - beta1**t), eps * spread
+    spread = (1 - numbers["beta2"] ** count) ** 0.5
+    return {"size": lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
@@ -178,7 +175,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         dtype = torch.promote_types(p.dtype, torch.float32)
         x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
         beta1, beta2, _, decay = (at.scalar(number, x) for number in at.numbers.values())
-        size, small = (at.scalar(number, x) for number in _corrections(at))
+        size, small = (at.scalar(number, x) for number in at.derived.values())
         if decoupled:
             x = x * (1 - at.scalar(at.lr, x) * decay)
         elif given(decay):
@@ -189,7 +186,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable)
+    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable, derived=_corrections)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         check_narrow(name, leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,18 +53,21 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
     """
     check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
 
+    def corrections(count: Any, rate: None, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        beta1, beta2, _ = numbers.values()
+        return {"size": 1 / (1 - beta1**count), "spread": (1 - beta2**count) ** 0.5}
+
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
         g, m, v = (t.to(dtype) for t in (g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
         beta1, beta2, small = (at.scalar(number, g) for number in at.numbers.values())
-        t, *wide = (x.double() if isinstance(x, Tensor) else x for x in (at.count, *at.numbers.values()))
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
-        size, spread = at.scalar(1 / (1 - wide[0] ** t), g), at.scalar((1 - wide[1] ** t) ** 0.5, g)
+        size, spread = (at.scalar(number, g) for number in at.derived.values())
         return size * m / (moment_root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers)
+    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, corrections)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         check_narrow("scale_by_adam", leaves)

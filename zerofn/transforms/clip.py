@@ -20,6 +20,7 @@ from ..extend import (
     TransformState,
     check_number,
     concrete,
+    once,
     root,
     squared_norm,
     transform,
@@ -77,7 +78,8 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         squares = ctx.reduction.sum(squared_norm(grads))
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
-        return Prepared(carry=ctx.replicated((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        (coefficient,) = once((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return Prepared(carry=ctx.replicated(coefficient))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
         return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state

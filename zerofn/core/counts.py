@@ -1,0 +1,67 @@
+"""How many updates each leaf has had, and the numbers of a formula that follow from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import foreach_add, is_wrapped
+from ..kernels.recording import readable
+from ..kernels.terms import once
+from .leaf_steps import Numbers
+
+# (updates of a leaf, rate, hyperparameters) -> numbers by name
+Derived = Callable[[Any, Any, Numbers], Numbers]
+
+
+def one_more(counts: list[Tensor]) -> list[Tensor]:
+    """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
+    if not counts or not all(map(readable, counts)) or any(map(is_wrapped, counts)):
+        return [c + 1 for c in counts]
+    return list(foreach_add(counts, 1))
+
+
+def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]] | None:
+    """Leaves that have had equally many updates, which is nearly always all of them; `None` where nobody may look."""
+    if not all(map(readable, counts.values())):
+        return None
+    groups: dict[int, list[str]] = {}
+    for path, n in zip(counts, torch.stack(list(counts.values())).tolist() if counts else (), strict=True):
+        groups.setdefault(n, []).append(path)
+    return groups
+
+
+def each(counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None):
+    """Of every leaf its path, its count, and what is derived from that: once for all that have had equally many."""
+    groups = by_count(counts)
+    if groups is None:
+        yield from _unread(counts, rate, numbers, derived)
+        return
+    for count, paths in groups.items():
+        made = derived(count, _wide(rate), {k: _wide(x) for k, x in numbers.items()}) if derived else {}
+        yield from ((path, count, made) for path in paths)
+
+
+def _unread(
+    counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None
+) -> Iterator[tuple[str, Tensor, Numbers]]:
+    """Under vmap and in a graph, where counts are tensors: what is derived from them is, for all leaves together."""
+    if derived is None:
+        yield from ((path, count, {}) for path, count in counts.items())
+        return
+    # Counts are on the CPU, a rate may be elsewhere; that of no shape goes with anything, and these have one.
+    given = [x.device for x in (rate, *numbers.values()) if isinstance(x, Tensor) and x.device.type != "cpu"]
+    together = torch.stack(list(counts.values()))
+    together = together.to(given[0]) if given else together
+    made = derived(_wide(together), _wide(rate), {k: _wide(x) for k, x in numbers.items()})
+    spread = once(*(x.expand(len(counts)) if isinstance(x, Tensor) else x for x in made.values()))
+    columns = [x.unbind() if isinstance(x, Tensor) else [x] * len(counts) for x in spread]
+    for i, (path, count) in enumerate(counts.items()):
+        yield path, count, {name: column[i] for name, column in zip(made, columns, strict=True)}
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) else x
