@@ -28,7 +28,7 @@ def pytest_timeout_set_timer(item, settings):
 @pytest.fixture
 def fresh_kernels(monkeypatch, tmp_path):
     """No kernel loaded, nothing on disk, and nothing warned about; a directory for compilers and caches."""
-    caches = (_native._choose, _native._build, _native._attempt, _native.warn, _kernels._kernel)
+    caches = (_native._choose, _native._build, _native._attempt, _native.warn, _kernels.native_kernel)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

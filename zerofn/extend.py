@@ -62,6 +62,7 @@ from .core.transform import (
 from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
 from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
 from .kernels.adam import adam_, adam_update
+from .kernels.adam_operator import adam_operator, has_kernel
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
@@ -100,6 +101,7 @@ __all__ = [
     "ViewOf",
     "Wire",
     "adam_",
+    "adam_operator",
     "adam_update",
     "all_gather_into",
     "all_reduce_",
@@ -122,6 +124,7 @@ __all__ = [
     "explain",
     "flatten",
     "given",
+    "has_kernel",
     "known_formats",
     "leaf_key",
     "like",

@@ -217,6 +217,16 @@ def test_new_step_and_lr_do_not_recompile(monkeypatch):
 
 
 @needs_compiler
+@needs_compiler
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_the_operator_is_what_torch_is_told_that_it_is(rounding):
+    lists = [[x for (x,) in entry] for entry in zip(state(33), state(5, seed=1), strict=True)]
+    kept = lists.pop() if rounding == "kahan" else lists.pop() and []
+    numbers = torch.tensor([0.1, 0.9, 0.999, 1e-8, 0.0], dtype=F64)
+    how = (torch.tensor([3, 1]), numbers, torch.tensor(2), rounding, 0, [7, 8], [0, 40])
+    torch.library.opcheck(torch.ops.zerofn.adam_.default, (*lists, kept, *how))
+
+
 def test_new_step_and_lr_load_no_new_kernel():
     update(state(10), implementation="native")
     before = _native._attempt.cache_info().misses

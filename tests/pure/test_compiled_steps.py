@@ -3,6 +3,8 @@
 By `aot_eager`, which traces all and generates no code: that takes a minute for each pipeline.
 """
 
+import shutil
+
 import pytest
 import torch
 from support.time_limits import limit
@@ -12,6 +14,7 @@ import zerofn as zf
 from zerofn._compat import COMPILES_STATES
 
 BF16 = torch.bfloat16
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 pytestmark = [
     # Said by torch of its own tracing of a Function, which instantiates one.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -84,6 +87,115 @@ def test_rates_and_states_that_change_make_no_further_graph():
         assert metrics["lr"] == rate
         torch.testing.assert_close(got.params, want.params, rtol=0, atol=3e-7)
     fast(zf.init(zf.adamw(rate), params(seed=1)), batches(1)[0])
+
+
+class Looking:
+    """A backend that keeps the code of the graphs it is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph, inputs):
+        self.seen.append(graph.code)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def calls(self):
+        """How often the last graph calls the operator."""
+        return self.seen[-1].count("zerofn.adam_")
+
+
+def low_precision(rate=0.1, rounding="stochastic", **numbers):
+    return zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(rate, rounding=rounding, **numbers))
+
+
+def same_bits(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan", "nearest"])
+def test_the_kernel_stands_in_the_graph_as_an_operator_with_its_own_bits(rounding):
+    rate, look = torch.tensor(0.1), Looking()
+    tx = low_precision(rate, rounding, betas=(0.99, 0.999), weight_decay=0.1)
+    step = zf.make_step(loss, tx)
+    fast = torch.compile(step, fullgraph=True, backend=look)
+    # One leaf has had an update more than the other: both are in the one call.
+    start, _ = zf.update(tx, {"w": torch.ones(4, 3, dtype=BF16), "b": None}, zf.init(tx, params()))
+    state = other = start
+    before = [x.clone() for x in tree_leaves(start)]
+    for i, x in enumerate(batches(3)):
+        rate.fill_(0.1 / (i + 1))
+        state, other = step(state, x)[0], fast(other, x)[0]
+        assert same_bits(other, state)
+    assert look.calls() == 1
+    assert same_bits(tree_leaves(start), before)
+
+
+@needs_compiler
+def test_a_donated_state_is_written_by_the_operator_only_where_it_is_not_held():
+    rate = lambda step: 0.1 * 0.9**step  # noqa: E731
+    tx = zf.chain(zf.precision(store_dtype=BF16), zf.accumulate(2), zf.low_precision_adam(rate))
+    look, step = Looking(), zf.make_step(loss, tx)
+    fast = torch.compile(zf.make_step(loss, tx, donate=True), fullgraph=True, backend=look)
+    want, state = zf.init(tx, params()), zf.init(tx, params())
+    memory = {p: x.data_ptr() for p, x in state.leaves.items()}
+    for x in batches(5):
+        want, state = step(want, x)[0], fast(state, x)[0]
+        assert same_bits(state, want)
+    assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
+    assert look.calls() == 1
+
+
+RECORDED = {
+    "grad": lambda step, state, x: torch.func.grad(lambda x: total(step(state, x)))(x),
+    "state": lambda step, state, x: total(step(state, x)),
+}
+
+
+def total(out):
+    return out[0].leaves["w"].float().square().sum()
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", RECORDED)
+def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
+    tx, look = low_precision(), Looking()
+    step, state, (x,) = zf.make_step(loss, tx), zf.init(tx, params()), batches(1)
+    if how == "state":
+        state.leaves["w"].requires_grad_()
+    fn = RECORDED[how]
+    anew = torch._dynamo.config.patch(error_on_recompile=False)  # of torch.func.grad, for another function
+    with anew:
+        got = torch.compile(lambda x: fn(step, state, x), fullgraph=True, backend=look)(x)
+    want = fn(step, state, x)
+    assert look.calls() == 0
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    if how == "state":
+        for out in (got, want):
+            (found,) = torch.autograd.grad(out, state.leaves["w"])
+            assert found.abs().max() > 0.1
+
+
+def test_without_a_compiler_for_c_the_graph_has_the_formula(monkeypatch, fresh_kernels):
+    monkeypatch.setenv("ZEROFN_NATIVE", "0")
+    # Of the second rate that it meets at a place in the code, the compiler makes an argument of the graph.
+    for rate in (0.1, 0.3):
+        tx, look = low_precision(rate), Looking()
+        step, state = zf.make_step(loss, tx), zf.init(tx, params())
+        got, _ = torch.compile(step, fullgraph=True, backend=look)(state, batches(1)[0])
+        assert look.calls() == 0
+        assert same_bits(got, step(state, batches(1)[0])[0])
+
+
+def test_leaves_that_have_had_other_numbers_of_updates_have_corrections_of_their_own():
+    for tx in (zf.adamw(torch.tensor(0.1)), zf.chain(zf.scale_by_adam(), zf.clip_by_value(2.0), zf.scale_by_lr(0.1))):
+        step, state = zf.make_step(loss, tx), zf.init(tx, params())
+        for _ in range(2):
+            state, _ = zf.update(tx, {"w": torch.ones(4, 3), "b": None}, state)
+        want, got = (fn(state, batches(1)[0])[0] for fn in (step, compiled(step)))
+        torch.testing.assert_close(got.params, want.params, rtol=0, atol=3e-7)
+        # With the corrections of the other leaf, by what the first update is larger than the third.
+        assert (want.leaves["b"] - state.leaves["b"]).abs().max() > 0.09
 
 
 def test_a_donated_state_keeps_its_memory():

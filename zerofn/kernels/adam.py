@@ -50,7 +50,7 @@ def _run_native(leaves: Leaves, settings: Settings) -> None:
     for dtypes, entries in groups.items():
         columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
         part = Leaves(*columns)
-        function = _kernel(dtypes, settings.rounding, settings.beta1, settings.form)
+        function = native_kernel(dtypes, settings.rounding, settings.beta1, settings.form)
         if function is None:
             run_chunked(part, settings)
             continue
@@ -71,14 +71,14 @@ def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
 
 
 @functools.cache
-def _kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
+def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
     """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
 
     Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
     millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
     in bfloat16 it would show in one number of thousands.
     """
-    if dtypes != _EXACT and _kernel(_EXACT, rounding, beta1, form) is None:
+    if dtypes != _EXACT and native_kernel(_EXACT, rounding, beta1, form) is None:
         return None
     settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
     function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerofn._compat import while_traced
 from zerofn.kernels.recording import differentiated, straight_through
 from zerofn.kernels.rounding import as_int32, block_ranges, draw, random_bits, stochastic_round, stream_key, stride_of
 from zerofn.kernels.terms import moment_root, once
@@ -53,13 +52,10 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     rate = lr * spread / (1 - beta1**step)
     decay = lr * weight_decay
     values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
-    return Scalars(*once(*(x.float() if isinstance(x, Tensor) else _single(x) for x in values)))
-
-
-@while_traced
-def _single(x: float) -> float:
-    """A number rounded to float32."""
-    return c_float(x).value
+    if torch.compiler.is_compiling():
+        # All as tensors: of a rate that differs from one pipeline to the next the compiler makes one by itself.
+        return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
+    return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
 
 
 class Mode(NamedTuple):

@@ -23,9 +23,11 @@ from ..extend import (
     Transform,
     TransformState,
     adam_,
+    adam_operator,
     adam_update,
     check_dtype,
     counter,
+    has_kernel,
     known_formats,
     leaf_key,
     like,
@@ -92,9 +94,15 @@ def low_precision_adam(
     def kernel(group: LeafList) -> None:
         lists = [group.params, group.grads, *group.slots.values()]
         keys = [leaf_key(p) for p in group.paths]
-        plain = {key: float(x) for key, x in group.numbers.items()}
-        how = dict(rounding=rounding, seed=seed, form=_format(group.shared))
-        adam_(*lists, step=group.count, lr=group.lr, **plain, **how, keys=keys, offsets=group.offsets)
+        how: Any = dict(rounding=rounding, seed=seed, form=_format(group.shared), keys=keys, offsets=group.offsets)
+        if isinstance(group.count, Tensor):
+            adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **how)
+        else:
+            plain = {key: float(x) for key, x in group.numbers.items()}
+            adam_(*lists, step=group.count, lr=group.lr, **plain, **how)
+
+    def operator(group: LeafList) -> bool:
+        return has_kernel(group.params, group.grads, group.slots["exp_avg"], rounding)
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         where = dict(rounding=rounding, seed=seed, key=leaf_key(at.path), offset=at.offset, form=_format(at.shared))
@@ -107,7 +115,7 @@ def low_precision_adam(
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     shared = {FORMAT_ENTRY: lambda: counter(FORMAT)}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared, settable)
+    built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared, settable, operator=operator)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         _check_leaves(leaves, rounding, state_dtype)
