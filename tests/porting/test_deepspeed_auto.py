@@ -202,6 +202,24 @@ def test_only_what_is_asked_for_is_in_the_remedy():
     assert str(error.value).rstrip().endswith("write: from_deepspeed(config, auto={'gradient_clipping': ...})")
 
 
+@pytest.mark.parametrize("scheduler", [WARMUP, DECAY], ids=["warmup", "decay"])
+def test_an_auto_without_a_value_is_told_in_one_line(scheduler: dict[str, Any]):
+    with pytest.raises(ValueError) as error:
+        of({"gradient_clipping": AUTO, "optimizer": ADAMW, "scheduler": scheduler}, None)
+    _, *lines, remedy = str(error.value).splitlines()
+    paths = ["gradient_clipping", *RATES, *(f"scheduler.params.{k}" for k in scheduler["params"])]
+    told = "'auto' is filled in by the Hugging Face Trainer; here you give its value"
+    assert sorted(lines) == sorted(f"  {path}: {told}" for path in paths)
+    assert remedy.endswith("...})"), remedy
+
+
+def test_a_bad_value_for_auto_is_told_in_one_line():
+    with pytest.raises(ValueError) as error:
+        of({"gradient_accumulation_steps": AUTO}, {"gradient_accumulation_steps": 0})
+    _, *lines, _ = str(error.value).splitlines()
+    assert lines == ["  gradient_accumulation_steps: 0 is no positive int"]
+
+
 def test_values_for_auto_are_a_mapping():
     with pytest.raises(TypeError, match="give a dict"):
         of({}, [3e-4])  # type: ignore[arg-type]

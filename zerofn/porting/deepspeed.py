@@ -232,7 +232,7 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
             reader.refuse(f"optimizer.params.{key}", reason)
     values = {**known, **{k: v for k, v in given.items() if k in known}}
     values["lr"] = schedule_of(reader, values["lr"])
-    if reader.bad:
+    if reader.bad or reader.unknown:
         return None
     if name == "sgd":
         if low is not None:

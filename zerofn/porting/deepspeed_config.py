@@ -60,12 +60,14 @@ class Reader:
         return {k[len(path) + 1 :]: v for k, v in found.items()}
 
     def ask(self, path: str) -> None:
-        """Note an "auto" that somebody must give a value."""
-        self.unknown.append(path)
+        """Note an "auto" that somebody must give a value, unless the value that was given is bad."""
+        if path not in dict(self.bad):
+            self.unknown.append(path)
 
     def refuse(self, path: str, reason: str) -> None:
-        """Note a bad key; `close` raises."""
-        self.bad.append((path, reason))
+        """Note a bad key, unless its value is asked for, which is `None` until then; `close` raises."""
+        if path not in self.unknown:
+            self.bad.append((path, reason))
 
     def close(self) -> None:
         """Raise for everything bad or left over; warn of what has no effect."""
