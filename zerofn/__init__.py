@@ -8,15 +8,12 @@
 """
 
 import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
-from .analysis import curvature as curvature
-from .analysis.profile import profile as profile
-from .analysis.replay import record as record
-from .analysis.replay import replay as replay
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.groups import masked as masked
@@ -26,32 +23,16 @@ from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
 from .eager.attach import attach as attach
-from .eager.materialize import materialize as materialize
 from .eager.optimizer import Optimizer as Optimizer
-from .module.layer_drop import layer_drop as layer_drop
-from .module.sequence_parallel import sequence_parallel as sequence_parallel
-from .porting.deepspeed import from_deepspeed as from_deepspeed
-from .porting.deepspeed_checkpoint import load_deepspeed as load_deepspeed
-from .porting.torchopt_form import as_torchopt as as_torchopt
 from .pure.api import bind as bind
 from .pure.api import full_params as full_params
 from .pure.api import init as init
 from .pure.api import update as update
 from .pure.api import vjp as vjp
 from .pure.step import make_step as make_step
-from .pure.unroll import unroll as unroll
 from .pure.whole import gather as gather
 from .pure.whole import global_norm as global_norm
-from .ranks.local.launch import RankError as RankError
-from .ranks.local.launch import launch as launch
 from .ranks.sequence import sequence_mean as sequence_mean
-from .storage.checkpoint import save as save
-from .storage.checkpoints import Checkpoints as Checkpoints
-from .storage.describe import describe as describe
-from .storage.describe import plan as plan
-from .storage.load_safetensors import load_safetensors as load_safetensors
-from .storage.loading import load as load
-from .storage.safetensors import export_safetensors as export_safetensors
 from .transforms.accumulate import accumulate as accumulate
 from .transforms.adam import adam as adam
 from .transforms.adam import adamw as adamw
@@ -77,11 +58,68 @@ from .transforms.sharding import reduce_scatter as reduce_scatter
 from .transforms.sharding import shard as shard
 from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 
+if _TYPE_CHECKING:
+    from .analysis import curvature as curvature
+    from .analysis.profile import profile as profile
+    from .analysis.replay import record as record
+    from .analysis.replay import replay as replay
+    from .eager.materialize import materialize as materialize
+    from .module.layer_drop import layer_drop as layer_drop
+    from .module.sequence_parallel import sequence_parallel as sequence_parallel
+    from .porting.deepspeed import from_deepspeed as from_deepspeed
+    from .porting.deepspeed_checkpoint import load_deepspeed as load_deepspeed
+    from .porting.torchopt_form import as_torchopt as as_torchopt
+    from .pure.unroll import unroll as unroll
+    from .ranks.local.launch import RankError as RankError
+    from .ranks.local.launch import launch as launch
+    from .storage.checkpoint import save as save
+    from .storage.checkpoints import Checkpoints as Checkpoints
+    from .storage.describe import describe as describe
+    from .storage.describe import plan as plan
+    from .storage.load_safetensors import load_safetensors as load_safetensors
+    from .storage.loading import load as load
+    from .storage.safetensors import export_safetensors as export_safetensors
+
 __version__ = "0.1.0"
 
 
+# Imported when they are asked for: a step needs none of them, and they would be a quarter of what is imported.
+_LATER = {
+    "profile": "analysis.profile",
+    "record": "analysis.replay",
+    "replay": "analysis.replay",
+    "materialize": "eager.materialize",
+    "layer_drop": "module.layer_drop",
+    "sequence_parallel": "module.sequence_parallel",
+    "from_deepspeed": "porting.deepspeed",
+    "load_deepspeed": "porting.deepspeed_checkpoint",
+    "as_torchopt": "porting.torchopt_form",
+    "unroll": "pure.unroll",
+    "RankError": "ranks.local.launch",
+    "launch": "ranks.local.launch",
+    "save": "storage.checkpoint",
+    "Checkpoints": "storage.checkpoints",
+    "describe": "storage.describe",
+    "plan": "storage.describe",
+    "load_safetensors": "storage.load_safetensors",
+    "load": "storage.loading",
+    "export_safetensors": "storage.safetensors",
+}
+_MODULES = {"curvature": "analysis.curvature", "testing": "testing"}
+
+
 def __getattr__(name: str) -> _Any:
-    # Imported when it is asked for: training needs none of it.
-    if name == "testing":
-        return _importlib.import_module(".testing", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        return _importlib.import_module(f".{_MODULES[name]}", __name__)
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_importlib.import_module(f".{_LATER[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, *_MODULES})
+
+
+# For `from zerofn import *`.
+__all__ = [name for name in __dir__() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
