@@ -16,7 +16,10 @@ from time_limits import limit
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--width", "16", "--layers", "1", "--batch", "16", "--compare", "2"]
-ENGINES = ["launch", pytest.param("ray", marks=pytest.mark.integrations)]
+ENGINES = [
+    pytest.param("launch", marks=pytest.mark.slow),
+    pytest.param("ray", marks=pytest.mark.integrations),
+]
 
 
 @pytest.fixture
@@ -70,6 +73,7 @@ def test_trains_what_one_process_does_dies_by_name_and_resumes(engine, tmp_path)
     assert record(cut)["loss"] == record(whole)["loss"] and record(cut)["first"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(limit(300))
 def test_the_ranks_of_one_group_share_sequences_and_groups_differ_in_size(tmp_path):
     done = run("--sequence-parallel", "--vision", 1, "--text", 2, "--steps", 2, "--out", tmp_path)

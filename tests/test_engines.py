@@ -60,6 +60,7 @@ def norm(text: str) -> str:
     return found.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(limit(200))
 def test_the_slurm_script_trains_and_goes_on(slurm, tmp_path):
     command = ["bash", str(SCRIPT), str(ROOT / "examples" / "ray_train.py"), "--out", str(tmp_path / "run")]

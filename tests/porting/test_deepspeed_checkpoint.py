@@ -90,7 +90,7 @@ def _goes_on(directory: str, consolidated: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_goes_on_at_every_stage(tmp_path, flat):
     model = net()
     opt = adamw(model)

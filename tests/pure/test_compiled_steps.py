@@ -113,7 +113,9 @@ def same_bits(a, b):
 
 
 @needs_compiler
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan", "nearest"])
+@pytest.mark.parametrize(
+    "rounding", ["stochastic", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kahan", "nearest"))]
+)
 def test_the_kernel_stands_in_the_graph_as_an_operator_with_its_own_bits(rounding):
     rate, look = torch.tensor(0.1), Looking()
     tx = low_precision(rate, rounding, betas=(0.99, 0.999), weight_decay=0.1)
@@ -157,7 +159,7 @@ def total(out):
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", RECORDED)
+@pytest.mark.parametrize("how", ["state", pytest.param("grad", marks=pytest.mark.slow)])
 def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
     tx, look = low_precision(), Looking()
     step, state, (x,) = zf.make_step(loss, tx), zf.init(tx, params()), batches(1)

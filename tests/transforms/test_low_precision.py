@@ -121,7 +121,7 @@ def mixed():
     return out
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_16_bit_compute_stays_close_to_float64(size):
     want = P.reference(size, lambda ps: torch.optim.SGD(ps, **SGD), P.simple("diff"), 3, P.make(), clip=0.5)
     ranks = zf.launch(mixed, size, timeout=limit())
