@@ -81,6 +81,7 @@ def test_the_ranks_of_one_group_share_sequences_and_groups_differ_in_size(tmp_pa
     assert 0 < record(tmp_path)["difference"] <= 0.05 and record(tmp_path)["of_norms"] <= 1e-3, done.stdout
 
 
+@pytest.mark.slow
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
     refused = run("--vision", 3, "--out", tmp_path)
     assert refused.returncode == 2 and "cannot be shared by --vision 3" in refused.stderr

@@ -66,7 +66,7 @@ def watch_steps(monkeypatch, module, interrupt_at: int | None = None) -> list[in
     return seen
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_both_routes_give_the_same_bits(train_lm, tmp_path, compute):
     options = [*TINY, "--steps", "12", "--compute", compute, "--accumulate", "2"]
     pure = train_lm.main([*options, "--route", "pure", "--out", str(tmp_path / "pure")])
@@ -152,6 +152,7 @@ def test_a_loss_that_is_no_number_is_named_and_what_was_saved_stays(train_lm, tm
     assert int(saved(train_lm, tmp_path)["/counters/step"]) == 12
 
 
+@pytest.mark.slow
 def test_ctrl_c_from_a_terminal(train_lm, tmp_path):
     """The command itself: SIGINT ends it with status 0 and everything saved."""
     process = run("train_lm.py", *TINY, "--steps", "4000", "--out", tmp_path)
@@ -242,6 +243,7 @@ def test_zero_stages_under_torchrun(train_lm, tmp_path, stage, more):
     assert ranks["bytes_per_parameter"] < 0.8 * alone["bytes_per_parameter"]
 
 
+@pytest.mark.slow
 def test_functional_benchmark_runs():
     """Without what is compiled, which takes a minute. The numbers are those of torch and of torchopt."""
     sizes = {"width": 8, "batch": 4, "inner": 2, "rounds": 3, "steps": 20}
@@ -257,6 +259,7 @@ def test_functional_benchmark_runs():
     assert "resident MiB along 20 steps" in out
 
 
+@pytest.mark.slow
 def test_curvature_benchmark_runs():
     """By hand and by zerofn the same eigenvalue and the same product."""
     process = run("benchmarks/curvature.py", "--width", 8, "--layers", 1, "--batch", 2, "--products", 2, "--rounds", 2)
@@ -278,6 +281,7 @@ def test_a_rank_keeps_its_part_of_activations_and_sends_what_the_formula_says():
     assert 0.25 <= float(part) < 0.27, out
 
 
+@pytest.mark.slow
 def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]

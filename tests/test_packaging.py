@@ -82,6 +82,7 @@ def test_an_sdist_and_the_wheel_that_is_built_from_it(tmp_path):
     assert told.split() == ["smoke", "2", "check_transform"]
 
 
+@pytest.mark.slow
 def test_the_doctor_from_the_command_line():
     told = run(sys.executable, "-m", "zerofn", "doctor", cwd=ROOT).splitlines()
     about = [line[6:16].strip() for line in told if not line.startswith(" " * 10)]

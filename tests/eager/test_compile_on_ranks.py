@@ -104,7 +104,8 @@ def everything() -> dict[tuple[int, str, str], Any]:
         }
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_compiled_as_plain(size: int):
     for rank, found in enumerate(zf.launch(everything, size, timeout=limit(120))):
         assert len(found) == len(P.FIRST) * (len(HOWS) if size > 1 else 2)

@@ -16,8 +16,8 @@ from parity import PIPES, TWINS, compare
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
-SHARES = 5  # one test each, so that the workers of pytest-xdist divide them
-# A fifth of them in every run; all where their number is given.
+SHARES = 10  # one test each, so that the workers of pytest-xdist divide them
+# A tenth of them in every run; all where their number is given.
 LATER = () if "ZEROFN_FUZZ" in os.environ else pytest.mark.slow
 
 

@@ -112,6 +112,7 @@ def twice(fn, at):
 runs = st.tuples(st.sampled_from([stage for stage in STAGES if stage != "one process"]), recipes, st.integers(0, 99))
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.sampled_from([1, 2, 3]), st.lists(runs, min_size=1, max_size=3))
 def test_any_run_at_any_stage_has_the_derivatives_of_the_formula(size, cases):

@@ -200,6 +200,7 @@ def test_leaves_that_have_had_other_numbers_of_updates_have_corrections_of_their
         assert (want.leaves["b"] - state.leaves["b"]).abs().max() > 0.09
 
 
+@pytest.mark.slow
 def test_a_donated_state_keeps_its_memory():
     tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(0.1))
     step, fast = zf.make_step(loss, tx), compiled(zf.make_step(loss, tx, donate=True))
@@ -212,6 +213,7 @@ def test_a_donated_state_keeps_its_memory():
     assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
 
 
+@pytest.mark.slow
 def test_transforms_of_torch_func_inside_of_a_graph():
     tx = zf.chain(zf.clip_by_global_norm(0.5), zf.sgd(0.1))
     step, state, (x,) = zf.make_step(loss, tx), zf.init(tx, params()), batches(1)

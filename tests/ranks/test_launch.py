@@ -357,6 +357,7 @@ def test_when_the_server_ends(tmp_path):
     assert launch(rank, 2, timeout=limit()) == [0, 1], "a new one is started"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes in /proc")
 def test_a_server_that_was_killed_between_two_launches_is_not_noticed(tmp_path):
     def work():

@@ -203,7 +203,13 @@ def runs(seeds):
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
-    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "size",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_random_programs(size):
     share = {1: 0.1, 2: 0.4, 3: 0.3, 4: 0.2}[size]

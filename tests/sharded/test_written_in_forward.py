@@ -454,7 +454,7 @@ def cast_trained(cases, places):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_forward_writes_in_another_dtype_is_stored(ranks):
     want = {name: cast_reference(make) for name, make in CAST_WRITES.items()}
     places = [place for place in PLACES if (place == "one process") == (ranks == 1)]
