@@ -253,6 +253,7 @@ def ranks():
     return zf.launch(everything, SIZE, timeout=limit(90))
 
 
+@pytest.mark.slow
 def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
     wrong = []
     for rank, (found, _) in enumerate(ranks):

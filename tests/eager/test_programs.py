@@ -277,6 +277,7 @@ def check(size, names):
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_programs_give_the_gradients_of_plain_torch(size):
     check(size, list(CASES) if size == 2 else [n for n in CASES if n in UNEVEN])

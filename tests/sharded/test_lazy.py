@@ -124,6 +124,7 @@ def test_two_blocks_are_alive_at_most(how):
         assert seen["gradients"] <= 1
 
 
+@pytest.mark.slow
 def test_the_count_finds_a_whole_tree():
     for seen, after, _ in zf.launch(count_alive, 2, "module", True, timeout=limit()):
         assert min(seen["forward"], seen["backward"], after) >= LAYERS and seen["gradients"] == LAYERS - 1

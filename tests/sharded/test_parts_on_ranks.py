@@ -67,6 +67,7 @@ def hybrid():
     return out
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_on_a_2x2_mesh():
     ranks = zf.launch(hybrid, 4, timeout=limit())
     for results in ranks:

@@ -57,7 +57,13 @@ def wanted(size, optimizer, mode, every, clip):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "size",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_trains_as_one_process(size):
     ranks = zf.launch(exact, size, timeout=limit())

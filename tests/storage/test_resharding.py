@@ -278,7 +278,7 @@ def tables(names):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_plan_is_describe_on_every_rank(n):
     """Planned in one process, which has no ranks."""
     for rank, found in enumerate(launch(tables, n, list(PIPELINES), timeout=limit())):

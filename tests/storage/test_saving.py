@@ -105,6 +105,7 @@ def test_what_fails_is_raised_by_wait_and_the_old_one_is_there(tmp_path, monkeyp
     assert torch.equal(zf.load(tmp_path, state).params["w"], state.params["w"])
 
 
+@pytest.mark.slow
 def test_the_process_does_not_end_before(tmp_path):
     code = f"""
 import torch, zerofn as zf
