@@ -276,6 +276,20 @@ def test_only_bad_batches_end_a_run():
         zf.update(tx, {"w": torch.tensor([math.inf, 0.0])}, state)
 
 
+def test_an_attached_model_counts_what_was_left_out():
+    """With a loss scale as well: what that has skipped does not come by here."""
+    model = torch.nn.Linear(2, 1)
+    opt = zf.attach(model, zf.chain(zf.scale_loss(init_scale=8.0), zf.skip_nonfinite(), zf.sgd(0.1)))
+    alone = zf.attach(torch.nn.Linear(2, 1), zf.chain(zf.skip_nonfinite(), zf.sgd(0.1)))
+    for x in (1.0, NAN, math.inf, 1.0):
+        for each in (opt, alone):
+            for group in each.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.full_like(p, x)
+            each.step()
+    assert opt.skipped_steps == alone.skipped_steps == 2 and opt.global_steps == 2
+
+
 def test_under_vmap_each_member_skips_its_own():
     tx = zf.chain(zf.skip_nonfinite(), zf.sgd(1.0))
     states = torch.utils._pytree.tree_map(lambda x: torch.stack([x, x]), zf.init(tx, {"w": torch.ones(2)}))

@@ -141,7 +141,7 @@ def _inside(t: Transform, where: str) -> Transform:
     """What may be nested: no view, and nothing that holds a part of the tree back."""
     for part in t.parts or (t,):
         why, does = None, effect(part)
-        if part.facts.scales or part.facts.holds or does.over_ranks or does.cast_by:
+        if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
             why = "concerns the whole tree; on a part of it the step has no meaning"
         elif part.view_fn is not no_view:
             why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
 from ..kernels.recording import root
 from ..ranks.group import Group
@@ -38,7 +40,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaves, Placement, the_one
-from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
+from .views import Dtypes, Factor, Ranks, View, Wire, cutting, reducing_in
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -74,9 +76,10 @@ class Pipeline:
         tx: the chain as it was given.
         layout: of the parameters.
         parts: its members; a guest that ends it made the optimizer.
-        views: the view half of each part; `None` where it does nothing.
+        views: the view half of each part; `None` where it does nothing to leaves.
         dtypes: on the road of a parameter and its gradient.
         late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
+        factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
     """
 
     tx: Transform
@@ -85,6 +88,7 @@ class Pipeline:
     views: tuple[View | None, ...]
     dtypes: Dtypes
     late: bool
+    factors: tuple[tuple[str, Factor], ...]
 
     def made_ready(self) -> Pipeline:
         """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
@@ -124,10 +128,10 @@ class Pipeline:
         """Every group of ranks the pipeline talks in."""
         return self.road.groups
 
-    @cached_property
-    def scale(self) -> str | None:
-        """The name of the transform that scales the loss."""
-        return next((p.name for p in self.parts if p.facts.scales), None)
+    @property
+    def scaled(self) -> bool:
+        """Whether cotangents carry a factor inside of the model."""
+        return bool(self.factors)
 
     @cached_property
     def weighted(self) -> bool:
@@ -185,8 +189,10 @@ class Pipeline:
         return OverRanks(self.road.cutting, self.groups)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
-        """The loss scale in force."""
-        return None if self.scale is None else transforms[self.scale]["scale"]
+        """The loss scale in force: the product of all factors."""
+        if not self.factors:
+            return None
+        return reduce(torch.mul, [factor(transforms[name]) for name, factor in self.factors])
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
@@ -199,7 +205,10 @@ class Pipeline:
             if leaf.trainable
         }
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
-        return {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
+        states = {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
+        for name, factor in self.factors:
+            _check_factor(name, factor(states[name]))
+        return states
 
 
 def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for) -> Pipeline:
@@ -215,6 +224,8 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     parts = complete(tx.members)
     check_complete(parts, where)
     views = [_named(part.view_fn(layout, ranks), part.name) for part in parts]
+    factors = tuple((view.name, view.factor) for view in views if view is not None and view.factor is not None)
+    views = [view if view is not None and view.of_leaves else None for view in views]
     dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
     for i, view in enumerate(views):
@@ -235,7 +246,16 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
     if wires := cutting(stages):
         parts, layout = _with_owners(parts, layout, wires)
     check_pieces(parts, layout.placement.size, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors)
+
+
+def _check_factor(name: str, found: Any) -> None:
+    """Raise a `ValueError` where what a view calls a factor is none: one number of its state."""
+    if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+        what = f"a tensor of shape {tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else repr(found)
+        wrong, why = f"{name}: View(factor=...) that gives {what}", "cotangents are multiplied by one number"
+        right = "factor=lambda state: state['scale'], a 0-d tensor in float32 that the transform's init_fn makes"
+        raise ValueError(explain(wrong, why, right))
 
 
 def _named(view: View | None, name: str) -> View | None:

@@ -39,7 +39,6 @@ class Facts:
         watches: it looks at new parameters.
         window: micro-steps that it adds up before one goes on; 1 where it holds none back.
         weighted: whether those are weighted.
-        scales: cotangents carry a factor up to it, the entry `scale` of its state.
         adds: what leaves it is added to the parameters where nothing else makes new ones.
         directs: what leaves it is the direction of a step, which is no gradient any more.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
@@ -51,7 +50,6 @@ class Facts:
     watches: bool = False
     window: int = 1
     weighted: bool = False
-    scales: bool = False
     adds: bool = False
     directs: bool = False
     rate: Any = None

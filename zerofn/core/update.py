@@ -195,7 +195,7 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
 def _talks_in_update(pipe: Pipeline) -> str | None:
     """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
     if pipe.sharding is None and not pipe.late:
-        return pipe.scale
+        return next((name for name, _ in pipe.factors), None)
     return next(p.name for p in pipe.parts if effect(p).over_ranks)
 
 

@@ -154,6 +154,13 @@ class Dtypes:
 
 
 OnLeaf = Callable[[Tensor, Leaf], Tensor]
+# Of a transform's state: the number that cotangents carry inside of the model.
+Factor = Callable[[Mapping[str, Any]], Tensor]
+
+
+def as_it_lies(x: Tensor, leaf: Leaf) -> Tensor:
+    """The `view`, `pull` and `store` of a view that does nothing to leaves."""
+    return x
 
 
 def every_leaf(leaf: Leaf) -> bool:
@@ -180,17 +187,27 @@ class View:
         dtypes: what it says of dtypes; then it changes nothing else.
         name: of the transform that it is half of, for profilers.
         given: what it has on the model's side of a leaf: the leaf, or a part of it where another view cuts before.
+        factor: what cotangents are multiplied by on their way into the model (at its outputs) and divided by on their
+            way out (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32 on the
+            CPU, neither zero nor infinite. Those of several views are multiplied. A number and no other map: only a
+            number passes the derivative of every model, so that gradients outside are true, to any order.
     """
 
-    view: OnLeaf
-    pull: OnLeaf
-    store: OnLeaf
+    view: OnLeaf = as_it_lies
+    pull: OnLeaf = as_it_lies
+    store: OnLeaf = as_it_lies
     changes: Callable[[Leaf], bool] = every_leaf
     wire: Wire | None = None
     resident: bool = False
     dtypes: Dtypes | None = None
     name: str = ""
     given: Callable[[Leaf], Leaf] = as_a_whole
+    factor: Factor | None = None
+
+    @property
+    def of_leaves(self) -> bool:
+        """Whether it does anything to leaves."""
+        return self.view is not as_it_lies
 
     @property
     def only_dtype(self) -> bool:

@@ -55,7 +55,7 @@ class Attachment:
         with lease() as channels:
             self.pipe = pipeline(tx, layout, "zf.attach")
             check_alone(model, bool(self.pipe.groups))
-            if self.pipe.scale is not None:
+            if self.pipe.scaled:
                 check_inner_hooks(model)
             context = (lambda: self.steps.context()) if early else None
             self.home = Residence(model, self.pipe, self.params, context, lambda: _check(myself()), start)

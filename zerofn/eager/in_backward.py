@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.one_leaf import OneByOne, members
+from ..core.order import effect
 from ..core.pipeline import GRAD_NORM, Pipeline
 from ..core.state import State
 from ..core.transform import Context, Scope, Transform
@@ -51,7 +52,7 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
 def _reason(part: Transform) -> str | None:
     if part.facts.holds:
         return "keeps gradients for a later step"
-    if part.facts.scales:
+    if part.scope is Scope.TREE and effect(part).unscaled_by:
         return "must look at every gradient for overflow before anything is updated"
     if part.scope is Scope.TREE:
         return "needs a number of the whole gradient"

@@ -75,9 +75,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Micro-steps in which a gradient overflowed; 0 without `scale_loss`."""
-        name = self._pipe.scale
-        return 0 if name is None else int(self._home.state.transforms[name]["skipped_steps"])
+        """Micro-steps that `scale_loss` or `skip_nonfinite` has left out; 0 without them."""
+        return sum(int(own["skipped_steps"]) for own in self._home.state.transforms.values() if "skipped_steps" in own)
 
     @property
     def overflow_leaf(self) -> str | None:

@@ -35,7 +35,7 @@ class Sight:
         unchanged: Callable[[], None],
     ):
         self.pipe = pipe
-        self.scaled = pipe.scale is not None
+        self.scaled = pipe.scaled
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)

@@ -102,7 +102,7 @@ def needs_sight(pipe: Pipeline) -> bool:
 
     Inputs are cast to the dtype of the parameters even where these are resident in it.
     """
-    return pipe.scale is not None or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
+    return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
 
 def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[nn.Module]) -> Callable[[], None]:

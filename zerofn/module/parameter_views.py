@@ -35,7 +35,7 @@ class ParameterViews:
 
     def __init__(self, pipe: Pipeline, units: Units | None, local: Local, crossing: Callable[[Edge, bool], Crossing]):
         self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
-        self.scaled = pipe.scale is not None
+        self.scaled = pipe.scaled
         self.suspended = False
 
     def look(self, path: str, stored: Tensor) -> Tensor:

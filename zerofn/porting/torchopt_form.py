@@ -43,7 +43,7 @@ def as_torchopt(tx: Transform) -> Any:
         raise TypeError(explain(wrong, "it is no transform", "zf.as_torchopt(zf.adamw(lr=1e-3))"))
     seen = [part.name for part in tx.members if part.view_fn is not no_view]
     if seen:
-        why = "it changes what a model sees of its parameters, and a pair of init and update never meets a model"
+        why = "it changes what a model sees, or what comes back from it, and such a pair never meets a model"
         right = "the transforms of gradients alone; zf.make_step(loss_fn, tx) or zf.attach(model, tx) for all"
         raise ValueError(explain(f"as_torchopt(chain({seen[0]}(...), ...))", why, right))
     try:

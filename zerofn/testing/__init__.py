@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.compose import as_transform, chain
+from ..core.order import effect
 from ..core.state import State
 from ..core.transform import Scope, Transform
 from ..core.tree import Tree, flatten, make_layout, tree_map, tree_paths
@@ -169,8 +170,9 @@ class _Case:
         return any(t.facts.adds for t in _inner(self.pipe))
 
     @property
-    def scales(self) -> bool:
-        return any(t.facts.scales for t in self.pipe.members)
+    def scaling(self) -> set[str]:
+        """The transforms that divide a loss scale out, by name: their counters count what is skipped."""
+        return {t.name for t in self.pipe.members if effect(t).unscaled_by}
 
     def grads(self, state: State, seed: int) -> Tree:
         return random_like(state.params, seed=100 + seed)
@@ -405,15 +407,13 @@ def _held(case: _Case) -> None:
     for i in range(case.steps):
         new, metrics = update(case.pipe, case.grads(state, i), state, **case.weight)
         if not metrics["updated"]:
-            own = keepers | {t.name for t in case.pipe.members if t.facts.scales}
-            _assert_untouched(case, state, new, own, law + "A held one changed:")
+            _assert_untouched(case, state, new, keepers | case.scaling, law + "A held one changed:")
         state = new
-    if case.scales:
-        own = {t.name for t in case.pipe.members if t.facts.scales}
+    if case.scaling:
         for value in (torch.nan, torch.inf, -torch.inf):
             grads = tree_map(lambda g, v=value: None if g is None else torch.full_like(g, v), case.grads(state, 0))
             new, _ = update(case.pipe, grads, state, **case.weight)
-            _assert_untouched(case, state, new, own, law + f"One of {value} changed:")
+            _assert_untouched(case, state, new, case.scaling, law + f"One of {value} changed:")
 
 
 def _assert_untouched(case: _Case, old: State, new: State, own: set[str], law: str) -> None:

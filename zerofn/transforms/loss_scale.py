@@ -1,8 +1,8 @@
 """`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
 
-The multiplication and division themselves belong to the boundary of the model, where they make it a
-differentiable function with true gradients. What is left for the update half is to look for
-overflow, to hold the step, and to move the scale.
+The view half is one number of the state: by it cotangents are multiplied and divided at the boundary of the model,
+which makes that a differentiable function with true gradients. The update half looks for overflow, holds the step, and
+moves the scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from .._errors import explain
 from ..extend import (
     TINY,
     Context,
-    Facts,
     Layout,
     Leaves,
     Prepared,
@@ -26,6 +25,7 @@ from ..extend import (
     Spec,
     Transform,
     TransformState,
+    View,
     check_count,
     check_number,
     concrete,
@@ -103,7 +103,7 @@ def scale_loss(
         "scale_loss",
         Scope.TREE,
         needs="number",
-        facts=Facts(scales=True),
+        view_fn=lambda layout, ranks: View(factor=lambda state: state["scale"]),
         through=_through,
         init_fn=rule.init,
         prepare_fn=rule.prepare,

@@ -58,7 +58,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     if inner.members_fn is not None:
         # A member runs over its own leaves bucket by bucket; the state of all of them at once need not fit.
         return of_members(inner, lambda member: offload(member, device))
-    if inner.facts.scales or inner.view_fn is not no_view:
+    if inner.view_fn is not no_view:
         raise ValueError(
             explain(
                 f"offload({inner.name}(...))",
