@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,8 @@ class Entry(NamedTuple):
         shape: of the whole tensor over all ranks.
         offset: flat index in the whole of this process's first element; `None` where it holds all of it.
         of_leaf: whether it belongs to a leaf.
-        elsewhere: whether another rank has all of it, the owner of the leaf.
+        at_owner: whether one rank has all of it, the owner of the leaf.
+        elsewhere: whether that is another one than this.
     """
 
     owner: str
@@ -39,6 +39,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int | None = None
     of_leaf: bool = True
+    at_owner: bool = False
     elsewhere: bool = False
 
     @property
@@ -133,8 +134,8 @@ def _at_owner(e: Entry, here: bool) -> Entry:
     if not isinstance(e.value, Tensor):
         return e
     if here:
-        return e._replace(offset=0)
-    return e._replace(value=e.value.new_empty(0), offset=e.value.numel(), elsewhere=True)
+        return e._replace(offset=0, at_owner=True)
+    return e._replace(value=e.value.new_empty(0), offset=e.value.numel(), at_owner=True, elsewhere=True)
 
 
 def _flat(x: Any, low: int, high: int) -> bool:
@@ -181,29 +182,45 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
 def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
 
-    So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right.
+    So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right. What one
+    rank alone has, the owner of a leaf, stands in its state and in no other.
 
     Args:
         state: over several ranks.
         shards: the ranks that share a leaf, along each axis that it is cut over.
         rank: this one among all that hold the state.
     """
-    if state.layout.placement.ranges or state.layout.placement.owners or len(shards) > 1:
+    if state.layout.placement.ranges or len(shards) > 1:
         raise ValueError(
             explain(
-                "opt.state_dict() of leaves that are cut twice or by a wire of one's own, or of states at their owners",
+                "opt.state_dict() of leaves that are cut twice or by a wire of one's own",
                 "torch's distributed tensors know ranges of one length only",
                 "zf.save(directory, opt), which asks the wire",
             )
         )
     found, unreduced = entries(state), state.layout.placement.apart
-    cut = {i: e for i, e in enumerate(found) if e.offset is not None and e.owner not in unreduced}
+    cut = {i: e for i, e in enumerate(found) if e.offset is not None and not e.at_owner and e.owner not in unreduced}
     whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards[0])
-    position = count()
-    out = rebuild(state, lambda e: whole.get(next(position), e.value))
+    given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
+    out = rebuild(state, lambda _: next(given), elsewhere=True)
+    left = {name: _without_gone(own) for name, own in out.transforms.items()}
+    transforms = {name: {} if own is _GONE else own for name, own in left.items()}
     own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
-    apart = {o: {of_rank(rank): x} for o, x in out.transforms.items() if o in own or o in unreduced}
-    return replace(out, transforms={**out.transforms, **apart})
+    apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
+    return replace(out, transforms={**transforms, **apart})
+
+
+# In the place of what is not to be in a dict.
+_GONE = object()
+
+
+def _without_gone(own: Any) -> Any:
+    """A state without what is gone; a dict and a tuple are gone where all in them is."""
+    if isinstance(own, dict):
+        left = {key: y for key, x in own.items() if (y := _without_gone(x)) is not _GONE}
+        return left if left or not own else _GONE
+    gone = isinstance(own, tuple | list) and own and all(_without_gone(x) is _GONE for x in own)
+    return _GONE if gone else own
 
 
 def of_rank(rank: int) -> str:
@@ -213,4 +230,4 @@ def of_rank(rank: int) -> str:
 
 def of_nobody(e: Entry) -> bool:
     """Whether it may be of pieces of leaves, and nobody can tell of which, as in the lists other libraries keep."""
-    return not e.of_leaf and isinstance(e.value, Tensor) and e.value.ndim > 0
+    return not (e.of_leaf or e.at_owner) and isinstance(e.value, Tensor) and e.value.ndim > 0

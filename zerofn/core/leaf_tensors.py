@@ -84,9 +84,12 @@ def _of_leaf(own: Any, path: str, above: tuple[str, ...]) -> Iterator[tuple[tupl
 
 
 def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Of a leaf's own state, which may be a tree."""
-    if not isinstance(x, Mapping):
+    """Of a leaf's own state, which may be a tree; places in a tuple have its name before their number."""
+    if isinstance(x, Mapping):
+        for key, part in x.items():
+            yield from _leaves(part, (*above, str(key)))
+    elif type(x) in (tuple, list):
+        for i, part in enumerate(x):
+            yield from _leaves(part, (*above[:-1], f"{above[-1]}.{i}"))
+    else:
         yield above, x
-        return
-    for key, part in x.items():
-        yield from _leaves(part, (*above, str(key)))

@@ -118,7 +118,7 @@ def pairs_of(
         why = "parameters are told by their place in the groups, and the groups are those of zf.partition"
         raise ValueError(explain(wrong, why, "the chain of that checkpoint, with the groups of that checkpoint"))
     places, where = rebuild(state, lambda e: e).transforms, state.layout.placement
-    alike = cutting[0].ranks if len(cutting) == 1 and not (where.ranges or where.owners) else None
+    alike = cutting[0].ranks if len(cutting) == 1 and not where.ranges else None
     found: list[tuple[Tensor, Tensor]] = []
     bad: list[tuple[str, str]] = []
     counts = [0.0]
@@ -130,7 +130,9 @@ def pairs_of(
             kept, there = LeafTensors(places, path), given["state"].get(key, {})
             names = {_theirs(name, kept): name for name in kept}
             label = path if key == path else f"{path} ({key})"
-            bad += [(f"{label}: {name}", "missing") for name in names if name not in there]
+            # Of a leaf that another rank owns there may be nothing, or the same as on all ranks.
+            here = [name for name in names if isinstance(kept[names[name]], Entry)]
+            bad += [(f"{label}: {name}", "missing") for name in here if name not in there]
             bad += [(f"{label}: {name}", "unexpected") for name in there if name not in names]
             for name in (name for name in names if name in there):
                 place, new = kept[names[name]], torch.as_tensor(there[name])
@@ -158,7 +160,8 @@ def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[T
     shape, dtype = _kind(place)
     if new.dtype != dtype:
         return None
-    flat = isinstance(place, Entry) and place.offset is not None and new.shape == (torch.Size(shape).numel(),)
+    flat = isinstance(place, Entry) and place.offset is not None and not place.at_owner
+    flat = flat and new.shape == (torch.Size(shape).numel(),)
     if flat and alike is not None and mesh_of(new) == alike:
         return [(place.value, as_local(new))]
     if new.shape != shape:

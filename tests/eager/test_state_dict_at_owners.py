@@ -1,0 +1,147 @@
+"""`opt.state_dict()` where some states live at the owners of leaves: in the dict of the owner, and in no other."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from time_limits import limit
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import zerofn as zf
+
+
+@zf.leafwise(optimizer=True, init=lambda p: (torch.zeros_like(p), {"norm": torch.zeros(())}))
+def by_norm(grad, param, state, *, lr):
+    """Momentum over the norm of the whole leaf; what it keeps of a leaf is a tree."""
+    momentum = 0.9 * state[0] + grad
+    norm = momentum.norm()
+    return param - lr * momentum / norm.clamp(min=1e-6), (momentum, {"norm": norm})
+
+
+def matrices(path):
+    return "matrix" if path.endswith("weight") else "rest"
+
+
+CHAINS = {
+    "muon, ZeRO-3": lambda: [zf.shard(), zf.partition({"matrix": zf.muon(0.1), "rest": zf.adamw(1e-2)}, matrices)],
+    "muon, ZeRO-1": lambda: [
+        zf.accumulate(2),
+        zf.reduce_scatter(),
+        zf.partition({"matrix": zf.muon(0.1), "rest": zf.low_precision_adam(1e-2)}, matrices),
+    ],
+    "a norm, ZeRO-2": lambda: [zf.reduce_scatter(), zf.clip_by_global_norm(1.0), by_norm(lr=0.1), zf.ema(0.9)],
+}
+
+
+def made(kind, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.Linear(3, 3))
+    return model, zf.attach(model, zf.chain(*CHAINS[kind]()))
+
+
+def train(model, opt, first, last):
+    for step in range(first, last):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def flat(tree, above=""):
+    if isinstance(tree, dict):
+        return {k: x for name, sub in tree.items() for k, x in flat(sub, f"{above}/{name}").items()}
+    if isinstance(tree, tuple | list):
+        return {k: x for i, sub in enumerate(tree) for k, x in flat(sub, f"{above}/{i}").items()}
+    return {above: tree}
+
+
+def everything(model, opt):
+    """Whole parameters and states."""
+    full = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))
+    return {k: x.clone() for k, x in flat([zf.full_params(opt.tx, opt.state), full["state"]]).items()}
+
+
+def saved_and_gone_on(kind, folder):
+    rank = torch.distributed.get_rank()
+    model, opt = made(kind)
+    train(model, opt, 0, 4)
+    d = opt.state_dict()
+    torch.save(d, f"{folder}/{rank}.pt")
+    dcp.save({"opt": d}, checkpoint_id=f"{folder}/dcp")
+    by_path = get_optimizer_state_dict(model, opt)
+    dcp.save({"optimizer": by_path}, checkpoint_id=f"{folder}/by_path")
+    kept = flat(d["transforms"])
+    found = {
+        "plain": {k: x.clone() for k, x in kept.items() if type(x) is torch.Tensor and x.ndim},
+        "cut": {k for k, x in kept.items() if type(x) is not torch.Tensor},
+        "all": everything(model, opt),
+    }
+    train(model, opt, 4, 6)
+    after = everything(model, opt)
+
+    def goes_on(how, model, opt):
+        train(model, opt, 4, 6)
+        now = everything(model, opt)
+        found[how] = now.keys() == after.keys() and all(torch.equal(x, now[k]) for k, x in after.items())
+
+    other = made(kind, seed=1)
+    other[1].load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=False))
+    goes_on("file", *other)
+
+    other = made(kind, seed=2)
+    mine = other[1].state_dict()
+    dcp.load({"opt": mine}, checkpoint_id=f"{folder}/dcp")
+    other[1].load_state_dict(mine)
+    goes_on("dcp", *other)
+
+    # By names, without the stored parameters, which are the model's own.
+    model, opt = made(kind)
+    train(model, opt, 0, 4)
+    for kept in opt.state.values():
+        for name in kept:
+            if isinstance(kept[name], torch.Tensor) and kept[name].is_contiguous():
+                kept[name].zero_()
+    mine = get_optimizer_state_dict(model, opt)
+    dcp.load({"optimizer": mine}, checkpoint_id=f"{folder}/by_path")
+    set_optimizer_state_dict(model, opt, mine)
+    goes_on("by path", model, opt)
+
+    model, opt = made(kind)
+    try:
+        opt.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt", weights_only=False))
+    except ValueError as error:
+        found["of another rank"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_training_goes_on(kind, tmp_path):
+    ranks = zf.launch(saved_and_gone_on, 2, kind, str(tmp_path), timeout=limit())
+    for found in ranks:
+        assert found["file"] and found["dcp"] and found["by path"]
+        assert "missing" in found["of another rank"] and "unexpected" in found["of another rank"]
+        assert "on each rank what that rank has saved" in found["of another rank"]
+    first, second = ranks
+    assert first["cut"] == second["cut"]
+    # Every state of a whole leaf is in the dict of one rank, and there it has its numbers.
+    owned = [{k: x for k, x in found["plain"].items() if "rank" not in k} for found in ranks]
+    assert owned[0] and owned[1] and not owned[0].keys() & owned[1].keys()
+    weights = {"muon, ZeRO-3": 3, "muon, ZeRO-1": 3, "a norm, ZeRO-2": 5}[kind]
+    assert len(owned[0] | owned[1]) == weights and all(bool(x.any()) for part in owned for x in part.values())
+    if "ZeRO-1" not in kind:
+        # There a window has sums that are each rank's own, for as many ranks.
+        for now in zf.launch(loaded_on_three, 3, kind, str(tmp_path), timeout=limit()):
+            assert now.keys() == first["all"].keys() and all(torch.equal(x, now[k]) for k, x in first["all"].items())
+
+
+def loaded_on_three(kind, folder):
+    model, opt = made(kind, seed=3)
+    mine = opt.state_dict()
+    dcp.load({"opt": mine}, checkpoint_id=f"{folder}/dcp")
+    opt.load_state_dict(mine)
+    return everything(model, opt)
