@@ -37,6 +37,7 @@ from .core.groups import of_members, values_by_path
 from .core.leaf_steps import LeafList, LeafStep, plain, typed
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer
+from .core.rows import span, width
 from .core.spec import (
     ONE_OF_TWO,
     Misplaced,
@@ -148,6 +149,7 @@ __all__ = [
     "reduce_scatter_into",
     "root",
     "select",
+    "span",
     "squared_norm",
     "stochastic_round",
     "straight_through",
@@ -157,4 +159,5 @@ __all__ = [
     "values_by_path",
     "watches_parameters",
     "weight_of",
+    "width",
 ]

@@ -61,12 +61,31 @@ def descent(grad, param, *, lr):
     return param - lr * grad
 
 
-def every_step(formula):
+def row_formula(grad, param, state):
+    """Each row by its own norms, of the momentum and of the parameter."""
+    state = 0.9 * state + grad
+    behind = tuple(range(1, grad.ndim))
+    by_row = [x.square().sum(behind, keepdim=True).sqrt() if behind else x.abs() for x in (param, state)]
+    return 0.1 * state * by_row[0] / (by_row[1] + 1e-6), state
+
+
+def statistic(param):
+    return param.new_zeros(param.shape[:1])
+
+
+def statistic_formula(grad, param, state):
+    """Second moments by row."""
+    mean = grad.square().mean(tuple(range(1, grad.ndim))) if grad.ndim > 1 else grad.square()
+    state = 0.9 * state + 0.1 * mean
+    return 0.1 * grad / (state.reshape(mean.shape + (1,) * (grad.ndim - mean.ndim)).sqrt() + 1e-3), state
+
+
+def every_step(formula, init=torch.zeros_like):
     """Plain torch: a step on whole tensors by path."""
 
     def step(params, grads, states):
         for path, p in params.items():
-            update, states[path] = formula(grads[path], p, states.get(path, torch.zeros_like(p)))
+            update, states[path] = formula(grads[path], p, states.get(path, init(p)))
             p -= update
 
     return step
@@ -108,8 +127,13 @@ OF_LEAVES = {
     "muon in offload": (lambda: (zf.offload(muon()), zf.sgd(1.0)), every_step(muon_formula)),
     "lars in masked": (lambda: (zf.masked(lars(), lambda path: True), zf.sgd(1.0)), every_step(lars_formula)),
     "rows": (
-        lambda: (zf.leafwise(lars_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
-        every_step(lars_formula),
+        lambda: (zf.leafwise(row_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
+        every_step(row_formula),
+    ),
+    # A number for each row, or several tensors for each leaf: at owners.
+    "statistics of rows": (
+        lambda: (zf.leafwise(statistic_formula, init=statistic, needs="row")(), zf.sgd(1.0)),
+        every_step(statistic_formula, statistic),
     ),
 }
 OF_TREES = {"guest": (lambda: (clipped(),), by_torchopt(clipped))}
@@ -292,7 +316,20 @@ def test_on_one_process_nothing_is_cut_and_all_is_right(name, front, route):
 
 
 @pytest.mark.parametrize("front", CUT)
-@pytest.mark.parametrize("name", list(OF_LEAVES))
+def test_what_needs_rows_keeps_them_where_they_lie(front):
+    """Cut by rows as parameters are; the one leaf of fewer rows than ranks is at an owner."""
+    tx = zf.chain(*FRONTS[front](), *OF_LEAVES["rows"][0]())
+    plans = [zf.plan(tx, Net(), world_size=4, rank=rank) for rank in range(4)]
+    kept = [{r.path: r.bytes for r in plan.rows if r.transform == "row_formula"} for plan in plans]
+    # 7 rows of 5 are 2, 2, 2 and 1 of them.
+    assert [x["layers.0.weight"] for x in kept] == [80, 80, 80, 40]
+    assert [x["layers.0.bias"] for x in kept] == [16, 16, 16, 8]
+    assert [x["layers.1.bias"] for x in kept] == [8, 8, 8, 0]
+    assert sorted(x["layers.1.weight"] for x in kept) == [0, 0, 0, 168]
+
+
+@pytest.mark.parametrize("front", CUT)
+@pytest.mark.parametrize("name", [name for name in OF_LEAVES if name != "rows"])
 def test_a_plan_shows_states_at_their_owners(name, front):
     tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
     others = ("params", "state", "sgd", "accumulate")

@@ -12,8 +12,8 @@ from torch.func import functional_call
 import zerofn as zf
 from zerofn.core.owners import owners
 from zerofn.core.tree import Leaf
+from zerofn.extend import span
 from zerofn.transforms import muon as module
-from zerofn.transforms.wires import span
 
 F64 = torch.float64
 STAGES = {
@@ -163,7 +163,7 @@ def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
         # there, and parameters come back. Nobody sends what is its own.
         matrix = [(name, p) for name, p in make().named_parameters() if matrices(name) == "matrix"]
         leaves = [Leaf(name, p.shape, p.dtype, "cpu") for name, p in matrix]
-        others = sum(x.numel - len(range(x.numel)[slice(*span(x.numel, r, size))]) for x, r in owned(leaves, size))
+        others = sum(x.numel - len(range(x.numel)[slice(*span(x.shape, r, size))]) for x, r in owned(leaves, size))
         assert sum(sent for _, _, sent in found) == 4 * 8 * others
 
 

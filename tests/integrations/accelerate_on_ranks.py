@@ -77,6 +77,7 @@ def ranks(folder: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     {"one": one, "ranks": ranks}[sys.argv[1]](sys.argv[2])
-    print("right", sys.argv[1])
+    # One write: lines of ranks would mix.
+    sys.stdout.write(f"right {sys.argv[1]}\n")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -103,6 +103,7 @@ if __name__ == "__main__":
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     {"one": one, "ranks": ranks}[sys.argv[1]](sys.argv[2])
-    print("right", sys.argv[1])
+    # One write: lines of ranks would mix.
+    sys.stdout.write(f"right {sys.argv[1]}\n")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -73,4 +73,5 @@ def main(folder: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(sys.argv[2])
-    print("right", sys.argv[1])
+    # One write: lines of ranks would mix.
+    sys.stdout.write(f"right {sys.argv[1]}\n")

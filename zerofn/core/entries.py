@@ -13,6 +13,7 @@ from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.backend import as_distributed
 from ..ranks.group import Group
+from .rows import cut_by_rows, rows_between
 from .state import State
 from .tree import flatten, tree_keys, unflatten
 
@@ -100,8 +101,22 @@ def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any])
     """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
     placement = state.layout.placement
     if owned := placement.owners_of(owner, slot):
-        return list(_at_owners(state, owner, slot, values, *owned))
-    placement = placement.of(owner)
+        of_owners, rest = _parted(values, owned[1])
+        found = list(_at_owners(state, owner, slot, of_owners, *owned))
+        return found + _of_pieces(state, owner, slot, rest) if rest else found
+    return _of_pieces(state, owner, slot, values)
+
+
+def _parted(
+    values: Mapping[str | None, Any], ranks: Mapping[str, int]
+) -> tuple[dict[str | None, Any], dict[str | None, Any]]:
+    """What owners have, and what lies by rows."""
+    rest: dict[str | None, Any] = {p: x for p, x in values.items() if p is not None and p not in ranks}
+    return {path: x for path, x in values.items() if path not in rest}, rest
+
+
+def _of_pieces(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
+    placement = state.layout.placement.of(owner)
     spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
     sharded = placement.size > 1 and bool(spans)
     sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
@@ -194,13 +209,14 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
         raise ValueError(
             explain(
                 "opt.state_dict() of leaves that are cut twice or by a wire of one's own",
-                "torch's distributed tensors know ranges of one length only",
+                "torch's distributed tensors are cut once, by rows, in chunks of torch's own lengths",
                 "zf.save(directory, opt), which asks the wire",
             )
         )
     found, unreduced = entries(state), state.layout.placement.apart
     cut = {i: e for i, e in enumerate(found) if e.offset is not None and not e.at_owner and e.owner not in unreduced}
-    whole = as_distributed({i: (e.value, torch.Size(e.shape).numel()) for i, e in cut.items()}, shards[0])
+    size = shards[0].size
+    whole = as_distributed({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
     out = rebuild(state, lambda _: next(given), elsewhere=True)
     left = {name: _without_gone(own) for name, own in out.transforms.items()}
@@ -221,6 +237,16 @@ def _without_gone(own: Any) -> Any:
         return left if left or not own else _GONE
     gone = isinstance(own, tuple | list) and own and all(_without_gone(x) is _GONE for x in own)
     return _GONE if gone else own
+
+
+def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a part and of its whole: rows of the leaf, or a range of it laid out flat."""
+    if not cut_by_rows(e.shape, size):
+        return tuple(e.value.shape), (torch.Size(e.shape).numel(),)
+    assert e.offset is not None
+    mine = rows_between(e.shape, e.offset, e.offset + e.value.numel())
+    assert mine is not None
+    return mine, e.shape
 
 
 def of_rank(rank: int) -> str:

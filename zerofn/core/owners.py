@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._compat import is_shape_only
 from ..ranks.collectives import exchange_into
+from .by_rows import Rows, by_rows, keeps_leaves_alone, rows_here
 from .groups import over_each
 from .transform import OF_LEAVES, Context, Scope, Transform, TransformState
 from .tree import Layout, Leaf, Leaves, tree_map
@@ -228,8 +229,9 @@ def _inside(t: Transform) -> list[Transform]:
 def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
     """The same transform with what needs whole leaves run at their owners.
 
-    Of a `partition` only the leaves of members that need them whole travel. Who owners are is told by path, for each
-    place in the state of `t` where whole leaves have theirs.
+    Of a `partition` only the leaves of members that need them whole travel, and of one that needs rows only those that
+    are not cut by rows. Who owners are is told by path, for each place in the state of `t` where whole leaves have
+    theirs.
     """
     ranks: dict[str, dict[str, int]] = {}
 
@@ -237,6 +239,9 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
         leaves = tuple(leaf for leaf in layout.leaves if leaf.trainable and leaf.path in paths)
         if not may_be_owned(part):
             return part
+        rows: Rows = rows_here(cutting, leaves) if part.needs == "row" else {}
+        if rows and keeps_leaves_alone(part, leaves, layout):
+            part, leaves = by_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")
         at = owners_of(cutting, leaves)
@@ -247,25 +252,32 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
 
 
 def at_owners(part: Transform, at: Exchange) -> Transform:
-    """The same transform, run at the owners of leaves."""
+    """The same transform, run at the owners of these leaves; of others it is handed what this rank has."""
+    owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
         metas = {x.path: torch.empty(x.shape, dtype=pieces[x.path].dtype, device="meta") for x in at.leaves}
+        here = {path: x for path, x in pieces.items() if path not in owned}
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
-            return part.init_fn({p: pieces[p].new_empty(m.shape) for p, m in metas.items()}, layout)
+            return part.init_fn({**here, **{p: pieces[p].new_empty(m.shape) for p, m in metas.items()}}, layout)
         wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
         # Of leaves that are not this rank's, what a state would be.
-        everywhere, own = part.init_fn(metas, layout), part.init_fn(wholes, layout)
+        everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
         device = next(iter(pieces.values())).device
         return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        given = {path: params[path] for path in grads}
-        wholes, own = at.to_owners(given), _of(state, set(at.mine(grads)), {x.path for x in at.leaves})
-        out, new = part.update_fn(at.to_owners(grads), own, wholes, carry, replace(ctx, offsets={}))
+        given = {path: params[path] for path in grads if path in owned}
+        theirs = {path: g for path, g in grads.items() if path in owned}
+        here = grads.keys() - owned
+        own = _of(state, {*here, *at.mine(theirs)}, owned | here)
+        wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
+        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
+        out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
         if out is None:
             return None, _laid_over(state, new)
-        return at.to_pieces(out, given if part.facts.optimizes else grads), _laid_over(state, new)
+        pieces = at.to_pieces(out, given if part.facts.optimizes else theirs)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, _laid_over(state, new)
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
 

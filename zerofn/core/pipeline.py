@@ -279,4 +279,4 @@ def _placement(stages: Sequence[View], layout: Layout) -> Placement:
     rank, size = place_in(wires)
     found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
     spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}
-    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.numel)))
+    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.shape)))

@@ -1,21 +1,23 @@
 """Parts of leaves, cut once more along another axis of a mesh: what the second wire is told of a leaf.
 
 `shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that range and
-never sees the leaf. A wire knows one way to cut one leaf, so it is told of a leaf that is that range. All ranks of the
-second wire have one part of the leaf, since axes of a mesh cross: what one of them sends is what the others expect.
+never sees the leaf. A wire knows one way to cut one leaf, so it is told of a leaf that is that range: of its rows, if
+it is of whole ones. All ranks of the second wire have one part of the leaf, since axes of a mesh cross: what one of
+them sends is what the others expect. Between the two a part is flat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
 from ..ranks.group import Group
+from .rows import rows_between
 from .tree import Leaf
 from .views import View, Wire, cutter, over_ranks
 
@@ -54,10 +56,11 @@ class OfParts:
         return begin + low, begin + high
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
-        return self.wire.view(x, self.given(leaf))
+        return self.wire.view(x, self.given(leaf)).reshape(*x.shape[:-1], -1)
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
-        return self.wire.pull(g, self.given(leaf))
+        part = self.given(leaf)
+        return self.wire.pull(g.reshape(*g.shape[:-1], *part.shape), part)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         return self.wire.store(x, self.given(leaf))
@@ -89,9 +92,25 @@ class OfParts:
 
 
 def part_of(leaf: Leaf, wire: Wire) -> Leaf:
-    """What a wire leaves of a leaf, as a leaf."""
+    """What a wire leaves of a leaf, as a leaf: some of its rows, or a flat range."""
     low, high = wire.span(leaf)
-    return replace(leaf, shape=torch.Size([high - low]))
+    return replace(leaf, shape=torch.Size(rows_between(leaf.shape, low, high) or (high - low,)))
+
+
+def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """The flat ranges of a leaf that ranks have, of all among which wires cut it, one after the other."""
+    first, *rest = cutting
+    for rank in range(first.group.size):
+        wire = first.on(replace(first.group, rank=rank), None)
+        if rest:
+            # What cuts behind another wire was made by `behind`.
+            yield from spans_of_all([replace(cast(OfParts, rest[0]), first=wire), *rest[1:]], leaf)
+        else:
+            yield wire.span(leaf)
+
+
+def _flat(leaf: Leaf) -> Leaf:
+    return replace(leaf, shape=torch.Size([leaf.numel]))
 
 
 def behind(view: View, before: Sequence[View]) -> View:
@@ -100,7 +119,7 @@ def behind(view: View, before: Sequence[View]) -> View:
     if first is None or view.wire is None or not view.wire.cuts:
         return view
     wire = OfParts(first, view.wire)
-    return replace(over_ranks(wire, view.resident), given=wire.given, name=view.name)
+    return replace(over_ranks(wire, view.resident), given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
 
 
 def check_axes(views: Sequence[tuple[str, View | None]]) -> None:

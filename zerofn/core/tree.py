@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import optree
@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._compat import memory, pytree, register_constant
 from .._errors import bad_leaves, explain
+from .rows import span
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
 NAMESPACE = "zerofn"
@@ -54,7 +55,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Placement:
-    """How stored leaves lie over ranks: whole on each, or cut flat into consecutive ranges of one length.
+    """How stored leaves lie over ranks: whole on each, or cut by rows into consecutive ranges.
 
     Attributes:
         rank: this rank among those that share a leaf.
@@ -97,16 +98,19 @@ class Placement:
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of a leaf."""
-        return dict(self.ranges).get(leaf.path) or self.span(leaf.numel)
+        return self._ranges.get(leaf.path) or self.span(leaf.shape)
 
-    def span(self, numel: int) -> tuple[int, int]:
-        """This rank's range of a leaf of `numel` elements; the last ranks' may be short, or empty.
+    @cached_property
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        return dict(self.ranges)
 
-        >>> [Placement(rank, 4).span(10) for rank in range(4)]
+    def span(self, shape: torch.Size) -> tuple[int, int]:
+        """This rank's flat range of a leaf of that shape; the last ranks' may be short, or empty.
+
+        >>> [Placement(rank, 4).span(torch.Size([10])) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 10)]
         """
-        width = -(-numel // self.size)
-        return min(self.rank * width, numel), min((self.rank + 1) * width, numel)
+        return span(shape, self.rank, self.size)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,11 @@ from ..core.entries import over_ranks
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.backend import as_local, coordinate_of
+from ..ranks.backend import as_local, coordinate_of, cut_as, mesh_of
 from .param_groups import OWN, packed
+
+# Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
+FLAT_CUTS, FORMAT_OF_DICTS = 1, 2
 
 
 def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -22,7 +25,7 @@ def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[
         first = pipe.groups[0]
         state = over_ranks(state, pipe.road.cutting or (first,), first.ranks[first.rank])
     return {
-        "format": 1,
+        "format": FORMAT_OF_DICTS,
         "params": dict(state.leaves),
         "transforms": {k: _nested(v) for k, v in state.transforms.items()},
         "step": state.step,
@@ -38,6 +41,8 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         ValueError: every missing, unexpected or misshapen entry is named.
     """
     mine, theirs = _flat(_required(own)), _flat(_required(given))
+    if isinstance(given, dict) and given.get("format") == FLAT_CUTS:
+        theirs = {k: cut_as(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
     for k, x in mine.items():
         if k not in theirs and _is_format(k, mine):
             # A state dict of before there were formats.
@@ -73,6 +78,11 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
             )
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
     return [(a, theirs[k]) for k, a in mine.items()]
+
+
+def _cut_flat(mine: Any, theirs: Any) -> bool:
+    both = isinstance(mine, Tensor) and isinstance(theirs, Tensor) and None not in (mesh_of(mine), mesh_of(theirs))
+    return both and mine.ndim > 1 and theirs.shape == (mine.numel(),)
 
 
 def _is_format(key: str, entries: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from .._compat import LOADS_STATES
 from .._errors import bad_leaves, explain
 from ..core.entries import Entry, of_rank, rebuild
 from ..core.leaf_tensors import LeafTensors
+from ..core.rows import cut_by_rows
 from ..core.state import State
 from ..ranks.backend import as_local, in_full, mesh_of
 from ..ranks.group import Group
@@ -155,16 +156,17 @@ def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[T
     Args:
         place: an `Entry`, or where another rank has the leaf a tensor of its shape.
         new: whole, or distributed.
-        alike: the ranks that flat parts like ours lie over, so that they need not be sent.
+        alike: the ranks that parts like ours lie over, so that they need not be sent.
     """
     shape, dtype = _kind(place)
     if new.dtype != dtype:
         return None
-    flat = isinstance(place, Entry) and place.offset is not None and not place.at_owner
-    flat = flat and new.shape == (torch.Size(shape).numel(),)
-    if flat and alike is not None and mesh_of(new) == alike:
-        return [(place.value, as_local(new))]
-    if new.shape != shape:
+    ranks, flat = mesh_of(new), torch.Size([shape.numel()])
+    cut_alike = isinstance(place, Entry) and place.offset is not None and not place.at_owner and ranks == alike
+    if cut_alike and new.shape == (shape if cut_by_rows(shape, len(alike)) else flat):
+        return [(place.value, as_local(new).reshape(-1))]
+    # Parts were flat ranges once.
+    if new.shape != shape and (ranks is None or new.shape != flat):
         return None
     whole = in_full(new)
     if not isinstance(place, Entry):

@@ -222,22 +222,33 @@ def checkpoint_library() -> Any:
     return library
 
 
-def as_distributed(shards: Mapping[Hashable, tuple[Tensor, int]], group: Group) -> dict[Hashable, Tensor]:
-    """Shards, each with the length of its whole, as torch's own distributed tensors over the same memory.
+def as_distributed(
+    shards: Mapping[Hashable, tuple[Tensor, tuple[int, ...], tuple[int, ...]]], group: Group
+) -> dict[Hashable, Tensor]:
+    """Shards, each with its shape and that of its whole, as torch's own distributed tensors over the same memory.
 
     Those are what torch's checkpoints cut anew for another number of ranks.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     # A state may have parts on the host. A mesh of another device type would move them.
-    kinds = {x.device.type for x, _ in shards.values()}
+    kinds = {x.device.type for x, _, _ in shards.values()}
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
-    return {
-        key: DTensor.from_local(
-            _from_zero(x), meshes[x.device.type], [Shard(0)], run_check=False, shape=torch.Size([numel]), stride=(1,)
+    made: dict[Hashable, Tensor] = {}
+    for key, (x, mine, shape) in shards.items():
+        whole, part = torch.empty(shape, device="meta"), _from_zero(x).view(mine)
+        made[key] = DTensor.from_local(
+            part, meshes[x.device.type], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-        for key, (x, numel) in shards.items()
-    }
+    return made
+
+
+def cut_as(x: Tensor, like: Tensor) -> Tensor:
+    """A distributed tensor in the shape of another, and cut as that is; all ranks call it."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(x, DTensor) and isinstance(like, DTensor)
+    return distribute_tensor(x.full_tensor().reshape(like.shape), like.device_mesh, like.placements)
 
 
 def as_rows(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
@@ -285,12 +296,14 @@ def coordinate_of(x: Tensor) -> tuple[int, ...] | None:
 
 
 def mesh_of(x: Tensor) -> tuple[int, ...] | None:
-    """The ranks that a distributed tensor lies over, in order; `None` of a plain one, and over several axes."""
+    """The ranks that a distributed tensor lies over by rows, in order; `None` of a plain one, and of others."""
     if type(x) is Tensor:
         return None
     from torch.distributed.tensor import DTensor
 
-    return tuple(x.device_mesh.mesh.tolist()) if isinstance(x, DTensor) and x.device_mesh.ndim == 1 else None
+    if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0):
+        return None
+    return tuple(x.device_mesh.mesh.tolist())
 
 
 def as_local(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ..core.tree import Tree, flatten, make_layout, tree_map, tree_paths
 from ..pure.api import init, update
 from ..pure.step import make_step
 from ..transforms.sgd import sgd
-from .cutting import check_cut, draw_cut, fit_for_pieces, singly
+from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 
 
 def assert_trees_equal(actual: Tree, expected: Tree, what: str = "trees differ") -> None:
@@ -205,8 +205,8 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     is left alone; one leaf alone is that leaf in a bigger tree (leafwise transforms); `donate=True` gives the
     bits of `donate=False`; `vmap` over stacked states is a loop over states; a held or skipped
     step changes nothing but its own counters; what says `needs="element"`, or needs one number of the tree, gives
-    on flat pieces of leaves, cut anywhere, what it gives on whole ones. A guest of another library is not asked
-    for `vmap`, meta tensors, missing gradients or pickling.
+    on flat pieces of leaves, cut anywhere, what it gives on whole ones, and what needs rows on some of them. A guest of
+    another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
     step: some of torch's kernels (fused Adam, `add` with `alpha` in 16 bits, `sigmoid`, `pow`) round the last
@@ -424,14 +424,14 @@ def _assert_untouched(case: _Case, old: State, new: State, own: set[str], law: s
 
 
 def _cut_anywhere(case: _Case, ulps: float = 2.0) -> None:
-    def check(subject: Transform, pipe: Transform) -> None:
+    def check(subject: Transform, pipe: Transform, by_rows: bool = False) -> None:
         # Small and large gradients, in case something is done to those above a threshold only.
         for ranks, size in ((2, 1.0), (3, 30.0), (4, 1e-3)):
             layout, leaves = make_layout(case.params)
             grads = [random_like(leaves, seed=100 * ranks + i) for i in range(case.steps)]
             grads = [{path: g * size for path, g in given.items()} for given in grads]
             bound = None if ulps == 0 else (ulps * case.steps, max(1.0, 4 * size))
-            cut = draw_cut(layout, ranks, seed=ranks)
+            cut = draw_cut(layout, ranks, seed=ranks, by_rows=by_rows)
             check_cut(subject, pipe, case.params, grads, case.weight, cut, partial(_difference, bound=bound))
 
     for subject, pipe in fit_for_pieces(case.tx):
@@ -442,6 +442,8 @@ def _cut_anywhere(case: _Case, ulps: float = 2.0) -> None:
             for member, alone in singly(subject):
                 check(member, alone)
             raise
+    for subject, pipe in fit_for_rows(case.tx, make_layout(case.params)[0]):
+        check(subject, pipe, by_rows=True)
 
 
 LAWS = (_purity, _identity, _layout, _strides, _missing, _one_leaf, _donate, _ensemble, _held, _cut_anywhere)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
+from ..core.by_rows import keeps_leaves_alone
 from ..core.compose import chain
 from ..core.entries import Entry, entries
 from ..core.executor import counter
@@ -95,12 +96,21 @@ class Run:
     numbers: Numbers
 
 
-def draw_cut(layout: Layout, ranks: int, seed: int) -> list[Spans]:
-    """Ranges of every leaf for so many ranks, anywhere: uneven ones, empty ones, all of a leaf at one rank."""
+def draw_cut(layout: Layout, ranks: int, seed: int, by_rows: bool = False) -> list[Spans]:
+    """Ranges of every leaf for so many ranks, anywhere: uneven ones, empty ones, all of a leaf at one rank.
+
+    Args:
+        layout: of the parameters.
+        ranks: how many.
+        seed: of what is drawn.
+        by_rows: between rows of the first dimension.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: list[Spans] = [{} for _ in range(ranks)]
     for leaf in layout.leaves:
-        inner = torch.randint(0, leaf.numel + 1, (ranks - 1,), generator=generator).sort().values.tolist()
+        row = leaf.shape[1:].numel() if by_rows else 1
+        places = leaf.numel // row + 1 if row else 1
+        inner = (torch.randint(0, places, (ranks - 1,), generator=generator).sort().values * row).tolist()
         for spans, low, high in zip(found, [0, *inner], [*inner, leaf.numel], strict=True):
             spans[leaf.path] = low, high
     return found
@@ -189,6 +199,10 @@ LAW = (
     "flat pieces of leaves are updated as whole leaves are, each element from the same element of gradient, parameter "
     "and state, and not from others, from its place, or from the shape of what is handed over."
 )
+LAW_OF_ROWS = (
+    "some rows of a leaf are updated as they are in the whole, each row of the first dimension from the same row of "
+    "gradient, parameter and state, and not from others or from its place."
+)
 
 
 def check_cut(
@@ -211,7 +225,7 @@ def check_cut(
         cut: the ranges that each rank holds.
         difference: tells how two entries of a state differ, if they do.
     """
-    law = f"{subject!r} says needs={subject.needs!r}: {LAW} "
+    law = f"{subject!r} says needs={subject.needs!r}: {LAW_OF_ROWS if subject.needs == 'row' else LAW} "
     whole = run_pieces(tx, params, gradients, step_options)
     pieces = []
     for rank, spans in enumerate(cut):
@@ -246,6 +260,13 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
     inside = [x for p in parts if p.needs not in OF_PIECES for x in _fit_inside(p)]
     together = [(tx if len(fit) == len(tx.members) else chain(*fit), _optimized(fit))] if fit else []
     return together + [(x, _optimized([*casts, x])) for x in inside]
+
+
+def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
+    """Those that need rows and are handed some, as `fit_for_pieces`; what keeps more of a leaf is run at its owner."""
+    casts = [p for p in tx.members if effect(p).cast_by]
+    of_rows = [p for p in tx.members if p.needs == "row" and keeps_leaves_alone(p, layout.leaves, layout)]
+    return [(p, _optimized([*casts, p])) for p in of_rows]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:

@@ -1,8 +1,8 @@
 """Wires over ranks: gather and reduce-scatter of flat shards, and the all-reduce of whole leaves.
 
-Every leaf is cut by itself, flat, into equal consecutive ranges; the last ranks' may be shorter or empty. So a
+Every leaf is cut by itself, by rows of its first dimension; the last ranks' parts may be shorter or empty. So a
 shard depends on the leaf and the number of ranks alone, no padding is ever stored, and norms, checkpoints
-and rounding see exactly the leaf's elements.
+and rounding see exactly the leaf's elements, laid out flat.
 
 Gradients are averaged over ranks: each rank's loss is the mean over its own part of the batch. They
 are divided *before* they are summed, where fp16 cannot overflow.
@@ -17,17 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into
-
-
-def span(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """The flat range of a leaf that a rank holds.
-
-    >>> [span(10, r, 4) for r in range(4)]
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    """
-    width = -(-numel // size)
-    return min(rank * width, numel), min((rank + 1) * width, numel)
+from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Sharding:
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of the leaf."""
-        return span(leaf.numel, self.group.rank, self.group.size)
+        return span(leaf.shape, self.group.rank, self.group.size)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
@@ -82,7 +72,7 @@ class Sharding:
             async_op: return before they are there.
         """
         tail = parts[0].shape[1:]
-        widths = [_width(leaf, self.group.size) for leaf in leaves]
+        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
         rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
@@ -99,13 +89,13 @@ class Sharding:
             into: flat tensors to write to; new ones by default.
         """
         tail = rows.shape[2:]
-        widths = [_width(leaf, self.group.size) for leaf in leaves]
+        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
-        for full, block, width in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
-            whole = len(full) // width if width else 0
-            full[: whole * width].view(whole, width, *tail).copy_(block[:whole])
-            if whole * width < len(full):
-                full[whole * width :] = block[whole, : len(full) - whole * width]
+        for full, block, each in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
+            whole = len(full) // each if each else 0
+            full[: whole * each].view(whole, each, *tail).copy_(block[:whole])
+            if whole * each < len(full):
+                full[whole * each :] = block[whole, : len(full) - whole * each]
         return list(fulls)
 
     def pack(
@@ -122,19 +112,19 @@ class Sharding:
         """
         size = self.group.size
         tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
-        widths = [_width(leaf, size) for leaf in leaves]
+        widths = [width(leaf.shape, size) for leaf in leaves]
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split([*widths, len(leaves)], dim=1)
-        for x, leaf, width, block in zip(grads, leaves, widths, blocks, strict=False):
-            whole = leaf.numel // width if width else 0
+        for x, leaf, each, block in zip(grads, leaves, widths, blocks, strict=False):
+            whole = leaf.numel // each if each else 0
             if x is None:
                 block.zero_()
                 continue
-            _over(x[: whole * width].reshape(whole, width, *tail), size, block[:whole])
+            _over(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
             if whole < size:
                 block[whole:] = 0
-                rest = leaf.numel - whole * width
-                _over(x[whole * width :], size, block[whole, :rest])
+                rest = leaf.numel - whole * each
+                _over(x[whole * each :], size, block[whole, :rest])
         _flag(blocks[-1], grads)
         return rows
 
@@ -145,7 +135,7 @@ class Sharding:
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
-        widths = [_width(leaf, self.group.size) for leaf in leaves]
+        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
         *blocks, flags = mine.split([*widths, len(leaves)], dim=0)
         used = _used(flags)
         lengths = [high - low for low, high in map(self.span, leaves)]
@@ -219,10 +209,6 @@ class Averaging:
         """The mean of every leaf; `None` where no rank had a gradient."""
         *blocks, flags = mine.split([*numels, len(leaves)])
         return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
-
-
-def _width(leaf: Leaf, size: int) -> int:
-    return -(-leaf.numel // size)
 
 
 def _over(x: Tensor, size: int, out: Tensor) -> None:

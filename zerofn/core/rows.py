@@ -1,0 +1,59 @@
+"""How a leaf is cut over ranks: by rows of its first dimension, as torch cuts a tensor into chunks.
+
+So a row is whole wherever it lies, a rank's part is what torch calls `Shard(0)`, and nothing is padded: the last ranks'
+parts may be shorter, or empty. A part is still one consecutive range of the leaf laid out flat, which is what norms,
+checkpoints and the counters of rounding are told. A leaf with fewer rows than ranks would leave ranks without any of
+it: it is cut anywhere, flat, into ranges of one length, and what needs rows gets it at an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+
+def width(shape: Sequence[int], size: int) -> int:
+    """How many elements of a leaf the first of `size` ranks has; the others have as many, or what is left.
+
+    >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
+    (9, 2, 1)
+    """
+    numel = prod(shape)
+    if not cut_by_rows(shape, size):
+        return -(-numel // size)
+    return -(-shape[0] // size) * (numel // shape[0])
+
+
+def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
+    """The flat range of a leaf that a rank holds.
+
+    >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
+    ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
+    """
+    each, numel = width(shape, size), prod(shape)
+    return min(rank * each, numel), min((rank + 1) * each, numel)
+
+
+def cut_by_rows(shape: Sequence[int], size: int) -> bool:
+    """Whether ranks hold whole rows of a leaf.
+
+    >>> cut_by_rows((5, 3), 2), cut_by_rows((1, 3), 2), cut_by_rows((), 1), cut_by_rows((4, 0), 2)
+    (True, False, False, True)
+    """
+    return len(shape) > 0 and shape[0] >= max(size, 1)
+
+
+def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] | None:
+    """The shape of a flat range of a leaf, if it is of whole rows; else `None`. A number is a row by itself.
+
+    >>> rows_between((5, 3), 9, 15), rows_between((5, 3), 2, 6), rows_between((5, 3), 15, 15)
+    ((2, 3), None, (0, 3))
+    >>> rows_between((), 0, 1), rows_between((), 1, 1)
+    ((), (0,))
+    """
+    if not shape:
+        return () if high > low else (0,)
+    row = prod(shape[1:])
+    if row and (low % row or high % row):
+        return None
+    return ((high - low) // row if row else 0, *shape[1:])
