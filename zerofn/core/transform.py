@@ -75,10 +75,10 @@ class Scope(Enum):
 # much the executor hands over at once on one rank, and this what of it a rank must have whole.
 NEEDS = ("element", "number", "row", "leaf", "tree")
 
-# What is right where leaves are cut over ranks, flat, in consecutive ranges.
+# What is right where leaves are cut over ranks, flat, in ranges that may begin anywhere.
 OF_PIECES = ("element", "number")
 
-# What is right at the owner of a leaf.
+# What is right at the owner of a leaf; the first of them where a rank has whole rows, too.
 OF_LEAVES = ("row", "leaf")
 
 

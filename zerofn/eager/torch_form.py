@@ -163,7 +163,7 @@ def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[T
         return None
     ranks, flat = mesh_of(new), torch.Size([shape.numel()])
     cut_alike = isinstance(place, Entry) and place.offset is not None and not place.at_owner and ranks == alike
-    if cut_alike and new.shape == (shape if cut_by_rows(shape, len(alike)) else flat):
+    if cut_alike and ranks is not None and new.shape == (shape if cut_by_rows(shape, len(ranks)) else flat):
         return [(place.value, as_local(new).reshape(-1))]
     # Parts were flat ranges once.
     if new.shape != shape and (ranks is None or new.shape != flat):

@@ -12,8 +12,8 @@ def centralize() -> Transform:
     """Subtract from each row of a gradient its mean (gradient centralization, Yong et al., 2020).
 
     A row is all that has one index in the first dimension: the weights into one unit, or one filter. Leaves of one
-    dimension or none pass by unchanged. It needs whole rows: where leaves are cut over ranks, a leaf is worked on at
-    one rank, its owner.
+    dimension or none pass by unchanged. It needs whole rows, which ranks have where leaves are cut by rows; a leaf of
+    fewer rows than ranks is worked on at one rank, its owner.
 
     >>> import torch, zerofn as zf
     >>> zf.centralize().update({"w": torch.tensor([[1.0, 3.0], [5.0, 5.0]])}, {}, {"w": torch.zeros(2, 2)})[0]
