@@ -62,8 +62,8 @@ def by_rows(directory):
 
     rank = dist.get_rank()
     page = next(p for p in PAGES if p.stem == "writing-a-transform")
-    shard_rows = run(page.read_text().partition("## A sharding")[2], IMPORTS)["shard_rows"]
-    tx, model = zf.chain(shard_rows(), *middle()), model_of()
+    shard_evenly = run(page.read_text().partition("## A sharding")[2], IMPORTS)["shard_evenly"]
+    tx, model = zf.chain(shard_evenly(), *middle()), model_of()
     state = zf.init(tx, {n: p.detach().clone() for n, p in model.named_parameters()})
     plain = model_of()
     step = zf.make_step(lambda p, x: functional_call(plain, p, (x,)).square().mean(), tx)
@@ -90,9 +90,7 @@ def test_a_sharding_of_ones_own_is_right_on_ranks(size, tmp_path):
         opt.step()
         opt.zero_grad()
     for rank, (parts, *found) in enumerate(zf.launch(by_rows, size, str(tmp_path / "saved"), timeout=limit(60))):
-        each = -(-7 // size)
-        rows = min(each, 7 - each * rank)
-        assert parts == [(5 * rows,), (rows,), (7 if rank == 0 else 0,)]
+        assert parts == [(len(torch.empty(n).chunk(size)[rank]),) for n in (35, 7, 7)]
         for params in found:
             for name, p in model.named_parameters():
                 # The mean over ranks is taken in another order than over one batch.

@@ -205,6 +205,18 @@ def test_the_same_transform_is_no_liar_that_says_leaf(name):
     law(dataclasses.replace(LIARS[name], needs="leaf"))()
 
 
+@pytest.mark.parametrize("name", ["normed", "trust_ratio", "softmax", "by_place", "summed_up", "orthogonal"])
+def test_one_that_needs_more_than_rows_and_says_rows_is_found(name):
+    with pytest.raises(AssertionError, match="says needs='row': some rows of a leaf are updated as they are"):
+        law(dataclasses.replace(LIARS[name], needs="row"))()
+
+
+@pytest.mark.parametrize("name", ["softmax_of_columns", "kernels_only", "decays_matrices"])
+def test_one_that_needs_rows_says_so(name):
+    law(dataclasses.replace(LIARS[name], needs="row"))()
+    law(zf.centralize())()
+
+
 def test_check_transform_has_the_law():
     with pytest.raises(AssertionError, match=r"by_place\(\) says needs='element': flat pieces"):
         check_transform(by_place())
