@@ -66,9 +66,9 @@ def leafwise(
             mean, a sort, a matrix product, the shape or the place in the leaf matters. Where leaves are cut over
             several ranks, each leaf then has an owner: pieces of gradient and parameter travel there, it is updated
             whole, and the result comes back cut; its state lives at the owner. `zf.save` keeps it for any number of
-            ranks, `opt.state_dict()` refuses it. `"row"` only looks along the dimensions behind the first: where leaves
-            are cut it is handed this rank's rows, `(rows, ...)`, of which there may be none. A leaf of fewer rows than
-            ranks has an owner, and so has one of which the state has another shape than the leaf.
+            ranks, `opt.state_dict()` that of the owner. `"row"` only looks along the dimensions behind the first: where
+            leaves are cut it is handed this rank's rows, `(rows, ...)`, of which there may be none. A leaf of fewer
+            rows than ranks has an owner, and so has one of which the state has another shape than the leaf.
             `zerofn.testing.check_transform` finds one that says too little.
 
     A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
