@@ -11,10 +11,10 @@ import torch
 
 from .._errors import bad_leaves, explain
 from .arguments import check_needs
-from .executor import finish, run
+from .executor import Segment, finish, run
 from .leafwise import transform
 from .order import check_order
-from .transform import Context, Facts, Scope, Transform, TransformState, most
+from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most, nothing_to_prepare
 from .tree import Layout, Leaves, apart
 
 
@@ -69,36 +69,37 @@ chain.__rebuild__ = lambda config, parts: chain(*parts)  # type: ignore[attr-def
 
 def in_turn(parts: tuple[Transform, ...]) -> Transform:
     """A chain of these, as they are."""
+    alone = bool(parts) and all(p.scope is Scope.LEAF for p in parts)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {p.name: p.init_fn(leaves, layout) for p in parts}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        segment = Segment(parts, state, params, ctx)
+        return Prepared(segment, close=segment.close, emit=not segment.held)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, segment: Segment | None, ctx: Context) -> Any:
+        signal: Leaves | None
+        if segment is None:
+            signal, new, emitted = run(parts, grads, state, params, ctx)
+        else:
+            signal = segment.feed(grads, params)
+            new, emitted = segment.states()
+        if signal is not None and emitted is not True:
+            signal = finish(signal, params, emitted)
+        return signal, new
+
     return Transform(
         "chain",
-        # Its state is one level deeper than that of its members, which only its own run can read.
-        Scope.WHOLE,
+        Scope.LEAF if alone else Scope.WHOLE,
         most(p.needs for p in parts),
-        init_fn=_ChainInit(parts),
-        update_fn=_ChainUpdate(parts),
+        init_fn=init,
+        prepare_fn=prepare if alone else nothing_to_prepare,
+        update_fn=update,
         parts=parts,
         in_turn=True,
         factory=chain,
     )
-
-
-class _ChainInit:
-    def __init__(self, parts: tuple[Transform, ...]):
-        self.parts = parts
-
-    def __call__(self, leaves: Leaves, layout: Layout) -> TransformState:
-        return {p.name: p.init_fn(leaves, layout) for p in self.parts}
-
-
-class _ChainUpdate:
-    def __init__(self, parts: tuple[Transform, ...]):
-        self.parts = parts
-
-    def __call__(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context) -> Any:
-        signal, new, emitted = run(self.parts, grads, state, params, ctx)
-        if signal is not None and emitted is not True:
-            signal = finish(signal, params, emitted)
-        return signal, new
 
 
 def as_transform(t: Any) -> Transform:

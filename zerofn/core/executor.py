@@ -7,7 +7,7 @@ bucket, so its temporaries are one bucket large however big the model is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,6 @@ def run(
     new states, and whether something was emitted: a 0-d bool tensor where Python may not branch.
     """
     signal: Leaves = grads
-    given = states
-    parts, states, joined = join(parts, states)
-    new = dict(states)
     emitted: bool | Tensor = True
     if ctx.donate:
         # A schedule that fails must do so before the first write: a state is whole after an error.
@@ -45,74 +42,111 @@ def run(
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     i = 0
     while i < len(parts):
-        head = parts[i]
         j = i + 1
-        if head.scope is not Scope.WHOLE:
-            while j < len(parts) and parts[j].scope is Scope.LEAF and not parts[j].facts.watches:
-                j += 1
-        if head.facts.watches:
-            # A leaf without a gradient in this step has kept its value, and that is watched too.
-            signal = {**params, **signal}
-        prepared, stop = _prepare(parts[i:j], signal, new, params, ctx)
-        out = segment(parts[i : i + len(prepared)], prepared, signal, new, params, ctx)
-        for part, p in zip(parts[i:j], prepared, strict=False):
-            merged = {**new[part.name], **out[1].get(part.name, {}), **p.state}
-            # What lies to the right of a hold that only a tensor knows of is computed and then chosen.
-            new[part.name] = select(emitted, merged, states[part.name]) if emitted is not True else merged
-            emitted = p.emit if emitted is True else emitted & p.emit
-        if stop or out[0] is None:
-            report_held(parts[i + len(prepared) :], new, params, ctx)
-            return None, spread(new, joined, given), False
-        signal = out[0]
+        while parts[i].scope is not Scope.WHOLE and j < len(parts) and parts[j].scope is Scope.LEAF:
+            j += 1
+        segment = Segment(parts[i:j], states, params, ctx, signal)
+        signal = segment.feed(signal, params)
+        segment.close()
+        states, emitted = segment.states(emitted)
+        if segment.held:
+            report_held(segment.behind, states, params, ctx)
+            report_held(parts[j:], states, params, ctx)
+            return None, states, False
         i = j
-    return signal, spread(new, joined, given), emitted
+    return signal, states, emitted
 
 
-def _prepare(
-    segment: Sequence[Transform], grads: Leaves, states: dict[str, TransformState], params: Leaves, ctx: Context
-) -> tuple[list[Prepared], bool]:
-    """Each member's decision, up to the first that holds. Only the head may look at the gradients."""
-    found: list[Prepared] = []
-    for k, part in enumerate(segment):
-        look = grads if k == 0 and part.scope is not Scope.LEAF else None
-        with ranged(UPDATE, ctx.prefix + part.name):
-            prepared = part.prepare_fn(states[part.name], look, params, ctx)
-        found.append(prepared)
-        if prepared.emit is False:
-            return found, True
-    return found, False
+class Segment:
+    """Transforms in a row of which the first may look at the whole tree, and the others treat leaves alone.
 
+    They decide once, when it is made. Then it is fed: with all leaves, which go through in buckets, with some, or with
+    one as backward brings it. Each leaf once, in any order; its new state is laid over the old one.
 
-def segment(
-    parts: Sequence[Transform],
-    prepared: Sequence[Prepared],
-    grads: Leaves,
-    states: dict[str, TransformState],
-    params: Leaves,
-    ctx: Context,
-) -> tuple[Leaves | None, dict[str, TransformState]]:
-    """The updates of a segment over each bucket; per-leaf state entries are merged again."""
-    whole = parts[0].scope is Scope.WHOLE
-    out: Leaves = {}
-    changed: dict[str, TransformState] = {part.name: {} for part in parts}
-    for paths in [list(params)] if whole else buckets(params):
-        signal = {p: grads[p] for p in paths if p in grads}
-        here = {p: params[p] for p in paths}
-        for part, p in zip(parts, prepared, strict=True):
-            state = states[part.name] if whole else {k: slice_entry(v, paths) for k, v in states[part.name].items()}
-            signal, own = updated(part, signal, state, here, p.carry, ctx)
-            _merge(changed[part.name], own, states[part.name])
-            if not isinstance(p.emit, bool):
-                signal = passed(p.emit, signal)
-            if p.emit is False or signal is None:
-                signal = {}
+    Args:
+        parts: one that must see the whole tree stands alone.
+        states: of these transforms and others, by name.
+        params: stored parameters of all leaves that it may be fed with.
+        ctx: of the step.
+        grads: what the first looks at.
+
+    Attributes:
+        held: whether nothing goes on to the right.
+        behind: those that a hold keeps from being run.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Transform],
+        states: dict[str, TransformState],
+        params: Leaves,
+        ctx: Context,
+        grads: Leaves | None = None,
+    ):
+        self.given, self.ctx = states, ctx
+        parts, self.old, self.joined = join(parts, states)
+        self.whole = parts[0].scope is Scope.WHOLE
+        if grads is not None and parts[0].facts.watches:
+            grads = {**params, **grads}
+        self.prepared: list[Prepared] = []
+        self.held = False
+        for part in parts:
+            look = grads if part is parts[0] and part.scope is not Scope.LEAF else None
+            with ranged(UPDATE, ctx.prefix + part.name):
+                self.prepared.append(part.prepare_fn(self.old[part.name], look, params, ctx))
+            self.held = self.prepared[-1].emit is False
+            if self.held:
                 break
-        out.update(signal)
-    for p in prepared:
-        if p.close is not None:
-            p.close()
-    held = any(p.emit is False for p in prepared)
-    return (None if held else out), changed
+        self.parts = parts[: len(self.prepared)]
+        self.behind = [p for part in parts[len(self.prepared) :] for p in self.joined.get(part.name, (part,))]
+        self.changed: dict[str, TransformState] = {part.name: {} for part in self.parts}
+
+    def feed(self, signal: Leaves, params: Leaves) -> Leaves:
+        """What leaves the last one for these leaves; nothing where it holds.
+
+        Args:
+            signal: gradients; a leaf may have none.
+            params: stored parameters of the leaves.
+        """
+        out: Leaves = {}
+        for paths in [list(params)] if self.whole or len(params) == 1 else buckets(params):
+            out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
+        return out
+
+    def _bucket(self, signal: Leaves, params: Leaves) -> Leaves:
+        for part, p in zip(self.parts, self.prepared, strict=True):
+            if part.facts.watches:
+                # A leaf without a gradient in this step has kept its value, and that is watched too.
+                signal = {**params, **signal}
+            old = self.old[part.name]
+            state = old if self.whole else {k: slice_entry(v, params) for k, v in old.items()}
+            out, own = updated(part, signal, state, params, p.carry, self.ctx)
+            _merge(self.changed[part.name], own, old)
+            if p.emit is False or out is None:
+                return {}
+            signal = out if isinstance(p.emit, bool) else passed(p.emit, out)
+        return signal
+
+    def close(self) -> None:
+        """All leaves have been fed."""
+        for p in self.prepared:
+            if p.close is not None:
+                p.close()
+
+    def states(self, emitted: bool | Tensor = True) -> tuple[dict[str, TransformState], bool | Tensor]:
+        """All states that it was given, with the new ones of its transforms, and whether something goes on.
+
+        Args:
+            emitted: whether something has come. What lies to the right of a hold that only a tensor knows of is
+                computed and then chosen.
+        """
+        new = dict(self.old)
+        for part, p in zip(self.parts, self.prepared, strict=True):
+            old = new[part.name]
+            merged = {**old, **self.changed[part.name], **p.state}
+            new[part.name] = select(emitted, merged, old) if emitted is not True else merged
+            emitted = p.emit if emitted is True else emitted & p.emit
+        return spread(new, self.joined, self.given), emitted
 
 
 def updated(
@@ -134,22 +168,20 @@ def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
     found: list[Any] = []
     for entry in state.values():
         by_leaf = isinstance(entry, dict) and entry.keys() <= params.keys()
-        found += flatten(slice_entry(entry, list(grads)) if by_leaf else entry)[0]
+        found += flatten(slice_entry(entry, grads) if by_leaf else entry)[0]
     return found
 
 
-def passed(emit: Tensor, signal: Leaves | None) -> Leaves | None:
+def passed(emit: Tensor, signal: Leaves) -> Leaves:
     """What goes on to the right of a hold that only a tensor knows of: what is held back counts as zero there.
 
     It is computed all the same and not chosen. But the derivative of what is not chosen is a zero times its own, so
     that must be finite: with only the output masked, a step that a NaN has skipped has NaN for its derivative.
     """
-    if signal is None:
-        return None
     return {p: torch.where(emit.to(x.device), x, torch.zeros_like(x)) for p, x in signal.items()}
 
 
-def slice_entry(entry: Any, paths: list[str]) -> Any:
+def slice_entry(entry: Any, paths: Iterable[str]) -> Any:
     """What of a state's entry belongs to some leaves; a shared one as it is."""
     return {p: entry[p] for p in paths if p in entry} if isinstance(entry, dict) else entry
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._errors import bad_leaves, explain
 from .compose import as_transform, chain, complete, in_turn
-from .executor import run
+from .executor import Segment
 from .leafwise import transform
 from .order import effect
 from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most
@@ -115,7 +115,7 @@ def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform],
 
 def _run_of(t: Transform) -> dict[str, Any]:
     """How it is run, for one that prints, compares and pickles as another."""
-    names = ("needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "named_fn")
+    names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "named_fn")
     return {name: getattr(t, name) for name in names}
 
 
@@ -164,6 +164,8 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
 def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
     """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
     members = {k: t for k, t in inner.items() if t is not None}
+    # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
+    alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
 
     def groups(layout: Layout) -> dict[str, set[str]]:
@@ -180,24 +182,32 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         }
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        return Prepared(carry=groups(ctx.layout))
+        found: dict[str, tuple[set[str], Segment]] = {}
+        for k, paths in groups(ctx.layout).items():
+            look = None if grads is None else {p: g for p, g in grads.items() if p in paths}
+            own = {p: x for p, x in params.items() if p in paths}
+            states = {members[k].name: state[k]}
+            found[k] = paths, Segment([members[k]], states, own, ctx.inside(f"{name}.{k}"), look)
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, set[str]], ctx: Context):
+        def close() -> None:
+            for _, segment in found.values():
+                segment.close()
+
+        return Prepared(found, close=close)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, Any], ctx: Context):
         out = {} if facts.optimizes else dict(grads)
         new: TransformState = {}
-        for k, paths in carry.items():
-            mine = {p: g for p, g in grads.items() if p in paths}
+        for k, (paths, segment) in carry.items():
             own = {p: x for p, x in params.items() if p in paths}
-            signal, states, _ = run([members[k]], mine, {members[k].name: state[k]}, own, ctx.inside(f"{name}.{k}"))
-            new[k] = states[members[k].name]
-            out.update(signal or {})
+            if own or not alone:
+                out.update(segment.feed({p: grads[p] for p in own if p in grads}, own))
+                new[k] = segment.states()[0][members[k].name]
         return out, new
 
     return Transform(
         name,
-        # A member that looks at its whole group cannot be run bucket by bucket; nor can the state of
-        # a nested transform be cut by path, which only the member knows how to read.
-        Scope.WHOLE,
+        Scope.LEAF if alone else Scope.WHOLE,
         most(t.needs for t in members.values()),
         facts,
         init_fn=init,

@@ -293,7 +293,7 @@ class Transform:
         if self.named_fn is None or name == self.name:
             return replace(self, name=name, base=base)
         other = self.named_fn(name)
-        return replace(self, name=name, base=base, update_fn=other.update_fn, members_fn=other.members_fn)
+        return replace(self, name=name, base=base, prepare_fn=other.prepare_fn, members_fn=other.members_fn)
 
     @property
     def members(self) -> tuple[Transform, ...]:

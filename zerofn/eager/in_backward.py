@@ -12,14 +12,15 @@ them is used on all. Where only some ranks fail under `shard`, parts of one leaf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.one_leaf import OneByOne, members
+from ..core.executor import Segment
 from ..core.order import effect
 from ..core.pipeline import GRAD_NORM, Pipeline
 from ..core.state import State
@@ -36,7 +37,7 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     if sum(view.resident for view in pipe.stages) > 1:
         raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
     for part in parts:
-        for where, inner in members(part, part.name):
+        for where, inner in _members(part, part.name):
             if reason := _reason(inner):
                 raise ValueError(
                     explain(
@@ -47,6 +48,15 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
                     )
                 )
     return parts
+
+
+def _members(part: Transform, where: str) -> Iterator[tuple[str, Transform]]:
+    """The transforms that a leaf may meet in `part`, each with where it stands."""
+    if part.in_turn or part.members_fn is not None:
+        for inner in part.parts:
+            yield from _members(inner, where if inner.in_turn else f"{where}({inner.name})")
+    else:
+        yield where, part
 
 
 def _reason(part: Transform) -> str | None:
@@ -72,7 +82,7 @@ class InBackward:
         self.parts = leafwise_updates(pipe)
         self.state, self.context = state, context
         self.ctx: Context | None = None
-        self.under_way: OneByOne | None = None
+        self.under_way: Segment | None = None
         self.done: set[str] = set()
         # Whether the step is being given up: of what is still on its way, second gradients of a leaf are let go.
         self.closing = False
@@ -98,9 +108,9 @@ class InBackward:
         if self.under_way is None:
             self.ctx = self.context()
             leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.leaves if leaf.trainable}
-            self.under_way = OneByOne(self.parts, state.transforms, leaves, self.ctx)
+            self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
         stored = state.leaves[path]
-        new = self.under_way.update(path, grad, stored)
+        new = self.under_way.feed({path: grad}, {path: stored}).get(path)
         if new is not None and new is not stored:
             stored.copy_(new)
         self.done.add(path)
@@ -124,9 +134,9 @@ class InBackward:
         with torch.no_grad():
             for leaf in state.layout.leaves:
                 if leaf.trainable and leaf.path not in self.done:
-                    self.under_way.update(leaf.path, None, state.leaves[leaf.path])
+                    self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
         self.settle()
-        transforms = self.under_way.states()
+        transforms, _ = self.under_way.states()
         step = state.step + 1
         new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
@@ -139,10 +149,11 @@ class InBackward:
         if self.under_way is None:
             return state
         self.settle()
-        _uncount(self.under_way)
-        new = replace(state, transforms=self.under_way.states())
+        found, _ = self.under_way.states()
+        old = state.transforms
+        kept = {n: {slot: _by_leaf(old[n][slot], x, self.done) for slot, x in own.items()} for n, own in found.items()}
         self.forget()
-        return new
+        return replace(state, transforms=kept)
 
     def forget(self) -> None:
         """Nothing is under way."""
@@ -150,10 +161,8 @@ class InBackward:
         self.done.clear()
 
 
-def _uncount(steps: OneByOne) -> None:
-    """Leave what the leaves share as it was at the beginning of the step."""
-    for name, prepared in steps.prepared.items():
-        steps.prepared[name] = replace(prepared, state={})
-    for members_of in steps.groups.values():
-        for group in members_of.values():
-            _uncount(group.steps)
+def _by_leaf(old: Any, new: Any, paths: set[str]) -> Any:
+    """An entry with what belongs to these leaves; what all leaves share is as it was at the beginning of the step."""
+    if not isinstance(new, dict):
+        return old
+    return {key: x if key in paths else _by_leaf(old[key], x, paths) for key, x in new.items()}
