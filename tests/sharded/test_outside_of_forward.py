@@ -7,11 +7,9 @@ the same rows, so that the mean over ranks is the gradient of one.
 import copy
 import io
 import re
-import tempfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from rank_programs import rank_and_size
 from small_parts import said
@@ -328,15 +326,6 @@ def root_of_a_penalty(b):
     sum(g.square().sum() for g in gs).sqrt()
 
 
-def saved_by_dcp(b):
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            dcp.save({"model": get_model_state_dict(b.model)}, checkpoint_id=folder)
-        except dcp.api.CheckpointException as error:
-            # It is no Exception.
-            raise RuntimeError(str(error)) from error
-
-
 def teacher():
     return torch.zeros(2, 4, dtype=torch.float64)
 
@@ -377,8 +366,6 @@ REFUSED = {
     "pickled": (lambda b: torch.save({"w": b.w.data}, io.BytesIO()), SAVED),
     "pickled state": (lambda b: torch.save(b.model.state_dict(), io.BytesIO()), SAVED),
     "by NumPy": (lambda b: b.w.detach().numpy(), SAVED),
-    "full state": (lambda b: get_model_state_dict(b.model, options=FULL), r"full_state_dict(.|\n)*opt.gathered\(\)"),
-    "DCP": (saved_by_dcp, r"zf.save"),
     "another shape": (lambda b: setattr(b.w, "data", teacher()), r"other data for a sharded parameter"),
 }  # fmt: skip
 

@@ -65,7 +65,7 @@ def label(
         for path, p in params.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    return apart + undo + mark(model, leaves, pipe.road.kept, is_whole) + [_hide_from_ddp(model)]
+    return apart + undo + mark(model, leaves, pipe, is_whole) + [_hide_from_ddp(model)]
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:

@@ -3,7 +3,9 @@
 Its tensors are this rank's flat parts. They serve within the run (the best weights so far, put back by
 `load_state_dict`), but a file of them is of no use to anybody, and whoever finds that out has lost the model. To
 gather instead would hang the many programs that save on one rank alone. Full tensors can be loaded: each rank
-takes its part.
+takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, are given
+distributed tensors of the leaves' shapes, cut by rows; where ranks have other parts than torch would give them, of rows
+that are gathered first.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import explain
+from ..core.pipeline import Pipeline
+from ..core.rows import cut_by_rows, rows_between, span
+from ..core.second_cut import spans_of_all
 from ..core.tree import Leaf, parameters_of
+from ..ranks.backend import as_distributed, as_local, in_full, mesh_of
 from ..sharded.part import STATE, Part, part_of
 from .forward_hooks import Hook
 
@@ -24,27 +30,74 @@ from .forward_hooks import Hook
 BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
 
 
-def _check_not_in_full() -> None:
-    """What torch.distributed.checkpoint asks for by an option, it would be given in parts."""
-    asker: Any = sys.modules.get(BY_OPTIONS)
-    frame = sys._getframe(2) if asker is not None else None
-    while asker is not None and frame is not None:
-        options = frame.f_locals.get("options") if frame.f_globals.get("__name__") == BY_OPTIONS else None
-        if isinstance(options, asker.StateDictOptions) and getattr(options, "full_state_dict", False):
+def _asker() -> str:
+    """Which function of torch's asks for a state dict, to make distributed or whole tensors of it; or `""`."""
+    frame = sys._getframe(2) if BY_OPTIONS in sys.modules else None
+    name = ""
+    while frame is not None:
+        # Of several the outermost, which the user has called.
+        if frame.f_globals.get("__name__") == BY_OPTIONS:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+class Rows:
+    """Parts of one model's parameters as torch's distributed tensors, and back.
+
+    Args:
+        pipe: with a `shard`.
+    """
+
+    def __init__(self, pipe: Pipeline):
+        assert pipe.gathering is not None
+        self.wire, self.kept = pipe.gathering, pipe.road.kept
+        # Of other views a part is not what the model sees of it.
+        self.known = all(stage.wire is not None or stage.only_dtype for stage in pipe.stages)
+
+    def of(self, part: Tensor, leaf: Leaf, asker: str) -> Tensor:
+        """A part as a distributed tensor, over the same memory where ranks have the rows that torch would give them."""
+        if not self.known:
             raise RuntimeError(
                 explain(
-                    f"{frame.f_code.co_name}(..., options=StateDictOptions(full_state_dict=True)) of a sharded model",
-                    "under shard its tensors are this rank's flat parts, which torch takes for the whole",
-                    f"with opt.gathered(): {frame.f_code.co_name}(...), on every rank",
+                    f"{asker} of a sharded model whose parameters are seen through a view of one's own",
+                    f"what this rank has of {leaf.path} is what is stored, and not what the model sees",
+                    f"with opt.gathered(): {asker}(...), on every rank",
                 )
             )
-        frame = frame.f_back
+        mine, group = part.as_subclass(Tensor).detach(), self.wire.group
+        if self._cut_alike(leaf):
+            low, high = self.wire.span(leaf)
+        else:
+            whole = self.wire.view(mine, leaf)
+            if not leaf.shape:
+                # A number has no rows: torch takes what is no distributed tensor for the same on all ranks.
+                return whole
+            # By torch's chunks: of a leaf of few rows some ranks have none.
+            each = -(-leaf.shape[0] // group.size) * leaf.shape[1:].numel()
+            low, high = (min(i * each, leaf.numel) for i in (group.rank, group.rank + 1))
+            mine = whole.reshape(-1)[low:high].clone()
+        rows = rows_between(leaf.shape, low, high)
+        assert rows is not None
+        return as_distributed({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
+
+    def part(self, given: Tensor, leaf: Leaf) -> Tensor:
+        """What this rank keeps of a whole or a distributed tensor."""
+        if mesh_of(given) == self.wire.group.ranks and self._cut_alike(leaf):
+            return as_local(given).reshape(-1)
+        return self.kept(in_full(given.detach()), leaf)
+
+    def _cut_alike(self, leaf: Leaf) -> bool:
+        """Whether every rank has the rows that torch would give it; the same answer on all."""
+        size = self.wire.group.size
+        chunks = [span(leaf.shape, rank, size) for rank in range(size)]
+        return cut_by_rows(leaf.shape, size) and list(spans_of_all([self.wire], leaf)) == chunks
 
 
 def mark(
     model: nn.Module,
     leaves: dict[int, Leaf],
-    kept: Callable[[Tensor, Leaf], Tensor],
+    pipe: Pipeline,
     is_whole: Callable[[], bool],
 ) -> list[Callable[[], None]]:
     """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
@@ -52,24 +105,24 @@ def mark(
     Args:
         model: its parameters are this rank's parts.
         leaves: `id(parameter)` to leaf.
-        kept: a full tensor to what this rank keeps of it.
+        pipe: its pipeline.
         is_whole: whether the parameters are full ones for a while.
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if not is_whole() and names[module]:
-            _check_not_in_full()
-        for name in () if is_whole() else names[module]:
+        asker = _asker() if names[module] and not is_whole() else ""
+        for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor):
-                state[prefix + name] = part_of(x, STATE)
+                state[prefix + name] = rows.of(x, leaf, asker) if asker else part_of(x, STATE)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size(leaf.shape):
-                state[prefix + name] = kept(x.detach(), leaf)
+                state[prefix + name] = rows.part(x, leaf)
 
+    rows = Rows(pipe)
     names: dict[nn.Module, dict[str, Leaf]] = {
         module: {n: leaves[id(p)] for n, p in parameters_of(module, recurse=False).items()}
         for module in model.modules()
