@@ -138,15 +138,22 @@ def sent():
     return found
 
 
+def half_of(x, half):
+    """By rows; of one row by elements."""
+    parts = (x if x.ndim and len(x) > 1 else x.reshape(-1)).chunk(2)
+    return parts[half] if half < len(parts) else x.reshape(-1)[:0]
+
+
 def by_formula(half):
     """Of a ring of 2: half of a buffer for a scatter and for a gather, all of it for an all-reduce; fp64.
 
     A rank has one half of each leaf of its node's, in buffers of equal parts for each node; a flag goes with each leaf.
     """
     eight, leaves, windows = 8, len(SIZES), 2
-    of_node = [-(-n // 2) if half == 0 else n // 2 for n in (torch.Size(shape).numel() for shape in SIZES.values())]
-    cut = sum(-(-n // 2) for n in of_node)
-    scattered, gathered, reduced = eight * (cut + leaves), eight * cut, eight * (sum(of_node) + leaves)
+    of_node = [half_of(torch.empty(shape), half) for shape in SIZES.values()]
+    cut = sum(half_of(x, 0).numel() for x in of_node)
+    own = sum(x.numel() for x in of_node)
+    scattered, gathered, reduced = eight * (cut + leaves), eight * cut, eight * (own + leaves)
     steps = windows * EVERY
     # The norm is one number an update, where nodes have different parts. An attached model keeps a node's parts of
     # parameters from update to update; a step as a function gathers them from its state.
