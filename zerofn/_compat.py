@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # torch's tree library, which the compiler reads.
 pytree = torch.utils._pytree  # type: ignore[attr-defined]
@@ -31,6 +30,7 @@ fused_adam_ = torch._fused_adam_  # type: ignore[attr-defined]
 fused_adamw_ = torch._fused_adamw_  # type: ignore[attr-defined]
 foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
 foreach_add = torch._foreach_add  # type: ignore[attr-defined]
+foreach_mul = torch._foreach_mul  # type: ignore[attr-defined]
 
 # For a subclass that works below autograd alone.
 no_torch_function = nn.Parameter.__torch_function__
@@ -195,7 +195,7 @@ def memory(x: Tensor) -> int:
     """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
     if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided:
         return 0
-    return StorageWeakRef(x.untyped_storage()).cdata
+    return x.untyped_storage()._cdata
 
 
 def is_wrapper(x: Tensor) -> bool:

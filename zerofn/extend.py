@@ -67,7 +67,7 @@ from .kernels.adam_operator import adam_operator, has_kernel
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
-from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient
+from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient, scaled
 from .ranks.batched import check_batch
 from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .ranks.group import Group
@@ -148,6 +148,7 @@ __all__ = [
     "recorded",
     "reduce_scatter_into",
     "root",
+    "scaled",
     "select",
     "span",
     "squared_norm",

@@ -36,15 +36,14 @@ def run(
     signal: Leaves = grads
     emitted: bool | Tensor = True
     if ctx.donate:
-        # A schedule that fails must do so before the first write: a state is whole after an error.
-        for part in parts:
+        # A schedule that fails must do so before the first write: a state is whole after an error. Of the first segment
+        # all is prepared before any of it is run.
+        for part in parts[_end(parts, 0) :]:
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     i = 0
     while i < len(parts):
-        j = i + 1
-        while parts[i].scope is not Scope.WHOLE and j < len(parts) and parts[j].scope is Scope.LEAF:
-            j += 1
+        j = _end(parts, i)
         segment = Segment(parts[i:j], states, params, ctx, signal)
         signal = segment.feed(signal, params)
         segment.close()
@@ -55,6 +54,14 @@ def run(
             return None, states, False
         i = j
     return signal, states, emitted
+
+
+def _end(parts: Sequence[Transform], i: int) -> int:
+    """Where the segment ends that begins at `i`."""
+    j = i + 1
+    while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
+        j += 1
+    return j
 
 
 class Segment:
@@ -83,7 +90,7 @@ class Segment:
         ctx: Context,
         grads: Leaves | None = None,
     ):
-        self.given, self.ctx = states, ctx
+        self.given, self.ctx, self.leaves = states, ctx, len(params)
         parts, self.old, self.joined = join(parts, states)
         self.whole = parts[0].scope is Scope.WHOLE
         if grads is not None and parts[0].facts.watches:
@@ -108,18 +115,21 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
+        found = [list(params)] if self.whole or len(params) == 1 else buckets(params)
+        if len(found) == 1 and len(params) == self.leaves:
+            return self._bucket(signal, params, every=True)
         out: Leaves = {}
-        for paths in [list(params)] if self.whole or len(params) == 1 else buckets(params):
+        for paths in found:
             out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
         return out
 
-    def _bucket(self, signal: Leaves, params: Leaves) -> Leaves:
+    def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         for part, p in zip(self.parts, self.prepared, strict=True):
             if part.facts.watches:
                 # A leaf without a gradient in this step has kept its value, and that is watched too.
                 signal = {**params, **signal}
             old = self.old[part.name]
-            state = old if self.whole else {k: slice_entry(v, params) for k, v in old.items()}
+            state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
             out, own = updated(part, signal, state, params, p.carry, self.ctx)
             _merge(self.changed[part.name], own, old)
             if p.emit is False or out is None:

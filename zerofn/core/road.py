@@ -67,6 +67,11 @@ class Road:
         return groups_of(self.stages)
 
     @cached_property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """By path: the dtype of a gradient once it is pulled back."""
+        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.layout.leaves}
+
+    @cached_property
     def exact(self) -> bool:
         """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
         return all(view.wire is not None or view.only_dtype for view in self.stages)
@@ -107,15 +112,17 @@ class Road:
             stored: stored parameters, for their devices.
             scale: what to divide by at the end.
         """
-        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        like = _arriving(self, leaves, stages, stored)
-        for stage in stages:
-            if scale is None or not stage.only_dtype:
-                grads = pull_all(stage, grads, leaves, like)
-            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
-        named = {leaf.path: leaf for leaf in leaves}
-        dtypes = {p: self.dtypes.gradient(named[p]) for p in grads}
-        return {p: g.to(dtypes[p]) if scale is None else over(g, scale, dtypes[p]) for p, g in grads.items()}
+        if stages:
+            leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+            like = _arriving(self, leaves, stages, stored)
+            for stage in stages:
+                if scale is None or not stage.only_dtype:
+                    grads = pull_all(stage, grads, leaves, like)
+                like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        dtypes = self.grad_dtypes
+        if scale is not None:
+            return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
+        return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
 
     def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
         """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""

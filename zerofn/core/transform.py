@@ -187,7 +187,7 @@ class Context:
         """Show a number in the step's metrics; of several of one name the first, which is before any clipping."""
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
-            value = torch.tensor(value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+            value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
         self.metrics.setdefault(self.prefix + name, torch.as_tensor(value))
 
     def before_the_end(self, wait: Callable[[], None]) -> None:

@@ -25,6 +25,9 @@ from .rows import span
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
 NAMESPACE = "zerofn"
 
+# The structure of a tree that is one leaf.
+ONE_LEAF = optree.tree_structure(0, none_is_leaf=True, namespace=NAMESPACE)
+
 Tree = Any
 Leaves = dict[str, Tensor]
 
@@ -224,10 +227,23 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """Leaves and structure; `None` is a leaf. In a graph by torch's own library, which the compiler reads."""
     if torch.compiler.is_compiling():
         return pytree.tree_flatten(tree)
+    if type(tree) is Tensor:
+        return [tree], ONE_LEAF
     try:
         return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
         raise _endless(tree, error) from error
+
+
+def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of nested dicts, in their order, which nobody is to rely on: in a third of the time of `flatten`."""
+    found: list[Tensor] = []
+    for x in tree.values():
+        if type(x) is dict:
+            found += tensors_of(x)
+        else:
+            found += [x] if isinstance(x, Tensor) else [t for t in flatten(x)[0] if isinstance(t, Tensor)]
+    return found
 
 
 def _endless(tree: Tree, error: RecursionError) -> Exception:
@@ -254,6 +270,8 @@ def _inside_itself(tree: Tree) -> list[str] | None:
 
 def unflatten(spec: Any, leaves: list[Any]) -> Tree:
     """The inverse of `flatten`."""
+    if spec is ONE_LEAF:
+        return leaves[0]
     if isinstance(spec, pytree.TreeSpec):
         return pytree.tree_unflatten(leaves, spec)
     return optree.tree_unflatten(spec, leaves)
@@ -263,6 +281,8 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
     if torch.compiler.is_compiling():
         return pytree.tree_map(fn, tree, *rests)
+    if type(tree) is Tensor and not rests:
+        return fn(tree)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
@@ -272,7 +292,11 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """`tree`, with copies of what lies in the memory of `tensors`, which will be written in place."""
     taken = {memory(x) for x in tensors} - {0}
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and memory(t) in taken else t, tree)
+    values, spec = flatten(tree)
+    shared = [isinstance(t, Tensor) and memory(t) in taken for t in values]
+    if not any(shared):
+        return tree
+    return unflatten(spec, [t.clone() if one else t for t, one in zip(values, shared, strict=True)])
 
 
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
         )
     check_readable(grads, state.leaves)
     check_vmap(pipe, ctx.weight, grads, state)
-    ctx = replace(ctx, recorded=ctx.recorded or recorded())
+    ctx = replace(ctx, recorded=ctx.recorded or recorded(), micro_step=state.micro_step)
     donated = ctx.donate and torch.compiler.is_compiling() and not functorch_active()
     if ctx.recorded:
         _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
@@ -120,7 +120,6 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
     trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
-    ctx = replace(ctx, micro_step=state.micro_step)
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:
@@ -138,7 +137,7 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
     new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, state.layout)
     if donated:
         new = tree_map(_into, state, new)
-    defaults = {"skipped": torch.tensor(False)}
+    defaults = {"skipped": torch.zeros((), dtype=torch.bool)}
     shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
     return new, shown
 

@@ -6,12 +6,14 @@ factor that is a tensor, a rate that is learned or differs along a batch, has no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .recording import differentiated
+from .._compat import foreach_mul
+from .recording import differentiated, recorded
 
 
 def once(*numbers: Any) -> tuple[Any, ...]:
@@ -46,6 +48,14 @@ def plus_product(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
 def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
     """`x + factor * a / b`."""
     return x + factor * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
+
+
+def scaled(tensors: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+    """Each of them times a 0-d factor, which is rounded to its dtype first; one call for all where nothing records."""
+    factors = {dtype: factor.to(dtype) for dtype in {x.dtype for x in tensors.values()}}
+    if len(factors) == 1 and not recorded((factor, *tensors.values())):
+        return dict(zip(tensors, foreach_mul(list(tensors.values()), *factors.values()), strict=True))
+    return {path: x * factors[x.dtype] for path, x in tensors.items()}
 
 
 def moment_root(x: Tensor) -> Tensor:

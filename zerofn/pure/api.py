@@ -20,7 +20,7 @@ from ..core.linear_map import OnlyForth, enter, leave
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaf, Tree, flatten, make_layout, tree_map
+from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored
 from ..kernels.recording import recorded
 from .linearize import check_graph, check_recording, linearize
@@ -300,6 +300,6 @@ def update(
 def asked(where: str, create_graph: bool | None, gradients: Iterable[Tensor], state: State) -> bool:
     """Whether a step is to be recorded: if it says so, or by what its gradients and its state are."""
     if create_graph is None:
-        return recorded((*gradients, *flatten(state)[0]))
+        return recorded() or recorded((*gradients, *tensors_of(state.leaves), *tensors_of(state.transforms)))
     check_graph(where, create_graph)
     return create_graph

@@ -153,7 +153,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
             for kind in kinds:
                 kernel(group.where([(p.dtype, p.device) == kind for p in params]))
             return
-        step = torch.tensor(float(group.count), dtype=torch.float32, device=params[0].device)
+        step = torch.full((), float(group.count), dtype=torch.float32, device=params[0].device)
         fused(
             params,
             grads,

@@ -22,6 +22,7 @@ from ..extend import (
     concrete,
     once,
     root,
+    scaled,
     squared_norm,
     transform,
 )
@@ -78,11 +79,14 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         squares = ctx.reduction.sum(squared_norm(grads))
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
-        (coefficient,) = once((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        (coefficient,) = once((norm + 1e-6).reciprocal().mul(max_norm).clamp(max=1.0))
+        # A factor of one changes no bit. On a GPU to read it would wait for the device.
+        if not ctx.recorded and coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+            return Prepared()
         return Prepared(carry=ctx.replicated(coefficient))
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor, ctx: Context):
-        return {path: g * coefficient.to(g.dtype) for path, g in grads.items()}, state
+    def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):
+        return (grads if coefficient is None else scaled(grads, coefficient)), state
 
     return Transform(
         "clip_by_global_norm",
