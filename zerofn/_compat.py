@@ -128,6 +128,14 @@ def differentiating() -> bool:
     return any(level.key().name in ("Grad", "Jvp") for level in stack)
 
 
+def only_reverse() -> bool:
+    """Whether nothing but derivatives backwards is under way: plain autograd, torch.func.grad and vjp, in any depth."""
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    stack = _functorch.get_interpreter_stack() if functorch_active() else ()
+    return all(level.key().name == "Grad" for level in stack)
+
+
 # Inside, tensors are made as if no transform of torch.func were under way: it takes them for constants.
 beneath_functorch = temporarily_clear_interpreter_stack
 

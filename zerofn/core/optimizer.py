@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..kernels.recording import only_compiled
 from ..kernels.terms import once
 from .arguments import learning_rate
 from .counts import Derived, by_count, each, one_more
+from .derivatives import Pulled, by_hand, updated_by
 from .executor import counter
 from .leaf_steps import LeafList, LeafStep, Numbers
 from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
@@ -39,6 +40,7 @@ def optimizer(
     settable: Mapping[str, Any] = NONE,
     derived: Derived | None = None,
     operator: Operator | None = None,
+    pulled: Pulled | None = None,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -64,6 +66,9 @@ def optimizer(
         operator: whether the kernel of these leaves may stand in a compiled graph: there it calls an operator that
             `torch.library` knows, and `count` is a tensor. Without, and where derivatives are recorded, a graph has the
             formula in it.
+        pulled: the derivative of the formula by hand, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`: cotangents
+            of the new parameter and slots, the old parameter, the gradient and the new slots, to cotangents of the
+            old ones. With it the kernel is taken where a step is differentiated backwards, by anything but its numbers.
     """
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
@@ -88,6 +93,8 @@ def optimizer(
         given = (grads, params, {slot: state[slot] for slot in slots}, counts, (*carry, common), ctx)
         if kernel is not None and (groups := _groups(operator, *given)) is not None:
             new, own = _in_place(kernel, groups, *given)
+        elif kernel is not None and pulled is not None and _pulled_back(*given):
+            new, own = _with_derivative(kernel, pulled, derived, *given)
         else:
             new, own = _by_formula(formula, derived, *given)
         return new, {**own, "count": counts}
@@ -146,6 +153,45 @@ def _in_place(
     for count, group in groups:
         kernel(_listed(group, count, grads, new, own, told, ctx))
     return new, own
+
+
+def _pulled_back(
+    grads: Leaves, params: Leaves, slots: TransformState, counts: Leaves, told: Shared, ctx: Context
+) -> bool:
+    """Whether these leaves' update is differentiated by hand."""
+    lr, numbers, _ = told
+    tensors = [[params[p], g, *(old[p] for old in slots.values())] for p, g in grads.items()]
+    return ctx.recorded and by_hand(tensors, (lr, *numbers.values()))
+
+
+def _with_derivative(
+    kernel: Kernel,
+    pulled: Pulled,
+    derived: Derived | None,
+    grads: Leaves,
+    params: Leaves,
+    slots: TransformState,
+    counts: Leaves,
+    told: Shared,
+    ctx: Context,
+) -> tuple[Leaves, TransformState]:
+    """As `_in_place`, in new memory and recorded: with the derivative that is written by hand."""
+    lr, numbers, common = told
+    told_of = each(counts, lr, numbers, derived)
+    steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in told_of]
+    paths = [at.path for at in steps]
+
+    def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        columns = [dict(zip(paths, given[i : i + len(paths)], strict=True)) for i in range(0, len(given), len(paths))]
+        olds = dict(zip(slots, columns[2:], strict=True))
+        groups = list((by_count(counts) or {}).items())
+        new, own = _in_place(kernel, groups, columns[1], columns[0], olds, counts, told, ctx)
+        return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
+
+    given = [x[p] for x in (params, grads, *slots.values()) for p in paths]
+    found = updated_by(run, pulled, list(slots), steps, given)
+    new, *own = (dict(zip(paths, found[i : i + len(paths)], strict=True)) for i in range(0, len(found), len(paths)))
+    return new, dict(zip(slots, own, strict=True))
 
 
 def _by_formula(

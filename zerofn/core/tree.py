@@ -26,7 +26,7 @@ from .rows import span
 NAMESPACE = "zerofn"
 
 # The structure of a tree that is one leaf.
-ONE_LEAF = optree.tree_structure(0, none_is_leaf=True, namespace=NAMESPACE)
+ONE_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
 
 Tree = Any
 Leaves = dict[str, Tensor]
@@ -281,7 +281,8 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
     if torch.compiler.is_compiling():
         return pytree.tree_map(fn, tree, *rests)
-    if type(tree) is Tensor and not rests:
+    kind = type(tree)
+    if kind is Tensor and not rests:
         return fn(tree)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)

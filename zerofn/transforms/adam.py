@@ -49,11 +49,13 @@ def adam(
     `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
     parameters use `low_precision_adam`, whose rounding keeps small updates.
 
-    Inside of torch.func, in a compiled graph and where autograd records, the formula is computed operation by
-    operation: the same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses products with
-    sums. There its numbers may be 0-d tensors that differ along a batch or are differentiated, `adam(lr=rate)`. An
-    element whose gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the
-    first update. The root of a second moment below 1e-38 counts as 1e-19 there: it shows beside an `eps` below 1e-10.
+    Where autograd or `torch.func.grad` records, of fp32 and fp64 and with numbers that are no tensors, the bits are
+    those too: the derivative of the formula stands beside torch's kernel. Else, in a batch, in a compiled graph,
+    forwards and by numbers, the formula is computed operation by operation: the same to 3e-7 of the largest term in
+    each update, of fp32, where torch's kernel fuses products with sums. There its numbers may be 0-d tensors that
+    differ along a batch or are differentiated, `adam(lr=rate)`. An element whose gradient has always been zero has the
+    derivative that its neighbours tend to, `lr / eps` at the first update. The root of a second moment below 1e-38
+    counts as 1e-19 in derivatives and in the formula: it shows beside an `eps` below 1e-10.
 
     Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
@@ -185,8 +187,23 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         x = plus_quotient(x, -size, m, moment_root(v) + small)
         return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
+    def pulled(dp: Tensor, dslots: dict[str, Tensor], p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
+        beta1, beta2, _, decay = at.numbers.values()
+        size, small = at.derived.values()
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
+        root = moment_root(v)
+        below = dp / (root + small)
+        dm = plus(dslots["exp_avg"], -size, below)
+        # What is below the smallest normal number is a constant to the root, see there.
+        dv = torch.where(v < torch.finfo(v.dtype).tiny, 0.0, below * m / (root + small) / root)
+        dv = plus(dslots["exp_avg_sq"], size / 2, dv)
+        seen = g if decoupled or not decay else plus(g, decay, p)
+        dg = plus_product(dm * (1 - beta1), 2 * (1 - beta2), seen, dv)
+        dp = dp * (1 - at.lr * decay) if decoupled else plus(dp, decay, dg)
+        return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
+
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable, derived=_corrections)
+    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable, derived=_corrections, pulled=pulled)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         check_narrow(name, leaves)
