@@ -136,6 +136,24 @@ def only_reverse() -> bool:
     return all(level.key().name == "Grad" for level in stack)
 
 
+def only_vmap() -> int | None:
+    """The level of the vmap that is under way, where it is the only transform of torch.func and no graph is made."""
+    if torch.compiler.is_compiling() or not functorch_active() or torch.autograd.forward_ad._current_level >= 0:
+        return None
+    levels = _functorch.get_interpreter_stack()
+    return levels[0].level() if len(levels) == 1 and levels[0].key().name == "Vmap" else None
+
+
+def stacked(x: Tensor) -> Tensor | None:
+    """The members of a batch one behind the other, as a plain tensor; `None` of one that all members share."""
+    return _functorch.get_unwrapped(x).movedim(_functorch.maybe_get_bdim(x), 0) if is_wrapped(x) else None
+
+
+def as_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor as a batch of its rows in the vmap of that level."""
+    return _functorch._add_batch_dim(x, 0, level)
+
+
 # Inside, tensors are made as if no transform of torch.func were under way: it takes them for constants.
 beneath_functorch = temporarily_clear_interpreter_stack
 

@@ -65,7 +65,7 @@ from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_r
 from .kernels.adam import adam_, adam_update
 from .kernels.adam_operator import adam_operator, has_kernel
 from .kernels.norms import not_finite, squared_norm
-from .kernels.recording import differentiated, recorded, root, straight_through
+from .kernels.recording import certain, differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
 from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient, scaled
 from .ranks.batched import check_batch
@@ -109,6 +109,7 @@ __all__ = [
     "as_it_is",
     "as_transform",
     "bad_leaves",
+    "certain",
     "chain",
     "changes_gradients",
     "check_batch",

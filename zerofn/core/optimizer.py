@@ -16,6 +16,7 @@ from .counts import Derived, by_count, each, one_more
 from .derivatives import Pulled, by_hand, updated_by
 from .executor import counter
 from .leaf_steps import LeafList, LeafStep, Numbers
+from .members import kernel_on_members
 from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
 from .tree import Layout, Leaves
 
@@ -95,6 +96,8 @@ def optimizer(
             new, own = _in_place(kernel, groups, *given)
         elif kernel is not None and pulled is not None and _pulled_back(*given):
             new, own = _with_derivative(kernel, pulled, derived, *given)
+        elif kernel is not None and (made := kernel_on_members(kernel, *given)) is not None:
+            new, own = made
         else:
             new, own = _by_formula(formula, derived, *given)
         return new, {**own, "count": counts}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import differentiating, functorch_active, is_wrapped, levels
+from .._compat import beneath_functorch, differentiating, functorch_active, is_wrapped, levels, only_vmap, stacked
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -51,6 +51,23 @@ def readable(x: Any) -> bool:
     (True, tensor([0.]))
     """
     return not torch.compiler.is_compiling() and not (is_wrapped(x) and levels(x))
+
+
+def certain(condition: Tensor) -> bool:
+    """Whether Python knows that a condition holds, for all members of a batch; on a GPU to ask would be to wait for it.
+
+    >>> certain(torch.tensor(2.0) > 1), torch.vmap(lambda x: x * certain(x > 1))(torch.tensor([2.0, 0.5]))
+    (True, tensor([0., 0.]))
+    """
+    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+        return False
+    if readable(condition):
+        return bool(condition)
+    if only_vmap() is None:
+        return False
+    with beneath_functorch():
+        rows = stacked(condition)
+        return rows is not None and bool(rows.all())
 
 
 def root(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ..extend import (
     Scope,
     Transform,
     TransformState,
+    certain,
     check_number,
     concrete,
     once,
@@ -79,10 +80,11 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         squares = ctx.reduction.sum(squared_norm(grads))
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
-        (coefficient,) = once((norm + 1e-6).reciprocal().mul(max_norm).clamp(max=1.0))
-        # A factor of one changes no bit. On a GPU to read it would wait for the device.
-        if not ctx.recorded and coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+        ratio = (norm + 1e-6).reciprocal().mul(max_norm)
+        # A factor of one changes no bit of the gradient and none of a derivative.
+        if certain(ratio > 1):
             return Prepared()
+        (coefficient,) = once(ratio.clamp(max=1.0))
         return Prepared(carry=ctx.replicated(coefficient))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):

@@ -1,0 +1,99 @@
+"""Under vmap alone kernels run on the leaves of all members: a batch of steps is a loop, to the bit."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import zerofn as zf
+
+RATES = torch.tensor([0.1, 0.2, 0.3, 0.4])
+MAKERS = {
+    "adamw": lambda lr: zf.adamw(lr, weight_decay=0.1),
+    "skips": lambda lr: zf.chain(zf.skip_nonfinite(), zf.adam(lr), zf.ema(0.9)),
+    "sgd": lambda lr: zf.sgd(lr, momentum=0.9, nesterov=True),
+    "bf16": lambda lr: zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(lr)),
+    "NAdam": lambda lr: zf.from_torch(torch.optim.NAdam, lr=lr),
+}
+
+
+def draws(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def loss(p, x):
+    return ((x @ p["w"].float()).tanh() + p["b"].float()).square().sum() + (p["w"] ** 2).sum()
+
+
+def states(tx, members):
+    return [zf.init(tx, {"w": w, "b": b}) for w, b in zip(draws(members, 3, 2), draws(members, 2), strict=True)]
+
+
+def stack(trees):
+    return tree_map(lambda *xs: torch.stack(xs), *trees)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("shared", ["batches", "states", "neither"])
+def test_a_batch_of_steps_is_a_loop(name, shared):
+    tx = MAKERS[name](0.1)
+    step = zf.make_step(loss, tx)
+    each = states(tx, 4)
+    if shared == "states":
+        each = each[:1] * 4
+    xs = draws(3, 4, 5, 3)
+    xs[1, 2] *= torch.inf if name == "skips" else 1
+    if shared == "batches":
+        xs = xs[:, 1:2].expand(-1, 4, -1, -1)
+    together = each[0] if shared == "states" else stack(each)
+    for i, x in enumerate(xs):
+        one = shared == "states" and i == 0
+        given = (together, x[0]) if shared == "batches" else (together, x)
+        together, _ = torch.vmap(step, (None if one else 0, None if shared == "batches" else 0))(*given)
+        each = [step(state, own)[0] for state, own in zip(each, x, strict=True)]
+    for ours, theirs in zip(tree_leaves(together), tree_leaves(stack(each)), strict=True):
+        assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("name", ["adamw", "bf16", "sgd"])
+def test_each_member_has_its_rate(name):
+    x, params = draws(5, 3), {"w": draws(3, 2), "b": draws(2)}
+
+    def run(rate):
+        tx = MAKERS[name](rate)
+        state = zf.init(tx, params)
+        for _ in range(3):
+            state, _ = zf.make_step(loss, tx)(state, x)
+        return state.leaves
+
+    together, each = torch.vmap(run)(RATES), stack([run(rate) for rate in RATES])
+    assert all(together[p].equal(each[p]) and not each[p][0].equal(each[p][1]) for p in each)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_members_whose_gradient_is_short_are_not_clipped(limit):
+    """Norms are summed in another order in a batch: in fp32 to a few units in the last place."""
+    tx = zf.chain(zf.clip_by_global_norm(limit), zf.sgd(0.1))
+    step, each, x = (
+        zf.make_step(loss, tx),
+        states(tx, 4),
+        draws(4, 5, 3) * torch.tensor([0.0, 1.0, 2.0, 9.0])[:, None, None],
+    )
+    together, shown = torch.vmap(step)(stack(each), x)
+    alone = [step(state, own) for state, own in zip(each, x, strict=True)]
+    torch.testing.assert_close(shown["grad_norm"], stack([m["grad_norm"] for _, m in alone]))
+    for p, new in together.leaves.items():
+        torch.testing.assert_close(new, stack([s.leaves[p] for s, _ in alone]), rtol=0, atol=0 if limit > 1 else 1e-9)
+
+
+def test_what_autograd_follows_goes_through_the_formula():
+    tx = zf.adamw(0.1)
+    params = {"w": draws(4, 3, 2).requires_grad_(), "b": draws(4, 2)}
+    state = torch.vmap(lambda p: zf.init(tx, p, create_graph=True))(params)
+    new, _ = torch.vmap(zf.make_step(loss, tx, create_graph=True), (0, None))(state, draws(5, 3))
+    (found,) = torch.autograd.grad(new.leaves["w"].square().sum(), params["w"])
+    once = lambda w, b: zf.make_step(loss, tx)(zf.init(tx, {"w": w, "b": b}), draws(5, 3))[0].leaves["w"]  # noqa: E731
+    want = [
+        torch.func.grad(lambda w, b=b: once(w, b).square().sum())(w.detach())
+        for w, b in zip(*params.values(), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(want))

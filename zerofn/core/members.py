@@ -1,0 +1,108 @@
+"""Kernels in a batch of torch.func.vmap: the leaves of each member are so many leaves more"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import as_batch, beneath_functorch, only_vmap, stacked
+from .leaf_steps import LeafList, Numbers
+from .transform import Context, TransformState
+from .tree import Leaves
+
+Kernel = Callable[[LeafList], None]
+
+
+class Members:
+    """What a batch is made of.
+
+    Args:
+        level: of the vmap.
+        tensors: some of them batched; from these its size is known.
+    """
+
+    def __init__(self, level: int, tensors: list[Any]):
+        self.level = level
+        with beneath_functorch():
+            found = [batch for x in tensors if isinstance(x, Tensor) and (batch := stacked(x)) is not None]
+        self.size = len(found[0]) if found else 0
+        # Of a batched tensor torch.func does not say whether autograd follows it.
+        inner = [*found, *(x for x in tensors if isinstance(x, Tensor))]
+        self.plain = self.size > 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in inner))
+
+    def each(self, x: Any) -> list[Any]:
+        """What each member has of `x`: its own, or all the same."""
+        batch = stacked(x) if isinstance(x, Tensor) else None
+        return [x] * self.size if batch is None else list(batch.unbind())
+
+    def copied(self, x: Tensor) -> Tensor:
+        """In new memory, one member behind the other."""
+        batch = stacked(x)
+        if batch is None:
+            return x.expand(self.size, *x.shape).clone(memory_format=torch.contiguous_format)
+        return batch.clone(memory_format=torch.contiguous_format)
+
+
+def kernel_on_members(
+    kernel: Kernel,
+    grads: Leaves,
+    params: Leaves,
+    slots: TransformState,
+    counts: Leaves,
+    told: tuple[Any, Numbers, TransformState],
+    ctx: Context,
+) -> tuple[Leaves, TransformState] | None:
+    """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
+
+    It can in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one number
+    of updates share a list, as leaves do. In memory of their own: which members skip a step is chosen after it.
+    """
+    level = only_vmap()
+    if level is None or not grads:
+        return None
+    lr, numbers, common = told
+    listed = [x for p in grads for x in (grads[p], params[p], counts[p], *(old[p] for old in slots.values()))]
+    members = Members(level, [*listed, lr, *numbers.values(), *common.values()])
+    if not members.plain:
+        return None
+    with beneath_functorch(), torch.no_grad():
+        new = {p: members.copied(params[p]) for p in grads}
+        own = {slot: {p: members.copied(old[p]) for p in grads} for slot, old in slots.items()}
+        for group in _lists(members, grads, new, own, counts, told, ctx):
+            kernel(group)
+        back = {slot: {p: as_batch(x, level) for p, x in of_leaf.items()} for slot, of_leaf in own.items()}
+        return {p: as_batch(x, level) for p, x in new.items()}, back
+
+
+def _lists(
+    members: Members,
+    grads: Leaves,
+    new: Leaves,
+    own: TransformState,
+    counts: Leaves,
+    told: tuple[Any, Numbers, TransformState],
+    ctx: Context,
+) -> list[LeafList]:
+    """Lists of leaves of members, each of one count, one rate, and one of all that a kernel is told besides."""
+    lr, numbers, common = told
+    alike = not any(isinstance(x, Tensor) and stacked(x) is not None for x in (lr, *numbers.values(), *common.values()))
+    rates, rest = members.each(lr), [{k: members.each(x) for k, x in named.items()} for named in (numbers, common)]
+    found: dict[tuple[int, int], LeafList] = {}
+    for p, g in grads.items():
+        columns = [members.each(g), new[p].unbind(), members.each(counts[p]), *(x[p].unbind() for x in own.values())]
+        for i, (grad, param, count, *slots) in enumerate(zip(*columns, strict=True)):
+            key = int(count), 0 if alike else i
+            if key not in found:
+                theirs = [{k: x[i] for k, x in named.items()} for named in rest]
+                found[key] = LeafList([], [], {slot: [] for slot in own}, key[0], rates[i], [], [], *theirs)
+            group = found[key]
+            group.params.append(param)
+            group.grads.append(grad)
+            group.paths.append(p)
+            group.offsets.append(ctx.offsets.get(p, 0))
+            for slot, x in zip(own, slots, strict=True):
+                group.slots[slot].append(x)
+    return list(found.values())
