@@ -55,8 +55,8 @@ def optimizer(
         slots: how each per-leaf state tensor starts, from the parameter.
         formula: the arithmetic, of torch operations that write none of their arguments: it is what is differentiated,
             batched and compiled. Each element from its own elements, its leaf's path and its place in the leaf alone.
-        kernel: the same in place, on lists; taken where nothing records. Its bits are the formula's, or the bound
-            is the transform's to state.
+        kernel: the same in place, on lists; taken where nothing records, and under `torch.func.vmap` alone on the
+            leaves of all members. Its bits are the formula's, or the bound is the transform's to state.
         numbers: hyperparameters of the formula, by name.
         shared: how each further tensor that all leaves share starts; it stays as it is.
         settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the

@@ -3,6 +3,7 @@
 An update is a formula. A fused, in-place or C kernel gives its numbers faster, and nothing else: torch's fused Adam
 under `torch.func.grad` gives a derivative of zero without a word, a write in place has no rule under `vmap`, and a C
 function is no graph. So kernels are taken where nobody records, and what is asked here decides it for all of them.
+Elsewhere only where somebody has said what is recorded: a derivative by hand, or the members of a batch as a list.
 """
 
 from __future__ import annotations

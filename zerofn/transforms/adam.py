@@ -49,13 +49,14 @@ def adam(
     `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
     parameters use `low_precision_adam`, whose rounding keeps small updates.
 
-    Where autograd or `torch.func.grad` records, of fp32 and fp64 and with numbers that are no tensors, the bits are
-    those too: the derivative of the formula stands beside torch's kernel. Else, in a batch, in a compiled graph,
-    forwards and by numbers, the formula is computed operation by operation: the same to 3e-7 of the largest term in
-    each update, of fp32, where torch's kernel fuses products with sums. There its numbers may be 0-d tensors that
-    differ along a batch or are differentiated, `adam(lr=rate)`. An element whose gradient has always been zero has the
-    derivative that its neighbours tend to, `lr / eps` at the first update. The root of a second moment below 1e-38
-    counts as 1e-19 in derivatives and in the formula: it shows beside an `eps` below 1e-10.
+    The bits are the same under `torch.func.vmap`, and, of fp32 and fp64 and with numbers that are no tensors, where
+    autograd or `torch.func.grad` records: the derivative of the formula stands beside torch's kernel. Else, in batches
+    of derivatives, forwards, by numbers and in a compiled graph, the formula is computed operation by operation: the
+    same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses products with sums. There its
+    numbers may be 0-d tensors that differ along a batch or are differentiated, `adam(lr=rate)`. An element whose
+    gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the first update. The
+    root of a second moment below 1e-38 counts as 1e-19 in derivatives and in the formula: it shows beside an `eps`
+    below 1e-10.
 
     Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last

@@ -35,8 +35,8 @@ def from_torch(
     nothing, it is zero. In each step an optimizer of the class is made for the leaves at hand and its `step` is called,
     in the form for single tensors. That costs a copy of a bucket of gradients, some 4 MB.
 
-    It writes in place, so it has no derivative and no `vmap`, and is in no compiled graph: `zf.adam`, `zf.sgd` and the
-    others of this library are functions.
+    It writes in place, so it has no derivative, under `vmap` neither, and is in no compiled graph: `zf.adam`, `zf.sgd`
+    and the others of this library are functions.
 
     Args:
         optimizer_class: the class, not an optimizer that is made.
@@ -47,7 +47,7 @@ def from_torch(
         TypeError: no such class, or an option that it does not have.
         ValueError: its update is not one of elements (`LBFGS`, `Muon`, `Adafactor`, `SparseAdam`), which is tried on
             a leaf of 12 numbers, whole and in two pieces; or the class refuses an option.
-        RuntimeError: at a step that torch.func, autograd or a compiler records.
+        RuntimeError: at a step that autograd or torch.func differentiates, or a compiler traces.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.from_torch(torch.optim.Adagrad, lr=0.5)
