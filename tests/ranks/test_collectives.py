@@ -32,7 +32,7 @@ from zerofn.collectives import (
 )
 from zerofn.core.agreement import agree
 from zerofn.ranks.backend import barrier, gather_objects
-from zerofn.ranks.collectives import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into
+from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from zerofn.ranks.group import Traffic
 from zerofn.ranks.local.launch import RankError, launch
 from zerofn.ranks.process_groups import release, shutdown
@@ -356,9 +356,6 @@ def raw():
         all_reduce_(t, group, op)
         assert t.item() == want
         all_reduce_(t, group, "max", async_op=True).wait()
-    t = torch.full((2,), float(r))
-    broadcast_(t, group, src=n - 1)
-    close(t, torch.full((2,), n - 1.0))
     for empty in (torch.empty(0),):
         all_gather_into(empty, empty, group)
         reduce_scatter_into(empty, empty, group)
@@ -371,7 +368,6 @@ def raw():
             "all_gather": 2,
             "reduce_scatter": 2,
             "all_reduce": 6,
-            "broadcast": 1,
             "barrier": 1,
             "objects": 1,
         }
@@ -471,7 +467,7 @@ def meshes():
     close(all_gather(x, shard), torch.tensor([0.0, 10.0]) if r < 2 else torch.tensor([20.0, 30.0]))
     close(all_gather(x, repl), torch.tensor([0.0, 20.0]) if r % 2 == 0 else torch.tensor([10.0, 30.0]))
     t = torch.tensor([float(r)])
-    broadcast_(t, repl, src=1)
+    all_reduce_(t, repl, "max")
     assert t.item() == (2 if r % 2 == 0 else 3)
 
     whole = mesh_group(init_device_mesh("cpu", (4,)))

@@ -220,34 +220,26 @@ class OnlyForth(LeafView):
 
 
 @dataclass(frozen=True)
-class ExitMap:
-    """Outputs: cast to `dtype` if one is asked for; cotangents times the scale, in fp32, and cast back."""
+class EdgeMap:
+    """What enters or leaves: cast to `dtype` if one is asked for; cotangents by the scale, in fp32, and cast back.
 
+    Attributes:
+        by: `times` of what leaves, `over` of what enters.
+        dtype: that is asked for.
+        own: that of the tensor, and of its cotangent.
+    """
+
+    by: Callable[[Tensor, Tensor, torch.dtype], Tensor]
     dtype: torch.dtype | None
-    inner: torch.dtype
-
-    def forth(self, y: Tensor, scale: Tensor | None) -> Tensor:
-        # A new tensor even without a cast: of a view, in-place changes by the caller would be an error
-        # under a Function, and silently wrong under a tensor hook.
-        return y.to(self.dtype) if self.dtype not in (None, y.dtype) else y.clone()
-
-    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        out = g.to(self.inner) if scale is None else times(g, scale, self.inner)
-        return identity(out) if out is g else out
-
-
-@dataclass(frozen=True)
-class EntryMap:
-    """Inputs: cast to `dtype` if one is asked for; cotangents over the scale, in fp32, and cast back."""
-
-    dtype: torch.dtype | None
-    outer: torch.dtype
+    own: torch.dtype
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        # A new tensor even without a cast: of a view, in-place changes by the caller would be an error
+        # under a Function, and silently wrong under a tensor hook.
         return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        out = g.to(self.outer) if scale is None else over(g, scale, self.outer)
+        out = g.to(self.own) if scale is None else self.by(g, scale, self.own)
         return identity(out) if out is g else out
 
 
@@ -268,17 +260,17 @@ def differentiable(x: Tensor) -> bool:
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One output of a model on its way out."""
-    dtype = cast_to(y, dtype)
-    if not crosses(y) or (dtype in (None, y.dtype) and (scale is None or not differentiable(y))):
-        return y
-    edge = ExitMap(dtype, y.dtype)
-    return linear_map(y, scale, edge.forth, edge.back)
+    return _crossed(times, y, scale, dtype)
 
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One input of a model on its way in."""
+    return _crossed(over, x, scale, dtype)
+
+
+def _crossed(by: Callable[..., Tensor], x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     dtype = cast_to(x, dtype)
     if not crosses(x) or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
         return x
-    edge = EntryMap(dtype, x.dtype)
+    edge = EdgeMap(by, dtype, x.dtype)
     return linear_map(x, scale, edge.forth, edge.back)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
-from ..core.linear_map import EntryMap, ExitMap, cast_to, crosses, differentiable
+from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
 from ..sharded.gather_on_use import Units
 from .calls import Local
@@ -115,7 +115,7 @@ class Sight:
         if dtype in (None, x.dtype) and not differentiable(x):
             # Another tensor on the same memory: if the model asks for its gradient, that one is of the inside.
             return x.view_as(x) if torch.is_grad_enabled() else x
-        return self._crossing(EntryMap(dtype, x.dtype), True).cross(x)
+        return self._crossing(EdgeMap(over, dtype, x.dtype), True).cross(x)
 
     def leave(self, y: Tensor) -> Tensor:
         """An output on its way out."""
@@ -136,7 +136,7 @@ class Sight:
         leaving = self.local.leaving
         if leaving is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
             return leaving.let_out(y, dtype, crosses, how)
-        return self._crossing(ExitMap(dtype, y.dtype), False).cross(y) if crosses else y
+        return self._crossing(EdgeMap(times, dtype, y.dtype), False).cross(y) if crosses else y
 
     def leave_all(self, output: Any) -> Any:
         """The outputs of a call on their way out."""
@@ -155,7 +155,7 @@ class Sight:
 
     def admit(self, x: Tensor) -> Tensor:
         """A tensor of the user's that the model finds in an attribute: as an input, but for its dtype."""
-        return self._crossing(EntryMap(None, x.dtype), True).cross(x) if crosses(x) else x
+        return self._crossing(EdgeMap(over, None, x.dtype), True).cross(x) if crosses(x) else x
 
     def _crossing(self, edge: Edge, inward: bool) -> Crossing:
         return Crossing(self, edge, inward, self.scale, self.noticed if self.scaled else None)

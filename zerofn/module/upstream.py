@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._compat import backward_call, number_of, version
 from .._errors import explain
-from ..core.linear_map import ExitMap, linear_map, untracked
+from ..core.linear_map import EdgeMap, linear_map, times, untracked
 from .crossing import Crossing
 from .nested_tensors import made
 
@@ -71,7 +71,7 @@ class Leaving:
         crossing: makes the crossing of an edge that leads outward.
     """
 
-    def __init__(self, crossing: Callable[[ExitMap], Crossing]):
+    def __init__(self, crossing: Callable[[EdgeMap], Crossing]):
         self.crossing = crossing
         # By node inside and number of its output. The nodes are kept: an id is only unique among the living.
         self.left: dict[tuple[int, int], tuple[Left, Any]] = {}
@@ -126,7 +126,7 @@ class Leaving:
         upstream = self._upstream(y)
         if not crosses and not upstream:
             return y
-        crossing = self.crossing(ExitMap(dtype, y.dtype))
+        crossing = self.crossing(EdgeMap(times, dtype, y.dtype))
         outer = Exit.apply(y, crossing, upstream, *(o for left in upstream if (o := left.as_it_left()) is not None))
         assert isinstance(outer, Tensor)
         self.add(y, outer, how)

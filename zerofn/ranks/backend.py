@@ -180,10 +180,6 @@ def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
     return outlasting("all_reduce", dist.all_reduce, t, op=REDUCE[op], group=group.pg, async_op=True)
 
 
-def begin_broadcast(t: Tensor, src: int, group: Group) -> Any:
-    return outlasting("broadcast", dist.broadcast, _bytes_of(t), src=group.ranks[src], group=group.pg, async_op=True)
-
-
 def _bytes_of(t: Tensor) -> Tensor:
     # fp8 is unknown to gloo. Moving needs no arithmetic, so it may travel as bytes; reducing may not.
     return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t

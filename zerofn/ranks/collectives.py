@@ -81,11 +81,3 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
     group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
     work = raw.begin_reduce(t, op, group)
     return run(work, "all_reduce", group, async_op)
-
-
-def broadcast_(t: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
-    """Copies `t` of rank `src` (a rank of the group) into `t` of every rank."""
-    if group.size == 1 or not t.numel():
-        return DONE if async_op else None
-    group.traffic.count("broadcast", group.size, t.numel() * t.element_size())
-    return run(raw.begin_broadcast(t, src, group), "broadcast", group, async_op)
