@@ -12,10 +12,8 @@ from .executor import Segment
 from .leafwise import transform
 from .order import effect
 from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most
-from .tree import Layout, Leaves, Tree, prefix_values
+from .tree import Layout, Leaves, prefix_values
 from .views import no_view
-
-Mask = Callable[[str], bool] | Tree
 
 
 @transform

@@ -109,11 +109,6 @@ class Pipeline:
         return self.road.stages
 
     @cached_property
-    def cut(self) -> int:
-        """The first of `stages` that reduces gradients of resident parameters."""
-        return self.road.cut
-
-    @cached_property
     def sharding(self) -> Wire | None:
         """How leaves are cut over ranks, if they are."""
         return self.road.sharding
@@ -143,17 +138,17 @@ class Pipeline:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
             return ()
-        return groups_of(self.stages[: self.cut] if self.late else self.stages)
+        return groups_of(self.road.pulled)
 
     @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
         """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
-        return self.road.composed(self.stages[: self.cut] if self.late else self.stages, self.dtypes.gradient)
+        return self.road.composed(self.road.pulled, self.dtypes.gradient)
 
     @cached_property
     def views_at_use(self) -> dict[str, LeafView]:
         """By path: how an attached model sees its resident parameters."""
-        return self.road.composed(self.stages[: self.cut], self.road.resident_grad_dtype)
+        return self.road.composed(self.road.at_use, self.road.resident_grad_dtype)
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
@@ -167,7 +162,7 @@ class Pipeline:
 
     def _update_halves(self, part: Transform, view: View | None) -> Iterator[Transform]:
         """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
-        if self.late and view is not None and not view.only_dtype and view in self.stages[self.cut :]:
+        if self.late and view is not None and not view.only_dtype and view in self.road.after_update:
 
             def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
                 pull = self.road.pull_recorded if ctx.recorded else self.road.pull

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -42,9 +43,19 @@ class Road:
     late: bool
 
     @cached_property
-    def cut(self) -> int:
-        """The first of `stages` that reduces gradients of resident parameters."""
-        return next((i for i, view in enumerate(self.stages) if view.resident), len(self.stages))
+    def at_use(self) -> tuple[View, ...]:
+        """Those that an attached model sees its resident parameters through, at each use."""
+        return tuple(takewhile(lambda view: not view.resident, self.stages))
+
+    @cached_property
+    def after_update(self) -> tuple[View, ...]:
+        """Those by which resident parameters are made once after an update: the first reduces their gradients."""
+        return self.stages[len(self.at_use) :]
+
+    @cached_property
+    def pulled(self) -> tuple[View, ...]:
+        """Those that gradients have come through when `zf.update` is given them."""
+        return self.at_use if self.late else self.stages
 
     @cached_property
     def sharding(self) -> Wire | None:
@@ -54,7 +65,7 @@ class Road:
     @cached_property
     def gathering(self) -> Wire | None:
         """How resident parameters are, if even they are shards, gathered when they are used."""
-        return cutter(self.stages[: self.cut])
+        return cutter(self.at_use)
 
     @cached_property
     def cutting(self) -> tuple[Group, ...]:
@@ -86,7 +97,7 @@ class Road:
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
-        if not any(view.only_dtype for view in self.stages[self.cut :]):
+        if not any(view.only_dtype for view in self.after_update):
             return self.dtypes.gradient(leaf)
         return summable(self.dtypes.summed(leaf))
 
@@ -96,7 +107,7 @@ class Road:
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of the gradient that `zf.update` is given."""
-        return _shape_behind(self.stages[: self.cut] if self.late else self.stages, leaf)
+        return _shape_behind(self.pulled, leaf)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -157,13 +168,13 @@ class Road:
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
         """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
-        for stage in self.stages[: self.cut]:
+        for stage in self.at_use:
             x = x if stage.only_dtype else stage.store(x, leaf)
         return x
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
         """Of what an attached model keeps between steps, the rows that this rank stores; in the dtype of `x`."""
-        for stage in self.stages[self.cut :]:
+        for stage in self.after_update:
             x = x if stage.wire is None else stage.store(x, leaf)
         return x
 

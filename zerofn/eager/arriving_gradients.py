@@ -68,7 +68,7 @@ class Arrivals:
     def _stream(self, groups: tuple[Group, ...], marks: tuple[str, ...]) -> Stream | None:
         """What reduces gradients as they arrive, where the first update half is a reduction."""
         pipe = self.pipe
-        wire, name = next(((s.wire, s.name) for s in pipe.stages[pipe.cut :] if s.wire is not None), (None, ""))
+        wire, name = next(((s.wire, s.name) for s in pipe.road.after_update if s.wire is not None), (None, ""))
         if pipe.late or wire is None or not groups:
             return None
         group = groups[pipe.groups.index(wire.group)]

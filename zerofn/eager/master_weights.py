@@ -36,7 +36,7 @@ class Copies:
     def __init__(self, pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves], together: bool):
         self.pipe, self.params, self.stored, self.together = pipe, params, stored, together
         # Between the two forms, from the model to storage.
-        self.later = pipe.stages[pipe.cut :]
+        self.later = pipe.road.after_update
         viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
         dtypes = {path: x.dtype for path, x in stored().items()}
         self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]

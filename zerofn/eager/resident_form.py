@@ -14,12 +14,12 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))
-    resident, later = pipe.road.kept(wide, leaf), pipe.stages[pipe.cut :]
+    resident, later = pipe.road.kept(wide, leaf), pipe.road.after_update
     if pipe.gathering is not None:
         resident = resident.clone()
     if any(stage.only_dtype for stage in later):
         resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
-    if not dense(resident) or (pipe.cut < len(pipe.stages) and not resident.is_contiguous()):
+    if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
         resident = resident.contiguous()
     p.data = resident
     if leaf.trainable:

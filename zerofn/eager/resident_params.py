@@ -135,7 +135,7 @@ class Residence:
             self.in_backward.forget()
         if self.units is not None:
             self.units.gathered.renew()
-        stages = self.pipe.stages[self.pipe.cut :]
+        stages = self.pipe.road.after_update
         if not stages:
             return
         leaves = self.state.leaves
@@ -204,4 +204,4 @@ def _of_equals(pipe: Pipeline, control: Group | None) -> Group | None:
         return None
     if pipe.gathering is None:
         return control
-    return joint_channel(groups_of(pipe.stages[pipe.cut :]))
+    return joint_channel(groups_of(pipe.road.after_update))

@@ -42,7 +42,7 @@ def label(
         return []
     elif pipe.late:
         why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
-    elif pipe.cut < len(pipe.stages):
+    elif pipe.road.after_update:
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM

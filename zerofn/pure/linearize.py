@@ -103,7 +103,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
 
     So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
     """
-    stages = pipe.stages[: pipe.cut] if pipe.late else pipe.stages
+    stages = pipe.road.pulled
     with torch.no_grad():
         seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
     paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
@@ -158,10 +158,10 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
     if not record:
         whole = not pipe.late and pipe.gathering is None
-        return stored if whole else pipe.road.see(pipe.stages[pipe.cut :], stored)
+        return stored if whole else pipe.road.see(pipe.road.after_update, stored)
     if not pipe.late:
         return stored
-    views = pipe.road.composed(pipe.stages[pipe.cut :], pipe.dtypes.gradient)
+    views = pipe.road.composed(pipe.road.after_update, pipe.dtypes.gradient)
     return {path: view(stored[path], None) for path, view in views.items()}
 
 

@@ -40,7 +40,7 @@ class UnitCollectives:
         assert pipe.gathering is not None
         self.units, self.blocks, self.pipe, self.params, self.scale = units, blocks, pipe, params, scale
         self.wire = pipe.gathering.on(group, pipe.gathering.reduce_dtype)
-        stages = pipe.stages[: pipe.cut]
+        stages = pipe.road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
         # What parts are seen through before they are gathered, and what whole leaves are seen through after it.
