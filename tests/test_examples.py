@@ -96,7 +96,9 @@ def test_what_a_run_leaves_behind(train_lm, tmp_path, options, expected):
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize(("first", "second"), [("eager", "eager"), ("pure", "eager")])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param("eager", "eager", marks=pytest.mark.slow), ("pure", "eager")]
+)
 def test_interrupted_and_resumed_is_straight_through(train_lm, tmp_path, monkeypatch, first, second):
     """Ctrl-C inside a step, then --resume: the same losses and the same state to the last bit."""
     options = [*TINY, "--steps", "15"]

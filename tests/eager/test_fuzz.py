@@ -16,7 +16,7 @@ from parity import PIPES, TWINS, compare
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
-SHARES = 10  # one test each, so that the workers of pytest-xdist divide them
+SHARES = 20  # one test each, so that the workers of pytest-xdist divide them
 # A tenth of them in every run; all where their number is given.
 LATER = () if "ZEROFN_FUZZ" in os.environ else pytest.mark.slow
 

@@ -27,7 +27,7 @@ from zerofn.ranks.local.launch import RankError, RankTimeout
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
-SHARES = 4  # a test each, so that the workers of pytest-xdist divide them
+SHARES = 6  # a test each, so that the workers of pytest-xdist divide them
 LATER = () if "ZEROFN_FUZZ" in os.environ else pytest.mark.slow
 BATCH = 20
 # A program takes a tenth of a second. A call that other ranks do not join is given up after some seconds.

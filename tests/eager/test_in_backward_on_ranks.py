@@ -99,7 +99,10 @@ def both(stage: Any, differing: bool) -> dict[str, Any]:
     return {last: (train(stage, last, False, differing), train(stage, last, True, differing)) for last in LAST}
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [(2, 2), (3, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 2), (1, 2), (3, 3), ("hybrid", 4)))],
+)
 def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int):
     for rank, found in enumerate(zf.launch(both, ranks, stage, stage != "hybrid", timeout=limit())):
         for last, ((after, states, _), (during, mine, left)) in found.items():
@@ -119,6 +122,7 @@ def hybrid(in_backward: bool) -> dict[str, Tensor]:
     return train("hybrid", "adamw", in_backward, True)[0]
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_with_other_blocks_on_each_rank():
     during, after = zf.launch(hybrid, 4, True, timeout=limit()), zf.launch(hybrid, 4, False, timeout=limit())
     for mine, theirs in zip(during, after, strict=True):
@@ -208,7 +212,10 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all fail", "one fails"])
-@pytest.mark.parametrize(("stage", "buckets"), [(0, False), (0, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "buckets"),
+    [(2, True), (3, False), *(pytest.param(0, x, marks=pytest.mark.slow) for x in (False, True))],
+)
 def test_after_a_backward_that_failed_half_way_training_goes_on(stage: int, buckets: bool, failing: tuple[int, ...]):
     ranks = zf.launch(goes_on, 2, stage, failing, buckets, timeout=limit())
     for before, after, end, steps, micro_steps in ranks:

@@ -61,7 +61,11 @@ PIPELINES = {
 BOUNDS = {"window": 3e-7, "scaled": 3e-7, "offload": 3e-7, "groups": 1e-6}
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+# A second of compiling each.
+SOON = ("window", "scaled", "stochastic")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOON else pytest.mark.slow) for x in PIPELINES])
 def test_a_compiled_step_gives_the_numbers_of_the_step(name):
     tx = PIPELINES[name]()
     step = zf.make_step(loss, tx)

@@ -440,7 +440,7 @@ def everything():
     return True
 
 
-@pytest.mark.parametrize("nproc", WORLDS)
+@pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in WORLDS[2:])])
 def test_collectives(nproc):
     assert launch(everything, nproc, timeout=limit()) == [True] * nproc
 

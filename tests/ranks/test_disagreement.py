@@ -131,7 +131,12 @@ def fewer_batches(route, first):
 
 
 @pytest.mark.parametrize(
-    "route, first", [("eager", zf.reduce_scatter), ("eager", zf.shard), ("pure", zf.all_reduce), ("pure", zf.shard)]
+    "route, first",
+    [
+        ("eager", zf.shard),
+        ("pure", zf.all_reduce),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("eager", zf.reduce_scatter), ("pure", zf.shard))),
+    ],
 )
 def test_a_rank_with_more_batches_ends_in_an_error(route, first):
     with pytest.raises(
@@ -248,7 +253,10 @@ def by_hand(model, opt):
         p.grad = None
 
 
-@pytest.mark.parametrize("cleared, stage", [(by_opt, 2), (by_opt, 3), (by_model, 3), (by_hand, 3)])
+@pytest.mark.parametrize(
+    "cleared, stage",
+    [(by_opt, 2), (by_hand, 3), *(pytest.param(x, 3, marks=pytest.mark.slow) for x in (by_opt, by_model))],
+)
 def test_a_step_that_one_rank_gives_up_is_told_on_every_rank(cleared, stage):
     for message in zf.launch(gives_up, 2, cleared, stage, timeout=limit()):
         assert "ranks disagree" in message and "rank 0" in message and "zero_grad()" in message, message

@@ -324,7 +324,9 @@ def server_of(pid):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
+)
 def test_when_the_caller_ends(how, tmp_path):
     caller, ranks = start_caller(tmp_path)
     server = server_of(ranks[0])
@@ -438,7 +440,7 @@ def work(scale):
 """
 
 
-@pytest.mark.parametrize("cloudpickle", [True, False])
+@pytest.mark.parametrize("cloudpickle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_script(cloudpickle, tmp_path):
     script = tmp_path / "script.py"
     # With cloudpickle the functions travel by value, and a script needs no guard.

@@ -69,6 +69,7 @@ def wanted(program, every):
     return P.reference(4, sgd, program, 4, P.make(), every, clip=0.5)
 
 
+@pytest.mark.slow
 def test_every_order_and_route_is_one_process_with_one_norm():
     for results in zf.launch(by_every_route, 4, timeout=limit()):
         for (name, route), got in results.items():
@@ -211,6 +212,7 @@ def saved_and_loaded(directory):
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_between_hierarchies_flat_sharding_and_one_process(tmp_path):
     tx = zf.chain(*flat()["one"], zf.adamw(1e-2))
     want, before = trained(tx, 0, 3 * EVERY).params, params()

@@ -114,7 +114,7 @@ def traffic(order):
     return total
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_sent_are_those_of_the_formula(size):
     one = WIDTH * WIDTH * 8 * (size - 1) // size
     want = {
@@ -284,8 +284,14 @@ def evaluated_without_autograd(first, later, param_dtype, backwards):
     return losses
 
 
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize(
+    ("param_dtype", "backwards"),
+    [
+        (torch.float32, 2),
+        (torch.bfloat16, 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((torch.float32, 1), (torch.bfloat16, 2))),
+    ],
+)
 def test_an_evaluation_in_inference_mode_on_one_rank_is_no_concern_of_training(param_dtype, backwards):
     modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "none": torch.enable_grad}
     want = None

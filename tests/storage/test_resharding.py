@@ -186,7 +186,7 @@ def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n)
     assert all(torch.equal(x, torch.ones_like(x)) for x in sums.values()) and sums
 
 
-@pytest.mark.parametrize("n, m", [(1, 3), (2, 4), (3, 2), (3, 4)])
+@pytest.mark.parametrize("n, m", [(1, 3), (3, 2), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in (2, 3))])
 def test_any_world_to_any_other(saved, n, m, tmp_path):
     """Read by m ranks and saved by them, it is bit for bit what n ranks saved; they go on as one process does."""
     directory, answers = saved
