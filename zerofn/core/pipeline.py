@@ -40,7 +40,7 @@ from .transform import (
     nothing_to_prepare,
 )
 from .tree import Layout, Leaves, Placement, the_one
-from .views import Dtypes, Factor, Ranks, View, Wire, cutting, reducing_in
+from .views import Dtypes, Factor, Ranks, View, Wire, cutter, cutting, reducing_in
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
@@ -116,12 +116,12 @@ class Pipeline:
     @cached_property
     def gathering(self) -> Wire | None:
         """How resident parameters are, if even they are shards, gathered when they are used."""
-        return self.road.gathering
+        return cutter(self.road.at_use)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Every group of ranks the pipeline talks in."""
-        return self.road.groups
+        return groups_of(self.stages)
 
     @property
     def scaled(self) -> bool:

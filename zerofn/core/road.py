@@ -63,19 +63,9 @@ class Road:
         return cutter(self.stages)
 
     @cached_property
-    def gathering(self) -> Wire | None:
-        """How resident parameters are, if even they are shards, gathered when they are used."""
-        return cutter(self.at_use)
-
-    @cached_property
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks that leaves are cut over, one after the other."""
         return tuple(wire.group for wire in cutting(self.stages))
-
-    @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """Every group of ranks the pipeline talks in."""
-        return groups_of(self.stages)
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
