@@ -95,7 +95,12 @@ def test_modules_import_one_way():
 
 
 @pytest.mark.parametrize(
-    ("library", "owners"), [("optree", {"core.tree"}), ("torch.distributed", {"ranks.backend"}), ("matplotlib", set())]
+    ("library", "owners"),
+    [
+        ("optree", {"core.tree"}),
+        ("torch.distributed", {"ranks.backend", "ranks.distributed_tensors"}),
+        ("matplotlib", set()),
+    ],
 )
 def test_only_one_module_imports(library, owners):
     found = {

@@ -229,6 +229,21 @@ def is_wrapper(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "__tensor_flatten__")
 
 
+def has_hooks(p: Any) -> bool:
+    """Whether anybody has registered a hook for the gradient of a leaf."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def local_of(x: Any) -> Tensor:
+    """What one of torch's distributed tensors has on this rank, itself and no view of it."""
+    return x._local_tensor
+
+
+def set_local(x: Any, local: Tensor) -> None:
+    """Exchange what a distributed tensor has on this rank, of whatever device."""
+    x._local_tensor = local
+
+
 def graph_task() -> int:
     """The number of the backward pass this thread is in; -1 outside of one."""
     return torch._C._current_graph_task_id()

@@ -431,8 +431,8 @@ def saved(tmp_path):
 def test_another_format_version(saved):
     directory, state = saved
     body = json.loads((directory / "zerofn.json").read_text())
-    (directory / "zerofn.json").write_text(json.dumps({**body, "version": 3, "zerofn": "9.1"}))
-    with pytest.raises(ValueError, match=r"format version 3[\s\S]*reads versions 1 to 2[\s\S]*zerofn==9.1"):
+    (directory / "zerofn.json").write_text(json.dumps({**body, "version": 4, "zerofn": "9.1"}))
+    with pytest.raises(ValueError, match=r"format version 4[\s\S]*reads versions 1 to 3[\s\S]*zerofn==9.1"):
         zf.load(directory, like=state)
 
 

@@ -30,17 +30,22 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
     agree_on_chain(pipe)
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
-        agree_on_prints(pipe, {path: fingerprint(x) for path, x in tensors.items()}, right)
+        agree_on_prints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
+    if model := [group for group in pipe.model if group.size > 1]:
+        whole = [leaf.path for leaf in pipe.layout.leaves if leaf.within is not None and not leaf.within.cut]
+        right = "torch.manual_seed(0) before the model is made and parallelize_module, on every rank"
+        agree_on_prints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
 
 
 def agree_on_chain(pipe: Pipeline) -> None:
     """Raise on every rank if ranks have other pipelines, or other trees of parameters."""
-    for group in pipe.groups:
+    for group in pipe.every_group:
         # The address of a function differs between processes that run the same code.
         tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
         agree("the pipeline", f"{', '.join(p.name for p in pipe.parts)} #{_digest(tx)}", group)
         tree = "\n".join(
-            f"{leaf.path} {tuple(leaf.shape)} {leaf.dtype} {leaf.trainable}" for leaf in pipe.layout.leaves
+            f"{leaf.path} {tuple((leaf.within or leaf).shape)} {leaf.dtype} {leaf.trainable}"
+            for leaf in pipe.layout.leaves
         )
         agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
 
@@ -60,17 +65,19 @@ def _has_nan(x: Tensor) -> bool:
     return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
 
 
-def agree_on_prints(pipe: Pipeline, prints: dict[str, int], right: str, failure: Exception | None = None) -> None:
+def agree_on_prints(
+    groups: Sequence[Group], prints: dict[str, int], right: str, failure: Exception | None = None
+) -> None:
     """Raise on every rank if ranks have other values, by the fingerprint of each leaf.
 
     Args:
-        pipe: whose ranks.
+        groups: the ranks, along each axis.
         prints: by path.
         right: what to write instead.
         failure: why this rank has none; it is raised here, and told to the others.
     """
     problem = failure
-    for group in pipe.groups:
+    for group in groups:
         # Also after a failure: on another axis of the mesh others wait for this rank.
         every = gather_objects((None if problem is None else f"{problem}", prints), group)
         lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]

@@ -16,6 +16,7 @@ from ..ranks.group import Group
 from .rows import cut_by_rows, rows_between
 from .state import State
 from .tree import flatten, tree_keys, unflatten
+from .within import Within
 
 
 class Entry(NamedTuple):
@@ -31,6 +32,7 @@ class Entry(NamedTuple):
         of_leaf: whether it belongs to a leaf.
         at_owner: whether one rank has all of it, the owner of the leaf.
         elsewhere: whether that is another one than this.
+        within: where the model itself has cut the leaf, how; then elements are counted box by box.
     """
 
     owner: str
@@ -42,6 +44,7 @@ class Entry(NamedTuple):
     of_leaf: bool = True
     at_owner: bool = False
     elsewhere: bool = False
+    within: Within | None = None
 
     @property
     def key(self) -> str:
@@ -61,7 +64,10 @@ class Entry(NamedTuple):
         """
         if self.offset is None:
             return whole.reshape(self.shape)
-        return whole.reshape(-1)[self.offset : self.offset + self.value.numel()].reshape(self.value.shape)
+        mine, low = whole, self.offset
+        if self.within is not None:
+            mine, low = self.within.part(whole), low - self.within.before
+        return mine.reshape(-1)[low : low + self.value.numel()].reshape(self.value.shape)
 
 
 def before(e: Entry) -> int | None:
@@ -125,10 +131,18 @@ def _of_pieces(state: State, owner: str, slot: str, values: Mapping[str | None, 
         if leaf.path in values:
             x = values[leaf.path]
             offset = spans[leaf.path][0] if sharded else None
-            rows.append(Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), offset))
+            e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), offset)
+            rows.append(e if leaf.within is None or not leaf.within.cut else _of_part(e, leaf.shape, leaf.within))
     if None in values:
         rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
     return rows
+
+
+def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:
+    """The entry of a leaf that is itself a part; what is no tensor of its form is each rank's alike."""
+    if e.offset is None and _shape(e.value) != tuple(shape):
+        return e
+    return e._replace(shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
 
 
 def _at_owners(

@@ -100,7 +100,7 @@ def first_values(
         # The others wait for this rank's answer, and are told.
         failure = error
     right = "draws from torch's own generators, which are seeded for each leaf, and nothing that depends on the rank"
-    agree_on_prints(pipe, {} if failure else prints, right, failure)
+    agree_on_prints(pipe.groups, {} if failure else prints, right, failure)
     return {leaf.path: kept[leaf.path] for leaf in pipe.layout.leaves}
 
 

@@ -41,13 +41,15 @@ from .transform import (
 )
 from .tree import Layout, Leaves, Placement, the_one
 from .views import Dtypes, Factor, Ranks, View, Wire, cutter, cutting, reducing_in
+from .whole_of_model import beside, check_other_axes, check_wholes
+from .within import counted_elsewhere
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
     found: Leaves = {}
 
     def close() -> None:
-        ctx.report("grad_norm", root(ctx.reduction.sum(added(found) if ctx.recorded else sum_of_squares(found))))
+        ctx.report("grad_norm", root(ctx.total(added if ctx.recorded else sum_of_squares, found)))
 
     return Prepared(found, close=close)
 
@@ -80,6 +82,7 @@ class Pipeline:
         dtypes: on the road of a parameter and its gradient.
         late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
         factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
+        model: the groups of ranks over which the model itself is cut, of which the chain does not know.
     """
 
     tx: Transform
@@ -89,6 +92,7 @@ class Pipeline:
     dtypes: Dtypes
     late: bool
     factors: tuple[tuple[str, Factor], ...]
+    model: tuple[Group, ...] = ()
 
     def made_ready(self) -> Pipeline:
         """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
@@ -120,8 +124,13 @@ class Pipeline:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Every group of ranks the pipeline talks in."""
+        """Every group of ranks that gradients are reduced over."""
         return groups_of(self.stages)
+
+    @cached_property
+    def every_group(self) -> tuple[Group, ...]:
+        """Every group of ranks among which steps must agree: those over which the model itself is cut as well."""
+        return (*self.groups, *(group for group in self.model if group.size > 1))
 
     @property
     def scaled(self) -> bool:
@@ -179,9 +188,11 @@ class Pipeline:
     @cached_property
     def reduction(self) -> Reduction:
         """Scalars over ranks."""
-        if not self.groups:
+        if not self.every_group:
             return OneProcess()
-        return OverRanks(self.road.cutting, self.groups)
+        leaves, model = self.layout.leaves, self.every_group[len(self.groups) :]
+        shared = any(leaf.within is not None and not leaf.within.cut for leaf in leaves)
+        return OverRanks(self.road.cutting, self.groups, model, counted_elsewhere(leaves), shared and bool(model))
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force: the product of all factors."""
@@ -206,7 +217,9 @@ class Pipeline:
         return states
 
 
-def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for) -> Pipeline:
+def pipeline(
+    tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
+) -> Pipeline:
     """Resolve a transform for a layout; an error where it cannot train.
 
     Args:
@@ -214,6 +227,7 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
         layout: of the parameters.
         where: the function that asks, for messages.
         ranks: opens groups of ranks.
+        model: those over which the model itself is cut.
     """
     tx = as_transform(tx)
     parts = complete(tx.members)
@@ -228,6 +242,8 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
             before = [x for x in views[:i] if x is not None]
             views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
     check_axes([(part.name, view) for part, view in zip(parts, views, strict=True)])
+    check_other_axes([view for view in views if view is not None], model)
+    check_wholes(parts, layout, where, bool(model))
     held = tuple(part.name for part in parts[:first] if part.facts.holds)
     late = bool(held) and any(view is not None and view.resident for view in views)
     stages = [view for view in views if view is not None]
@@ -237,11 +253,11 @@ def pipeline(tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for
         copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
         unreduced = _placement(stages[:at], layout)
         placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
-    layout = replace(layout, placement=placement)
+    layout = replace(layout, placement=beside(placement, model))
     if wires := cutting(stages):
         parts, layout = _with_owners(parts, layout, wires)
     check_pieces(parts, layout.placement.size, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, model)
 
 
 def _check_factor(name: str, found: Any) -> None:

@@ -101,8 +101,12 @@ class Road:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Global index of the first stored element of each leaf."""
-        return {} if self.sharding is None else {leaf.path: self.sharding.span(leaf)[0] for leaf in self.layout.leaves}
+        """Global index of the first stored element of each leaf; box by box where the model itself is cut."""
+        leaves, wire = self.layout.leaves, self.sharding
+        begin = {leaf.path: 0 if leaf.within is None else leaf.within.before for leaf in leaves}
+        if wire is None:
+            return begin if any(begin.values()) else {}
+        return {leaf.path: begin[leaf.path] + wire.span(leaf)[0] for leaf in leaves}
 
     def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
         """Gradients through the transposes of stages, in a fixed order of leaves on every rank.

@@ -95,7 +95,11 @@ class Reduction(Protocol):
     """Scalars over every rank that holds a part of the gradient."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over shards; replicas count once."""
+        """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
+        ...
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
         ...
 
     def mean(self, x: Tensor) -> Tensor:
@@ -116,6 +120,9 @@ class OneProcess:
 
     def sum(self, x: Tensor) -> Tensor:
         return x
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        return number(leaves)
 
     def mean(self, x: Tensor) -> Tensor:
         return x
@@ -182,6 +189,13 @@ class Context:
         A derivative by it then adds up over ranks. Anything but a tensor is as it is.
         """
         return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
+
+        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks.
+        """
+        return self.reduction.total(number, leaves)
 
     def report(self, name: str, value: Any) -> None:
         """Show a number in the step's metrics; of several of one name the first, which is before any clipping."""

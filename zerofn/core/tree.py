@@ -20,10 +20,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._compat import memory, pytree, register_constant
 from .._errors import bad_leaves, explain
+from ..ranks.distributed_tensors import is_distributed
 from .rows import span
+from .within import Within
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
 NAMESPACE = "zerofn"
+DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
 
 # The structure of a tree that is one leaf.
 ONE_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
@@ -38,10 +41,11 @@ class Leaf:
 
     Attributes:
         path: its place in the tree, for instance ``"blocks.0.weight"``.
-        shape: its global shape.
+        shape: its global shape; of a leaf that the model itself has cut, that of the part.
         dtype: the dtype it was given in.
         device: the type of device it was given on, for instance ``"cpu"``.
         trainable: whether a gradient is wanted.
+        within: where it lies in a tensor of the model's that is cut over other ranks than those of a chain.
     """
 
     path: str
@@ -49,6 +53,7 @@ class Leaf:
     dtype: torch.dtype
     device: str
     trainable: bool = True
+    within: Within | None = None
 
     @property
     def numel(self) -> int:
@@ -327,8 +332,15 @@ def parameters_of(model: nn.Module, recurse: bool = True) -> OrderedDict[str, nn
     return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
 
 
-def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: True) -> tuple[Layout, Leaves]:
+def make_layout(
+    params: Tree, trainable: Callable[[str], bool] = lambda path: True, within: Mapping[str, Within] | None = None
+) -> tuple[Layout, Leaves]:
     """The layout of a tree of parameters and its tensors by path.
+
+    Args:
+        params: the tree.
+        trainable: whether the leaf of a path wants a gradient.
+        within: by path, where leaves lie in tensors that the model itself has cut.
 
     Raises:
         TypeError: a leaf is no floating-point tensor; every such leaf is named.
@@ -355,7 +367,8 @@ def make_layout(params: Tree, trainable: Callable[[str], bool] = lambda path: Tr
                 raise ValueError(_same_path(params, paths, path))
             first[id(tensor)] = len(leaves)
             places.append(len(leaves))
-            leaves.append(Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path)))
+            of = None if within is None else within.get(path)
+            leaves.append(Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path), of))
             tensors[path] = tensor
     if not leaves:
         raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
@@ -398,7 +411,7 @@ def _not_a_parameter(leaf: Any) -> str | None:
             return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
         if leaf.layout != torch.strided:
             return f"layout {leaf.layout}; only strided tensors are parameters"
-        return None
+        return DISTRIBUTED if is_distributed(leaf) else None
     if is_dataclass(leaf) and any(isinstance(getattr(leaf, f.name), Tensor) for f in fields(leaf)):
         name = type(leaf).__name__
         return f"dataclass {name} is not registered: optree.dataclasses.dataclass({name}, namespace='zerofn')"

@@ -79,7 +79,7 @@ class Arrivals:
             for leaf in leaves
             for p in [self.params[leaf.path]]
         }
-        control = joint_channel(pipe.groups)
+        control = joint_channel(pipe.every_group)
         return Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, marks, name)
 
     def left(self) -> bool:

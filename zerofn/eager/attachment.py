@@ -23,12 +23,13 @@ from ..module.attach_checks import (
     check_trainable,
 )
 from ..module.backward_hooks import check_inner_hooks
+from ..module.distributed_model import DistributedModel
 from ..ranks.leases import lease
 from ..ranks.together import together
 from .averaged import Averaged
 from .both_forms import Dicts
 from .param_groups import ParamGroups
-from .resident_params import Residence, Start
+from .resident_params import Residence, Start, as_they_are
 from .steps import Steps
 
 
@@ -47,31 +48,44 @@ class Attachment:
         named = parameters_of(model)
         check_free(named)
         check_initialised(named, "attach")
-        layout, self.params = make_layout(named, lambda path: named[path].requires_grad)
-        check_trainable(layout)
         self.model, self.here = model, True
+        self.distributed = DistributedModel(model, named)
+        self.distributed.check_attached(early, start is not as_they_are)
+        self.distributed.enter()
+        try:
+            self._bind(parameters_of(model), tx, early, start)
+        except BaseException:
+            self.distributed.leave()
+            raise
+
+    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, early: bool, start: Start) -> None:
+        model, model_groups = self.model, self.distributed.groups
+        layout, self.params = make_layout(named, lambda path: named[path].requires_grad, self.distributed.within)
+        check_trainable(layout)
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
-            self.pipe = pipeline(tx, layout, "zf.attach")
-            check_alone(model, bool(self.pipe.groups))
+            self.pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
+            check_alone(model, bool(self.pipe.every_group))
             if self.pipe.scaled:
                 check_inner_hooks(model)
             context = (lambda: self.steps.context()) if early else None
-            self.home = Residence(model, self.pipe, self.params, context, lambda: _check(myself()), start)
+            unchanged, forms = lambda: _check(myself()), self.distributed.forms
+            self.home = Residence(model, self.pipe, self.params, context, unchanged, start, forms)
         if self.home.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.control.ranks))
         self.averages = Averaged(self.home.refresh)
         self.groups = ParamGroups(self.pipe, self.params)
         self.watch = Watch(model, layout, self.params)
+        self.leave = functools.partial(_leave, self.home, self.distributed)
         self.steps = Steps(self.pipe, self.home, self.params, self.groups, self.watch)
         self.dicts = Dicts(self.pipe, self.home, self.params, self.groups)
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
         for p in self.params.values():
-            p._zerofn_owner = Owner(opt, self.home.leave, bool(self.pipe.groups))  # type: ignore[attr-defined]
+            p._zerofn_owner = Owner(opt, self.leave, bool(self.pipe.every_group))  # type: ignore[attr-defined]
 
     def meet(self, call: str, right: str) -> None:
         """Wait for the other ranks, which make the same call."""
@@ -97,10 +111,16 @@ class Attachment:
         if self.here:
             self.home.micro_step.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
-            self.home.leave()
             for p in self.params.values():
                 del p._zerofn_owner  # type: ignore[attr-defined]
+            self.leave()
             self.here = False
+
+
+def _leave(home: Residence, distributed: DistributedModel) -> None:
+    """A plain model, with the parameters that it had."""
+    home.leave()
+    distributed.leave()
 
 
 def _check(attachment: Attachment | None) -> None:

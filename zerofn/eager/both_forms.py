@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.tree import Leaves
@@ -36,6 +37,13 @@ class Dicts:
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Any state of the pipeline; rates are those of now, or of `groups`."""
         return as_dict(self.pipe, state, self.groups.told() if groups is None else groups)
+
+    def check_told(self) -> None:
+        """In these forms a tensor is one of the chain's, and says nothing of a cut that the model has besides."""
+        if any(leaf.within is not None and leaf.within.cut for leaf in self.pipe.layout.leaves):
+            why = "its states are of parts, over ranks that this form does not know"
+            right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"
+            raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
     def ours(self) -> dict[str, Any]:
         return self.of(self.home.settled())

@@ -226,6 +226,7 @@ class Optimizer(torch.optim.Optimizer):
         `zf.save(directory, opt)` keeps them.
         """
         self._averages.refuse("opt.state_dict()")
+        self._own.dicts.check_told()
         asks = sys._getframe(1)
         by_torch = asks.f_globals.get("__name__") == torch_form.ASKS
         return _hooks.saved(self, lambda: self._own.dicts.in_torch_form(asks) if by_torch else self._own.dicts.ours())
@@ -254,6 +255,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is
                 named, and nothing is changed.
         """
+        self._own.dicts.check_told()
         _hooks.loaded(self, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -274,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
-        if self._pipe.groups:
+        if self._pipe.every_group:
             raise RuntimeError(
                 explain(
                     "torch.amp.GradScaler with a pipeline over ranks",

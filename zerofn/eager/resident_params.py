@@ -7,7 +7,7 @@ again after an update. Under `shard` its parameters are flat shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..module.boundary import Sight
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_sight
 from ..module.guards import label
+from ..ranks.distributed_tensors import Form
 from ..ranks.group import Group
 from ..ranks.process_groups import channel, joint_channel
 from ..sharded.gather_on_use import Units
@@ -61,6 +62,7 @@ class Residence:
         context: of a step, where the update is to run within backward.
         unchanged: raises if the model is no longer what was attached.
         start: where their first values come from.
+        forms: by path, what distributed tensors the model itself has made of them.
     """
 
     def __init__(
@@ -71,12 +73,13 @@ class Residence:
         context: Callable[[], Context] | None,
         unchanged: Callable[[], None],
         start: Start,
+        forms: Mapping[str, Form],
     ):
         self.model, self.pipe, self.params = model, pipe, params
         buffers = dtypes_of_buffers(model, pipe.dtypes)
         settle = start(pipe, params)
         self.groups: tuple[Group, ...] = tuple(channel(g) for g in pipe.groups)
-        self.control: Group | None = joint_channel(pipe.groups) if pipe.groups else None
+        self.control: Group | None = joint_channel(pipe.every_group) if pipe.every_group else None
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         stored = settle()
@@ -90,9 +93,9 @@ class Residence:
         self.blocks: list[nn.Module] = []
         self.units = self.arrivals.units = self._units()
         self.sight: Sight | None = None
-        if needs_sight(pipe):
+        if forms or needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
-            self.sight = Sight(pipe, self.scale, self.units, model, unchanged)
+            self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
             self.undo.append(install(model, self.sight, paths, self.blocks))
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(params, _of_equals(pipe, self.control) if context is None else None)
@@ -101,7 +104,7 @@ class Residence:
         )
         ends = self.micro_step
         asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
-        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks)
+        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -202,6 +205,6 @@ def _of_equals(pipe: Pipeline, control: Group | None) -> Group | None:
     """A channel between the ranks that have one and the same parameter, of which each stores a part."""
     if pipe.sharding is pipe.gathering:
         return None
-    if pipe.gathering is None:
+    if pipe.gathering is None and not pipe.model:
         return control
     return joint_channel(groups_of(pipe.road.after_update))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
+from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from .calls import Local
 from .closed_graph import check_closed
@@ -33,6 +34,7 @@ class Sight:
         units: Units | None,
         model: nn.Module,
         unchanged: Callable[[], None],
+        forms: Mapping[str, Form],
     ):
         self.pipe = pipe
         self.scaled = pipe.scaled
@@ -42,7 +44,7 @@ class Sight:
         # Raises if the model is no longer what was attached: the reason for much that goes wrong later.
         self.unchanged = unchanged
         self.local = Local(units)
-        self.views = ParameterViews(pipe, units, self.local, self._crossing)
+        self.views = ParameterViews(pipe, units, self.local, self._crossing, forms)
         self.spans = Spans()
         self.attributes = Attributes(self, list(model.modules()))
         # The hook that ends each module's calls, and the one that shows the user's hooks an output.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._compat import IGNORED_BY_DDP
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaves
+from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
 from .accelerate import prepare
+from .distributed_parameter import Distributed
 from .sharded_parameter import Parted
 from .sharded_state_dict import mark
 
@@ -25,6 +27,7 @@ def label(
     units: Units | None,
     in_backward: bool,
     asks: Asks,
+    forms: Mapping[str, Form],
 ) -> list[Callable[[], None]]:
     """Tell each parameter what it, or its gradient, is a part of; what is returned undoes it.
 
@@ -35,10 +38,11 @@ def label(
         units: what gathers sharded ones.
         in_backward: whether gradients are used as they arrive.
         asks: what they ask of the gradients of this model.
+        forms: by path, what distributed tensors the model itself has made of them.
     """
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
-    elif not pipe.groups:
+    elif not pipe.every_group and not forms:
         return []
     elif pipe.late:
         why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
@@ -47,9 +51,11 @@ def label(
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
     told = {"why": why, "refused": refused, "asks": asks}
-    apart = [prepare(model)] if pipe.groups else []
+    apart = [prepare(model)] if pipe.every_group else []
+    apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
+    others = {path: p for path, p in params.items() if path not in forms}
     if units is None:
-        return apart + [tell(p, Partial, **told) for p in params.values()]
+        return apart + [tell(p, Partial, **told) for p in others.values()]
     is_whole = lambda: units.suspended  # noqa: E731
     shapes = {leaf.path: tuple(leaf.shape) for leaf in pipe.layout.leaves}
     undo = [
@@ -62,10 +68,26 @@ def label(
             full=shapes[path],
             **told,
         )
-        for path, p in params.items()
+        for path, p in others.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    return apart + undo + mark(model, leaves, pipe, is_whole) + [_hide_from_ddp(model)]
+    kept = lambda x, leaf: pipe.road.kept(_local(x, forms.get(leaf.path)), leaf)  # noqa: E731
+    return apart + undo + mark(model, leaves, pipe, kept, is_whole) + [_hide_from_ddp(model)]
+
+
+def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:
+    """As `tell`, one that was a distributed tensor."""
+
+    def whole() -> Tensor:
+        # Gathered where it is wanted, and not when it is used: torch's distributed tensors hold plain ones.
+        return form.wrap(p if units is None or units.suspended else units.look_alone(path).clone())
+
+    in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
+    return tell(p, Distributed, form=form, path=path, whole=whole, in_parts=in_parts, **told)
+
+
+def _local(x: Tensor, form: Form | None) -> Tensor:
+    return x if form is None else form.local(x)
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:

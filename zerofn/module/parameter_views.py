@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from .._compat import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
+from ..ranks.distributed_tensors import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import lasting
 from ..sharded.write_back import Place, place
@@ -28,18 +29,35 @@ class ParameterViews:
         units: what gathers sharded parameters.
         local: what each thread that calls the model has.
         crossing: makes the crossing of a view, where there is a loss scale.
+        forms: by path, what distributed tensor forward has in the place of a local one.
 
     Attributes:
         suspended: the parameters are what the model sees for a while, whatever its views.
     """
 
-    def __init__(self, pipe: Pipeline, units: Units | None, local: Local, crossing: Callable[[Edge, bool], Crossing]):
+    def __init__(
+        self,
+        pipe: Pipeline,
+        units: Units | None,
+        local: Local,
+        crossing: Callable[[Edge, bool], Crossing],
+        forms: Mapping[str, Form],
+    ):
         self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
-        self.scaled = pipe.scaled
+        self.scaled, self.forms = pipe.scaled, forms
         self.suspended = False
 
     def look(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
+        form = self.forms.get(path)
+        if form is None:
+            return self._look(path, stored)
+        given = form.local(stored) if is_distributed(stored) else stored
+        # Of another thread's or hook's mode none: what an operation does with it is decided where it is used.
+        with lasting(), torch.enable_grad():
+            return form.wrap(self._look(path, given))
+
+    def _look(self, path: str, stored: Tensor) -> Tensor:
         view = self.pipe.views_at_use[path]
         if self.units is not None:
             if stored is self.units.params[path]:

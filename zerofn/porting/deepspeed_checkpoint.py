@@ -149,11 +149,11 @@ def _files(directory: Path, opt: Optimizer) -> Files:
 
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
     """What the model's parameters and its optimizers keep of each leaf: by leaf and file, shape and dtype."""
-    trained = {leaf.path: torch.Size(leaf.shape) for leaf in opt.state.layout.leaves if leaf.trainable}
+    trained = {leaf.path for leaf in opt.state.layout.leaves if leaf.trainable}
     made_by = {part.name for part in opt._pipe.parts if part.facts.optimizes}
     for e in entries(opt.state):
         if e.path in trained and e.owner == "params":
-            yield (e.path, WEIGHT), (trained[e.path], e.value.dtype)
+            yield (e.path, WEIGHT), (torch.Size(e.shape), e.value.dtype)
         elif e.path in trained and e.owner in made_by:
             name = e.slot.rpartition("/")[2]
             yield (e.path, STEP if name == COUNTS[0] else name), (torch.Size(e.shape), e.value.dtype)

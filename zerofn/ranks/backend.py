@@ -1,4 +1,4 @@
-"""The one module that imports `torch.distributed`: process groups, collectives as torch has them, feature-tested names.
+"""What is used of `torch.distributed`: process groups, collectives as torch has them, feature-tested names.
 
 Nothing here counts what is sent, or watches whether it arrives: `ranks.collectives` does, and is what the library uses.
 Groups are opened by `ranks.process_groups`, which keeps them.

@@ -8,7 +8,7 @@ rank's own has the mean of their cotangents, since a rank's loss counts as one o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._errors import explain
 from ..kernels.recording import recorded
 from .collectives import all_reduce_
 from .differentiable import all_reduce, replicate
@@ -28,16 +29,36 @@ class OverRanks:
 
     Attributes:
         shards: the groups that leaves are cut over, one for each axis of a mesh.
-        groups: all groups.
+        groups: all groups that gradients are reduced over.
+        model: those over which the model itself is cut.
+        elsewhere: the leaves that another rank of these counts in sums, by path.
+        shared: whether there is any such leaf, on some rank.
     """
 
     shards: tuple[Group, ...]
     groups: tuple[Group, ...]
+    model: tuple[Group, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+    shared: bool = False
 
     def sum(self, x: Tensor) -> Tensor:
-        for group in self.shards:
+        if self.shared:
+            raise ValueError(
+                explain(
+                    "ctx.reduction.sum(x) of a model that is itself cut over ranks",
+                    "parameters that are whole on all of those would be counted on each, and a number does not tell",
+                    "ctx.total(squared_norm, grads): of what, and how a number is made of it",
+                )
+            )
+        return self._sum(x)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        for group in (*self.shards, *self.model):
             x = _summed(x, group)
         return x
+
+    def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
+        return self._sum(number({path: _nothing(x) if path in self.elsewhere else x for path, x in leaves.items()}))
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -45,14 +66,19 @@ class OverRanks:
     def max(self, x: Tensor) -> Tensor:
         # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
-        for group in self.groups:
+        for group in (*self.groups, *self.model):
             x = _Maximum.apply(x.detach(), group) if recorded((x,)) else _over(x, group, "max")  # type: ignore[assignment]
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
-        for group in self.shards:
+        for group in (*self.shards, *self.model):
             x = _at(group, x, replicate)
         return x
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """What counts nothing in a sum, and is of the dtype that the sum is made in."""
+    return x.new_zeros((0,) if x.ndim else ())
 
 
 class _Maximum(Function):

@@ -120,7 +120,11 @@ class Partial(nn.Parameter):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
             if value is None:
                 self.asks.cleared(True)
-        write(self, plain(value))
+        write(self, self._own(value))
+
+    def _own(self, value: Tensor | None) -> Tensor | None:
+        """As what is kept has what is set."""
+        return plain(value)
 
     def _delete(self) -> None:
         Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
@@ -134,7 +138,7 @@ class Partial(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        value, mine = plain(value), Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        value, mine = self._own(value), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
         if kept and not is_dynamo_compiling() and sys._getframe(1).f_code is APPLYING:
             # `model.to("cpu:0")`, as accelerate writes it, is a copy to torch; the optimizer has this memory.

@@ -22,7 +22,8 @@ from ..eager.param_groups import packed
 from ..ranks.background import settle
 from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved
-from .fit import dtype_name, name_of
+from .fit import boxes_of, dtype_name, name_of
+from .manifest import ROW_MAJOR
 from .replicas import check_replicas, group_of, meet, row_major
 from .saving import Saving, copied
 
@@ -157,7 +158,7 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         elif isinstance(e.value, Tensor) and e.value.is_meta:
             bad.append((e.key, "is on the meta device and has no data"))
         elif isinstance(e.value, Tensor):
-            about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape)}
+            about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape), **boxes_of(e)}
             copies = range(placement.copies) if e.owner in placement.apart else [None]
             tensors.update({name_of(e, copy): about for copy in copies})
         elif isinstance(e.value, PLAIN):
@@ -168,6 +169,8 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
     head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
+    if not any("boxes" in about for about in tensors.values()):
+        head["version"] = ROW_MAJOR
     return {**head, "values": values, "tensors": tensors}
 
 

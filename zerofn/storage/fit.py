@@ -25,6 +25,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def boxes_of(e: Entry) -> dict[str, Any]:
+    """What a table of contents says of the order of a tensor's elements, where it is not its own."""
+    if e.within is None or e.within.ordered:
+        return {}
+    return {"boxes": [[list(x) for x in box] for box in e.within.boxes]}
+
+
+def reordered(e: Entry, about: dict[str, Any] | None) -> bool:
+    """Whether a checkpoint keeps the elements of an entry in another order than the entry counts them."""
+    return about is not None and about.get("boxes") != boxes_of(e).get("boxes")
+
+
 def source(e: Entry, manifest: dict[str, Any], placement: Placement) -> str:
     """Under which name an entry of `like` stands in the checkpoint."""
     if e.key in manifest["tensors"]:
@@ -49,6 +61,8 @@ def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str
             bad.append((e.key, f"{there} in the checkpoint, {here} here"))
         elif about is not None:
             bad += [(e.key, reason) for reason in _misfits(e, about)]
+            if reordered(e, about) and e.key not in manifest["tensors"]:
+                bad.append((e.key, "sums that are not reduced yet, of a model that was cut otherwise; end the window"))
     return bad + [(key, "unexpected: only the checkpoint has it") for key in found]
 
 

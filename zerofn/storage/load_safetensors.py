@@ -166,6 +166,8 @@ def _read(part: Any, e: Entry) -> Tensor:
     device = "cpu" if like.is_meta else like.device
     if e.offset is None:
         return part[...].to(device, like.dtype, copy=True).view(like.shape)
+    if e.within is not None:
+        return e.part(part[...]).to(device, like.dtype, copy=True)
     low, high = e.offset, e.offset + like.numel()
     if not shape:
         return part[...].view(1)[low:high].to(device, like.dtype, copy=True)

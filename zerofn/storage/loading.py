@@ -15,6 +15,7 @@ from ..core.entries import Entry, before, entries, rebuild
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.transform import Transform
+from ..core.within import joined
 from ..eager.optimizer import Optimizer
 from ..pure.api import pipe_of
 from ..ranks.background import settle
@@ -22,7 +23,7 @@ from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
 from .checkpoint import state_of
-from .fit import copies_in, differences, misfit_message, source
+from .fit import copies_in, differences, misfit_message, reordered, source
 from .partial import Loaded, Partial, groups_by_name
 from .replicas import group_of, meet
 from .windows import share_windows
@@ -132,6 +133,8 @@ class _Wanted:
         self.directory, self.placement = directory, model.layout.placement
         self.entries, self.buffers, self.module, self.strict = entries(model), buffers, module, strict
         self.partial = Partial(directory)
+        # What stands in the checkpoint in another order: all of it, and in which.
+        self.otherwise: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *buffers]
         self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
         self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
@@ -153,11 +156,16 @@ class _Wanted:
         late = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
         for key, x in late.items():
             self.flat[key].fill_(x)
-        return {
-            source(e, manifest, self.placement): Piece(self.flat[e.key], e.offset or 0, e.shape)
-            for e in wanted
-            if e.key in self.new and e.key not in late and e.key not in self.partial.anew
-        }
+        read = [e for e in wanted if e.key in self.new and e.key not in late and e.key not in self.partial.anew]
+        names = {e.key: source(e, manifest, self.placement) for e in read}
+        # Of what was cut otherwise by a model of its own all is read: this rank's elements are anywhere in it.
+        self.otherwise = [
+            (e, torch.empty(torch.Size(e.shape), dtype=e.value.dtype), manifest["tensors"][names[e.key]].get("boxes"))
+            for e in read
+            if reordered(e, manifest["tensors"].get(names[e.key]))
+        ]
+        pieces = {names[e.key]: Piece(self.flat[e.key], e.offset or 0, e.shape) for e in read}
+        return pieces | {names[e.key]: Piece(whole.view(-1), 0, e.shape) for e, whole, _ in self.otherwise}
 
     def of_a_rank(self, manifest: dict[str, Any]) -> list[Entry]:
         """What each rank had for itself."""
@@ -170,6 +178,9 @@ class _Wanted:
 
     def read(self) -> dict[str, Tensor]:
         """What has been read, in the strides of what it is for."""
+        for e, read, boxes in self.otherwise:
+            self.flat[e.key].copy_(e.part(read if boxes is None else joined(read.view(-1), e.shape, boxes)).reshape(-1))
+        self.otherwise.clear()
         for key, x in self.new.items():
             if not x.is_contiguous():
                 x.copy_(self.flat[key].view(x.shape))

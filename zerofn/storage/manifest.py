@@ -29,7 +29,8 @@ from .files import NotAFile, create, discard, open_regular, sync_directory
 
 NAME = "zerofn.json"
 FORMAT = "zerofn checkpoint"
-VERSION = 2  # 1 knew no buffers
+VERSION = 3  # 1 knew no buffers, and 2 no tensors whose elements are kept box by box
+ROW_MAJOR = 2
 DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
 TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._errors import explain
 from ..core.entries import Entry, entries
 from ..core.state import State
+from ..core.within import joined
 from ..eager.optimizer import Optimizer
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
@@ -104,12 +105,12 @@ def _gather(e: Entry, group: Group) -> Tensor:
         places = gather_objects((e.offset, x.numel()), group)
         width = max(n for _, n in places)
         mine = x.new_zeros(width, device=group.device)
-        mine[: x.numel()] = x
+        mine[: x.numel()] = x.reshape(-1)
         rows = mine.new_empty((group.size, width))
         all_gather_into(rows.view(-1), mine, group)
         x = x.new_empty(numel if group.rank == 0 else 0, device="cpu")
         if group.rank == 0:
             for (offset, n), row in zip(places, rows, strict=True):
                 x[offset : offset + n] = row[:n]
-            x = x.view(e.shape)
+            x = x.view(e.shape) if e.within is None else joined(x, e.shape, e.within.boxes)
     return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)

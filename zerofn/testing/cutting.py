@@ -63,6 +63,9 @@ class Numbers:
     def sum(self, x: Tensor) -> Tensor:
         return self._ask("sum", x)
 
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        return self.sum(number(leaves))
+
     def mean(self, x: Tensor) -> Tensor:
         return self._ask("mean", x)
 

@@ -77,7 +77,7 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         )
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        squares = ctx.reduction.sum(squared_norm(grads))
+        squares = ctx.total(squared_norm, grads)
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
         ratio = (norm + 1e-6).reciprocal().mul(max_norm)

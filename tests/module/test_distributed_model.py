@@ -1,0 +1,205 @@
+"""Models that torch's tensor parallelism has cut are attached along the other axis of the mesh."""
+
+import functools
+
+import pytest
+import tensor_parallel as T
+import torch
+from time_limits import limit
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import zerofn as zf
+
+STEPS = 30
+# Sums over ranks and over columns are made in another order; thirty steps of Adam in float64 carry that on.
+BOUND = 1e-11
+
+
+def stages(dp):
+    return {
+        "nothing": (),
+        "all_reduce": (zf.all_reduce(dp),),
+        "window, all_reduce": (zf.accumulate(2), zf.all_reduce(dp)),
+        "reduce_scatter": (zf.reduce_scatter(dp),),
+        "window, reduce_scatter": (zf.accumulate(2), zf.reduce_scatter(dp)),
+        "reduce_scatter, window": (zf.reduce_scatter(dp), zf.accumulate(2)),
+        "shard": (zf.shard(dp),),
+        "shard, window": (zf.shard(dp), zf.accumulate(2)),
+    }
+
+
+def rest():
+    return zf.clip_by_global_norm(0.05), zf.adamw(lr=1e-2)
+
+
+def every_stage(size, names):
+    """Of each stage parameters and norms."""
+    dp, tp = T.axes(size, 2)
+    out = {}
+    for name in names:
+        model = T.cut(tp)
+        opt = zf.attach(model, zf.chain(*stages(dp)[name], *rest()))
+        norms = T.train(model, opt, STEPS, dp)
+        opt.detach()
+        out[name] = T.wholes(model), norms
+    return out
+
+
+@functools.cache
+def alone(windows):
+    return T.alone(zf.chain(*([zf.accumulate(2)] if windows else []), *rest()), STEPS)
+
+
+def check(found):
+    for of_rank in found:
+        for name, (got, norms) in of_rank.items():
+            want, told = alone("window" in name)
+            assert T.difference(got, want) < BOUND, name
+            assert norms == pytest.approx(told, rel=BOUND), name
+
+
+def test_over_two_ranks_of_tensor_parallelism_it_is_one_process():
+    check(zf.launch(every_stage, 2, 1, ["nothing", "all_reduce", "shard"], timeout=limit()))
+
+
+@pytest.mark.slow
+def test_on_a_mesh_of_both_axes_every_stage_is_one_process():
+    names = [name for name in stages(None) if name != "nothing"]
+    check(zf.launch(every_stage, 4, 2, names, timeout=limit(120)))
+
+
+def faces():
+    """What a user finds in an attached model, and when it is detached."""
+    dp, tp = T.axes(1, 2)
+    model = T.cut(tp)
+    old = dict(model.named_parameters())
+    before = {name: T.whole(p) for name, p in old.items()}
+    opt = zf.attach(model, zf.chain(zf.all_reduce(dp), *rest()))
+    w, bias = model.blocks[0].up.weight, model.blocks[0].down.bias
+    out = {"shape": tuple(w.shape), "norm": w.norm().full_tensor().item(), "bias": bias.norm().full_tensor().item()}
+    out["norms expected"] = [float(before[f"blocks.0.{n}"].norm()) for n in ("up.weight", "down.bias")]
+    state = model.state_dict()
+    out["state"] = all(torch.equal(T.whole(state[name]), x) for name, x in before.items())
+    out["kinds"] = sorted(name for name, x in state.items() if isinstance(x, DTensor))
+    # A penalty from outside of the model has the derivative that it has in one process.
+    (w**2).sum().full_tensor().backward()
+    out["penalty"] = bool(torch.equal(T.whole(w.grad), 2 * before["blocks.0.up.weight"]))
+    (grad,) = torch.autograd.grad((w**2).sum().full_tensor(), w)
+    out["grad"] = bool(torch.equal(T.whole(grad), 2 * before["blocks.0.up.weight"]))
+    opt.zero_grad()
+    given = []
+    handle = w.register_hook(lambda g: given.append(type(g)) or g * 0)
+    x, y = T.batch(0)
+    ((model(x) - y) ** 2).mean().backward()
+    handle.remove()
+    out["hook"] = given == [DTensor] and float(T.whole(w.grad).abs().max()) == 0.0
+    with torch.no_grad():
+        w.mul_(2.0)
+    out["written"] = bool(torch.equal(w.full_tensor(), 2 * before["blocks.0.up.weight"]))
+    model.load_state_dict({name: state[name] * 0 + 1 for name in state})
+    out["loaded"] = all(bool((T.whole(p.detach()) == 1).all()) for p in model.parameters())
+    messages = []
+    for wrong in (
+        lambda: w.mul_(2.0),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: (old["blocks.0.up.weight"] ** 2).sum().full_tensor().backward(),
+        lambda: opt.state_dict(),
+        lambda: zf.full_params(opt.tx, opt.state),
+    ):
+        try:
+            wrong()
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    opt.detach()
+    now = dict(model.named_parameters())
+    out["same objects"] = all(now[name] is p for name, p in old.items())
+    out["values"] = all(bool((T.whole(p) == 1).all()) for p in now.values())
+    return out, messages
+
+
+def test_parameters_stay_distributed_to_whoever_looks_at_them():
+    for found, messages in zf.launch(faces, 2, timeout=limit()):
+        assert found["shape"] == (8, T.WIDTH)
+        assert [found["norm"], found["bias"]] == pytest.approx(found["norms expected"], rel=1e-12)
+        names = ("up.weight", "up.bias", "down.weight", "down.bias")
+        assert found["kinds"] == sorted(["gain", *(f"blocks.{i}.{n}" for i in range(2) for n in names)])
+        for what in ("state", "penalty", "grad", "hook", "written", "loaded", "same objects", "values"):
+            assert found[what], what
+        written, clipped, stale, state, pure = messages
+        assert "requires a gradient" in written
+        assert "zf.clip_by_global_norm" in clipped
+        assert "model.get_parameter(path)" in stale
+        assert "zf.save(directory, opt)" in state
+        assert "zf.full_params" in pure and "opt.step()" in pure
+
+
+def refusals():
+    """By what was wrong: the message."""
+    dp, tp = T.axes(1, 2)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    out = {}
+
+    def attempt(name, model, tx=None, **how):
+        before = dict(model.named_parameters())
+        try:
+            zf.attach(model, tx or zf.chain(zf.all_reduce(dp), *rest()), **how)
+        except ValueError as error:
+            out[name] = str(error)
+        assert all(p is before[path] for path, p in model.named_parameters())
+        assert all(T.whole(p).isfinite().all() for p in model.parameters())
+
+    def with_weight(x):
+        model = T.cut(tp)
+        model.blocks[1].up.weight = nn.Parameter(x)
+        return model
+
+    local = torch.ones(8, T.WIDTH, dtype=torch.float64)
+    attempt("partial", with_weight(DTensor.from_local(local, tp, [Partial()])))
+    attempt("two axes", with_weight(distribute_tensor(local, both, [Replicate(), Shard(0)])))
+    hooked = T.cut(tp)
+    hooked.blocks[1].up.weight.register_hook(lambda g: g)
+    attempt("hooks", hooked)
+    attempt("over its own ranks", T.cut(tp), zf.chain(zf.shard(), *rest()))
+    attempt("muon", T.cut(tp), zf.chain(zf.all_reduce(dp), zf.muon(lr=0.1)))
+    attempt("in backward", T.cut(tp), zf.chain(zf.all_reduce(dp), zf.adamw(lr=0.1)), in_backward=True)
+    try:
+        zf.init(zf.adamw(lr=0.1), dict(T.cut(tp).named_parameters()))
+    except TypeError as error:
+        out["pure"] = str(error)
+    return out
+
+
+def test_what_cannot_be_attached_is_refused_by_path_and_the_model_is_as_it_was():
+    for found in zf.launch(refusals, 2, timeout=limit()):
+        for name, why, right in (
+            ("partial", "is a sum that is not made yet", "p.redistribute(placements=[Replicate()])"),
+            ("two axes", "lies over 2 axes of a mesh (dp, tp)", "parallelize_module(model, mesh['tp'], plan)"),
+            ("hooks", "has hooks", "after zf.attach"),
+            ("in backward", "a DTensor", "zf.attach(model, tx)"),
+            ("muon", "needs='leaf'", "zf.partition"),
+        ):
+            assert "blocks.1.up.weight" in found[name], name
+            assert why in found[name] and right in found[name], found[name]
+        assert "ranks [0, 1] have different parts" in found["over its own ranks"]
+        assert "zf.shard(mesh['dp'])" in found["over its own ranks"]
+        assert "a DTensor" in found["pure"] and "zf.attach(model, tx)" in found["pure"]
+
+
+def other_meshes():
+    """Of ranks that are not in the mesh of a parameter, and of parameters over two meshes."""
+    dp, tp = T.axes(2, 2)
+    model = T.cut(tp)
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(3, T.WIDTH, dtype=torch.float64), dp, [Shard(0)]))
+    try:
+        zf.attach(model, zf.chain(*rest()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_parameters_over_two_meshes_are_refused():
+    for rank, message in enumerate(zf.launch(other_meshes, 4, timeout=limit())):
+        assert "head.weight" in message and "lies over ranks" in message, rank

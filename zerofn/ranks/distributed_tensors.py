@@ -1,0 +1,119 @@
+"""Parameters that torch's tensor parallelism has made: distributed tensors, as local ones and back."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import local_of
+from .backend import world
+
+CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and zf.attach of that"
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether it is one of torch's distributed tensors, whose library is loaded if there is one."""
+    library: Any = sys.modules.get("torch.distributed.tensor")
+    return library is not None and type(x) is not Tensor and isinstance(x, library.DTensor)
+
+
+def reason_against(x: Any) -> str | None:
+    """Why such a parameter cannot be attached."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, (placement, *more) = x.device_mesh, x.placements
+    if mesh.ndim > 1:
+        names = ", ".join(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+        return f"lies over {mesh.ndim} axes of a mesh ({names}), of which one is the chain's: {(placement, *more)}"
+    if world()[0] not in mesh.mesh.flatten().tolist():
+        return f"is of a mesh of other ranks, {mesh.mesh.flatten().tolist()}, than this one, rank {world()[0]}"
+    if placement.is_partial():
+        return f"is a sum that is not made yet, {placement}: p.redistribute(placements=[Replicate()]) first"
+    if type(placement) not in (Replicate, Shard):
+        return f"is placed by {type(placement).__name__}, and only Shard and Replicate are known"
+    return None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How local tensors of several ranks are one distributed tensor.
+
+    Attributes:
+        mesh: of one axis.
+        placements: along it.
+        shape: of the whole.
+        stride: of the whole.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Any) -> Form:
+        return cls(x.device_mesh, tuple(x.placements), x.shape, tuple(x.stride()))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.mesh.mesh.flatten().tolist())
+
+    @property
+    def place(self) -> int:
+        """Of this rank in the mesh."""
+        return self.ranks.index(world()[0])
+
+    @property
+    def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """The part of every rank: where it begins and its sizes; one where all have the whole."""
+        begin, (placement,) = (0,) * len(self.shape), self.placements
+        if placement.is_replicate():
+            return ((begin, tuple(self.shape)),)
+        dim, size = placement.dim % len(self.shape), len(self.ranks)
+        length = self.shape[dim]
+        width = -(-length // size)
+        found = []
+        for rank in range(size):
+            low, high = min(rank * width, length), min((rank + 1) * width, length)
+            sizes = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
+            found.append(((*begin[:dim], low, *begin[dim + 1 :]), sizes))
+        return tuple(found)
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """The distributed tensor of which this rank has `local`; differentiable, and a cotangent has its placements."""
+        from torch.distributed.tensor import DTensor
+
+        how: Any = dict(run_check=False, shape=self.shape, stride=self.stride)
+        # Of a parameter of a class of its own the distributed tensor has the plain tensor, and not that class.
+        with torch.DisableTorchFunctionSubclass():
+            return DTensor.from_local(local, self.mesh, self.placements, **how)
+
+    def local(self, x: Any) -> Tensor:
+        """This rank's part of a distributed tensor, placed as these are, or of a whole one; other tensors as they are.
+
+        What is placed otherwise, as a gradient that is a sum not made yet, is sent: all ranks call it.
+        """
+        if is_distributed(x):
+            return _placed(x, self).to_local()
+        if x.shape == self.shape and len(self.boxes) > 1:
+            begin, sizes = self.boxes[self.place]
+            for dim, (low, length) in enumerate(zip(begin, sizes, strict=True)):
+                x = x.narrow(dim, low, length)
+        return x
+
+
+def _placed(x: Any, form: Form) -> Any:
+    same = tuple(x.placements) == form.placements and x.device_mesh == form.mesh
+    return x if same else x.redistribute(form.mesh, form.placements)
+
+
+def layer(x: Tensor) -> tuple[Tensor, Any]:
+    """What a tensor holds on this rank, and what makes of the like a tensor as this one is; `None` for a plain one."""
+    if not is_distributed(x):
+        return x, None
+    form: Any = Form.of(x)
+    return local_of(x), form.wrap
