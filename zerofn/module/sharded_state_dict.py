@@ -70,7 +70,7 @@ class Rows:
             raise RuntimeError(
                 explain(
                     f"{asker} of a model that is cut along two axes of a mesh",
-                    f"{leaf.path} was a distributed tensor before it was attached, and under shard a rank has a part of its part",
+                    f"{leaf.path} was a distributed tensor before, and under shard a rank has a part of its part",
                     f"with opt.gathered(): {asker}(...), on every rank",
                 )
             )
