@@ -37,6 +37,6 @@ def test_offload_reads_and_writes_nothing_while_it_is_copied(apart, pipeline, ro
     wrong, coming, lost = apart.submit(compare_late, pipeline, route).result(timeout=limit())
     assert wrong == [] and lost == 0
     # The next leaves came while these were updated, and are not all the leaves there are.
-    # Two transforms of a pipeline are in one pass over the leaves, and send for the next ones each on its own.
-    # Another library's transformation has its whole state at once.
-    assert 1 <= max(coming) <= 6 or pipeline == "offload, guest"
+    # Three transforms of a pipeline are in one pass over the leaves, and send for the next ones each on its own: four
+    # tensors of each of two leaves. Another library's transformation has its whole state at once.
+    assert 1 <= max(coming) <= 8 or pipeline == "offload, guest"

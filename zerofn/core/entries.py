@@ -229,6 +229,9 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
         )
     found, unreduced = entries(state), state.layout.placement.apart
     cut = {i: e for i, e in enumerate(found) if e.offset is not None and not e.at_owner and e.owner not in unreduced}
+    if state.layout.placement.size == 1:
+        # Parts of what the model itself has cut are whole leaves to the chain.
+        cut = {}
     size = shards[0].size
     whole = as_distributed({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
@@ -255,12 +258,14 @@ def _without_gone(own: Any) -> Any:
 
 def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a part and of its whole: rows of the leaf, or a range of it laid out flat."""
-    if not cut_by_rows(e.shape, size):
-        return tuple(e.value.shape), (torch.Size(e.shape).numel(),)
-    assert e.offset is not None
-    mine = rows_between(e.shape, e.offset, e.offset + e.value.numel())
+    shape, low = e.shape, e.offset or 0
+    if e.within is not None:
+        shape, low = e.within.boxes[e.within.at][1], low - e.within.before
+    if not cut_by_rows(shape, size):
+        return tuple(e.value.shape), (torch.Size(shape).numel(),)
+    mine = rows_between(shape, low, low + e.value.numel())
     assert mine is not None
-    return mine, e.shape
+    return mine, shape
 
 
 def of_rank(rank: int) -> str:
