@@ -71,8 +71,8 @@ def label(
         for path, p in others.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
-    kept = lambda x, leaf: pipe.road.kept(_local(x, forms.get(leaf.path)), leaf)  # noqa: E731
-    return apart + undo + mark(model, leaves, pipe, kept, is_whole) + [_hide_from_ddp(model)]
+    local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
+    return apart + undo + mark(model, leaves, pipe, is_whole, local) + [_hide_from_ddp(model)]
 
 
 def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:

@@ -47,30 +47,25 @@ class Rows:
 
     Args:
         pipe: with a `shard`.
-        kept: a full tensor to what this rank keeps of it.
     """
 
-    def __init__(self, pipe: Pipeline, kept: Callable[[Tensor, Leaf], Tensor]):
+    def __init__(self, pipe: Pipeline):
         assert pipe.gathering is not None
-        self.wire, self.kept = pipe.gathering, kept
+        self.wire, self.kept = pipe.gathering, pipe.road.kept
         # Of other views a part is not what the model sees of it.
         self.known = all(stage.wire is not None or stage.only_dtype for stage in pipe.stages)
 
     def of(self, part: Tensor, leaf: Leaf, asker: str) -> Tensor:
         """A part as a distributed tensor, over the same memory where ranks have the rows that torch would give them."""
+        if leaf.within is not None and leaf.within.cut:
+            why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
+            right = f"with opt.gathered(): {asker}(...), on every rank, or zf.save(directory, opt)"
+            raise RuntimeError(explain(f"{asker} of a sharded model that is itself cut over ranks", why, right))
         if not self.known:
             raise RuntimeError(
                 explain(
                     f"{asker} of a sharded model whose parameters are seen through a view of one's own",
                     f"what this rank has of {leaf.path} is what is stored, and not what the model sees",
-                    f"with opt.gathered(): {asker}(...), on every rank",
-                )
-            )
-        if leaf.within is not None:
-            raise RuntimeError(
-                explain(
-                    f"{asker} of a model that is cut along two axes of a mesh",
-                    f"{leaf.path} was a distributed tensor before, and under shard a rank has a part of its part",
                     f"with opt.gathered(): {asker}(...), on every rank",
                 )
             )
@@ -92,11 +87,9 @@ class Rows:
 
     def part(self, given: Tensor, leaf: Leaf) -> Tensor:
         """What this rank keeps of a whole or a distributed tensor."""
-        if leaf.within is None:
-            if mesh_of(given) == self.wire.group.ranks and self._cut_alike(leaf):
-                return as_local(given).reshape(-1)
-            given = in_full(given.detach())
-        return self.kept(given.detach(), leaf)
+        if mesh_of(given) == self.wire.group.ranks and self._cut_alike(leaf):
+            return as_local(given).reshape(-1)
+        return self.kept(in_full(given.detach()), leaf)
 
     def _cut_alike(self, leaf: Leaf) -> bool:
         """Whether every rank has the rows that torch would give it; the same answer on all."""
@@ -109,8 +102,8 @@ def mark(
     model: nn.Module,
     leaves: dict[int, Leaf],
     pipe: Pipeline,
-    kept: Callable[[Tensor, Leaf], Tensor],
     is_whole: Callable[[], bool],
+    local: Callable[[Tensor, Leaf], Tensor],
 ) -> list[Callable[[], None]]:
     """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
 
@@ -118,8 +111,8 @@ def mark(
         model: its parameters are this rank's parts.
         leaves: `id(parameter)` to leaf.
         pipe: its pipeline.
-        kept: a full tensor to what this rank keeps of it.
         is_whole: whether the parameters are full ones for a while.
+        local: of what is given for a leaf that the model itself has cut the part of this rank; else what is given.
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -133,9 +126,9 @@ def mark(
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
-                state[prefix + name] = rows.part(x, leaf)
+                state[prefix + name] = rows.part(local(x.detach(), leaf), leaf)
 
-    rows = Rows(pipe, kept)
+    rows = Rows(pipe)
     names: dict[nn.Module, dict[str, Leaf]] = {
         module: {n: leaves[id(p)] for n, p in parameters_of(module, recurse=False).items()}
         for module in model.modules()
