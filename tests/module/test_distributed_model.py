@@ -70,6 +70,40 @@ def test_on_a_mesh_of_both_axes_every_stage_is_one_process():
     check(zf.launch(every_stage, 4, 2, names, timeout=limit(120)))
 
 
+def dtypes():
+    """Chains with dtypes and states of their own, each with how far it may be from one process.
+
+    A bf16 number has 2^-9, twenty steps of Adam make that about 1e-2 of the change. Where an axis cuts columns,
+    stochastic rounding draws other numbers for an element: 2^-9 of a moment, and less of an fp32 parameter's change.
+    """
+    return {
+        "seen in bf16": ((zf.precision(param_dtype=torch.bfloat16), *rest()), 4e-2),
+        "scaled": ((zf.scale_loss(init_scale=2.0**20, growth_interval=3), *rest()), 1e-5),
+        "moments in bf16": ((zf.clip_by_global_norm(0.5), zf.low_precision_adam(1e-2)), 2e-2),
+        "average": ((*rest(), zf.ema(0.9)), 1e-5),
+    }
+
+
+def with_dtypes():
+    dp, tp = T.axes(1, 2)
+    out = {}
+    for name, (chain, _) in dtypes().items():
+        model = T.cut(tp, torch.float32)
+        opt = zf.attach(model, zf.chain(zf.shard(dp), *chain))
+        T.train(model, opt, 20, dp, dtype=torch.float32)
+        opt.detach()
+        out[name] = T.wholes(model)
+    return out
+
+
+def test_dtypes_scales_and_averages_are_those_of_one_process():
+    first, second = zf.launch(with_dtypes, 2, timeout=limit(90))
+    for name, (chain, bound) in dtypes().items():
+        want, _ = T.alone(zf.chain(*chain), 20, dtype=torch.float32)
+        assert T.difference(first[name], want, torch.float32) < bound, name
+        assert all(torch.equal(x, second[name][path]) for path, x in first[name].items()), name
+
+
 def faces():
     """What a user finds in an attached model, and when it is detached."""
     dp, tp = T.axes(1, 2)

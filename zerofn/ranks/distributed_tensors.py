@@ -109,11 +109,3 @@ class Form:
 def _placed(x: Any, form: Form) -> Any:
     same = tuple(x.placements) == form.placements and x.device_mesh == form.mesh
     return x if same else x.redistribute(form.mesh, form.placements)
-
-
-def layer(x: Tensor) -> tuple[Tensor, Any]:
-    """What a tensor holds on this rank, and what makes of the like a tensor as this one is; `None` for a plain one."""
-    if not is_distributed(x):
-        return x, None
-    form: Any = Form.of(x)
-    return local_of(x), form.wrap
