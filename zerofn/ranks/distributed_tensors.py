@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import local_of
 from .backend import world
 
 CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and zf.attach of that"
