@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -28,8 +29,21 @@ def run(text, first=""):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_block_runs(page):
+def test_every_block_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run(page.read_text())
+
+
+def on_a_rank(text, folder):
+    os.chdir(folder)
+    return sorted(run(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python\n" in p.read_text()], ids=lambda p: p.stem)
+def test_every_block_runs_on_two_ranks(page, tmp_path):
+    """As written, with nothing added."""
+    zf.launch(on_a_rank, 2, page.read_text(), str(tmp_path), timeout=limit(120))
 
 
 def test_the_page_on_architecture_names_every_file_in_its_folder():
