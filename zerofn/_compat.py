@@ -239,6 +239,12 @@ def local_of(x: Any) -> Tensor:
     return x._local_tensor
 
 
+def sharded_by_torch(model: nn.Module) -> list[str]:
+    """The modules that `torch.distributed.fsdp.fully_shard` cares for, by name; whoever has not called it has none."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
+
+
 def set_local(x: Any, local: Tensor) -> None:
     """Exchange what a distributed tensor has on this rank, of whatever device."""
     x._local_tensor = local

@@ -67,7 +67,7 @@ def wrapped() -> dict[Any, Any]:
     found["alone"] = [p.detach() for p in ddp.parameters()]
     sharded = model_of()
     fully_shard(sharded, mesh=mesh)
-    found["fsdp"] = said(lambda: zf.attach(sharded, pipe(3)))
+    found["fsdp"] = [said(lambda tx=tx: zf.attach(sharded, tx)) for tx in (pipe(3), zf.chain(zf.sgd(LR)))]
     return found
 
 
@@ -97,7 +97,9 @@ def test_other_wrappers():
                 torch.testing.assert_close(got - b, torch.zeros_like(b) if stage == 3 else p.detach() - b)
         for got, p in zip(found["alone"], plain.parameters(), strict=True):
             torch.testing.assert_close(got, p.detach())
-        assert "weight: a DTensor, which is not plain memory" in found["fsdp"]
+        for told in found["fsdp"]:
+            assert "a model that fully_shard gathers and cuts itself\n  <root>: its parameters are DTensors" in told
+            assert "of the model before fully_shard, which shard replaces" in told
 
 
 def sparse() -> list[str]:

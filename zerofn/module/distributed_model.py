@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._compat import has_hooks, local_of, registered, set_local
+from .._compat import has_hooks, local_of, registered, set_local, sharded_by_torch
 from .._errors import bad_leaves, explain
 from ..core.within import Within
 from ..ranks.distributed_tensors import CUT, Form, is_distributed, reason_against
@@ -52,6 +52,7 @@ class DistributedModel:
         self.groups: tuple[Group, ...] = ()
         if not self.named:
             return
+        _check_cared_for(model)
         self._check()
         self.forms = {path: Form.of(p) for path, p in self.named.items()}
         first = next(iter(self.forms.values()))
@@ -107,6 +108,20 @@ class DistributedModel:
             for name, p in list(registered(module)[0].items()):
                 if id(p) in new:
                     setattr(module, name, new[id(p)])
+
+
+def _check_cared_for(model: nn.Module) -> None:
+    if names := sharded_by_torch(model):
+        raise ValueError(
+            bad_leaves(
+                "attach: a model that fully_shard gathers and cuts itself",
+                [
+                    (name or "<root>", "its parameters are DTensors that FSDP2's hooks exchange in forward")
+                    for name in names
+                ],
+                "zf.attach(model, zf.chain(zf.shard(), ...)) of the model before fully_shard, which shard replaces",
+            )
+        )
 
 
 def _local(p: Any, form: Form) -> nn.Parameter:
