@@ -22,8 +22,6 @@ from .core.leafwise import leafwise as leafwise
 from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
-from .eager.attach import attach as attach
-from .eager.optimizer import Optimizer as Optimizer
 from .pure.api import bind as bind
 from .pure.api import full_params as full_params
 from .pure.api import init as init
@@ -63,7 +61,9 @@ if _TYPE_CHECKING:
     from .analysis.profile import profile as profile
     from .analysis.replay import record as record
     from .analysis.replay import replay as replay
+    from .eager.attach import attach as attach
     from .eager.materialize import materialize as materialize
+    from .eager.optimizer import Optimizer as Optimizer
     from .module.layer_drop import layer_drop as layer_drop
     from .module.sequence_parallel import sequence_parallel as sequence_parallel
     from .porting.deepspeed import from_deepspeed as from_deepspeed
@@ -85,6 +85,8 @@ __version__ = "0.1.0"
 
 # Imported when they are asked for: a step needs none of them, and they would be a quarter of what is imported.
 _LATER = {
+    "attach": "eager.attach",
+    "Optimizer": "eager.optimizer",
     "profile": "analysis.profile",
     "record": "analysis.replay",
     "replay": "analysis.replay",

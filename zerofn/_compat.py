@@ -6,8 +6,9 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -99,7 +100,11 @@ def hooks_of(what: str, when: str) -> str:
 
 def tell_autograd(written: list[Tensor]) -> None:
     """Count a write that a kernel made without counting it: a backward that saved one of these tensors must notice."""
-    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(written)
+    except RuntimeError:
+        # Tensors of inference mode have no count.
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
 # Before, the compiler could neither take a frozen dataclass for a constant nor make one: a state is such.
@@ -124,8 +129,9 @@ def functorch_active() -> bool:
 @while_traced
 def differentiating() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
-    stack = _functorch.get_interpreter_stack() if functorch_active() else ()
-    return any(level.key().name in ("Grad", "Jvp") for level in stack)
+    if _functorch.peek_interpreter_stack() is None:
+        return False
+    return any(level.key().name in ("Grad", "Jvp") for level in _functorch.get_interpreter_stack())
 
 
 def only_reverse() -> bool:
@@ -217,11 +223,26 @@ def levels(x: Tensor) -> frozenset[int]:
     return frozenset(found)
 
 
+_CDATA = attrgetter("_cdata")
+
+
 def memory(x: Tensor) -> int:
     """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
     if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided:
         return 0
     return x.untyped_storage()._cdata
+
+
+def memories(tensors: Iterable[Tensor]) -> set[int]:
+    """What `memory` says of these, but 0."""
+    tensors = list(tensors)
+    if set(map(type, tensors)) <= {Tensor} and _functorch.peek_interpreter_stack() is None:
+        try:
+            # Without a call in Python for each, of which most steps have nothing to tell.
+            return set(map(_CDATA, map(Tensor.untyped_storage, tensors)))
+        except NotImplementedError:  # one is sparse
+            pass
+    return set(map(memory, tensors)) - {0}
 
 
 def is_wrapper(x: Tensor) -> bool:
@@ -493,9 +514,8 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def profiler_runs() -> bool:
-    """Whether a profiler of torch's is under way in this thread."""
-    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+# Whether a profiler of torch's is under way in this thread.
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

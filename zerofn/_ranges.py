@@ -47,7 +47,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 def listener() -> Listener | None:
     """Who listens in this thread."""
-    return None if torch.compiler.is_compiling() else _LISTENER.get()
+    return None if torch.compiler.is_dynamo_compiling() else _LISTENER.get()
 
 
 def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
@@ -56,12 +56,17 @@ def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
     >>> ranged(UPDATE, "adamw") is ranged(WAIT, "all_gather")  # nobody listens
     True
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return nullcontext()
     heard = _LISTENER.get()
     if heard is None and not profiler_runs():
         return _NOTHING
     return _told(heard, kind, name)
+
+
+def told() -> bool:
+    """Whether anybody is told of ranges: asked once before many of them."""
+    return not torch.compiler.is_dynamo_compiling() and (_LISTENER.get() is not None or profiler_runs())
 
 
 @contextmanager

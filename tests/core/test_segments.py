@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import zerofn as zf
 from zerofn.core import executor
 from zerofn.core.pipeline import pipeline
+from zerofn.core.stretches import stretch, stretches
 from zerofn.core.tree import make_layout
 from zerofn.testing import assert_trees_equal
 
@@ -67,7 +68,7 @@ def test_however_it_is_fed(kind, data, seed):
     cuts = data.draw(st.sets(st.integers(1, len(ways) - 1)))
     for order, at in ((list(started(kind, seed)[1].leaves), ()), (ways, range(1, len(ways))), (ways, sorted(cuts))):
         parts, state, grads, ctx = started(kind, seed)
-        segment = executor.Segment(parts, state.transforms, state.leaves, ctx)
+        segment = executor.Segment(stretch(parts), state.transforms, state.leaves, ctx)
         out = {}
         for low, high in zip((0, *at), (*at, len(order)), strict=True):
             here = {p: state.leaves[p] for p in order[low:high]}
@@ -78,7 +79,7 @@ def test_however_it_is_fed(kind, data, seed):
     assert_trees_equal(found[1], found[0])
     assert_trees_equal(found[2], found[0])
     parts, state, grads, ctx = started(kind, seed)
-    whole, states, _ = executor.run(parts, grads, state.transforms, state.leaves, ctx)
+    whole, states, _ = executor.run(stretches(parts), grads, state.transforms, state.leaves, ctx)
     assert_trees_equal(({p: whole[p] for p in sorted(whole)}, states), found[0])
     moved = [p for p in grads if p in whole and whole[p].numel() and not torch.equal(whole[p], state.leaves[p])]
     assert len(moved) >= 3

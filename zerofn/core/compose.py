@@ -14,6 +14,7 @@ from .arguments import check_needs
 from .executor import Segment, finish, run
 from .leafwise import transform
 from .order import check_order
+from .stretches import stretch, stretches
 from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most, nothing_to_prepare
 from .tree import Layout, Leaves, apart
 
@@ -70,18 +71,19 @@ chain.__rebuild__ = lambda config, parts: chain(*parts)  # type: ignore[attr-def
 def in_turn(parts: tuple[Transform, ...]) -> Transform:
     """A chain of these, as they are."""
     alone = bool(parts) and all(p.scope is Scope.LEAF for p in parts)
+    at_once, in_order = stretch(parts), stretches(parts)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {p.name: p.init_fn(leaves, layout) for p in parts}
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        segment = Segment(parts, state, params, ctx)
+        segment = Segment(at_once, state, params, ctx)
         return Prepared(segment, close=segment.close, emit=not segment.held)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, segment: Segment | None, ctx: Context) -> Any:
         signal: Leaves | None
         if segment is None:
-            signal, new, emitted = run(parts, grads, state, params, ctx)
+            signal, new, emitted = run(in_order, grads, state, params, ctx)
         else:
             signal = segment.feed(grads, params)
             new, emitted = segment.states()

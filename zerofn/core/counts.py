@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._compat import foreach_add
-from ..kernels.recording import readable, recorded
+from ..kernels.recording import readable
 from ..kernels.terms import once
 from .leaf_steps import Numbers
 
@@ -17,31 +17,31 @@ from .leaf_steps import Numbers
 Derived = Callable[[Any, Any, Numbers], Numbers]
 
 
-def one_more(counts: list[Tensor]) -> list[Tensor]:
+def one_more(counts: list[Tensor], recorded: bool) -> list[Tensor]:
     """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
-    if not counts or recorded():
+    if not counts or recorded:
         return [c + 1 for c in counts]
     return list(foreach_add(counts, 1))
 
 
-def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]] | None:
-    """Leaves that have had equally many updates, which is nearly always all of them; `None` where nobody may look."""
-    if recorded() and not all(map(readable, counts.values())):
-        return None
-    groups: dict[int, list[str]] = {}
+def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
+    """Leaves that have had equally many updates, which is nearly always all of them."""
     # They are on the CPU: one by one they are read in a third of the time of a copy of all.
-    for path, n in counts.items():
-        groups.setdefault(n.item(), []).append(path)  # type: ignore[arg-type]
+    numbers = [n.item() for n in counts.values()]
+    if len(set(numbers)) == 1:
+        return {numbers[0]: list(counts)}  # type: ignore[dict-item]
+    groups: dict[int, list[str]] = {}
+    for path, n in zip(counts, numbers, strict=True):
+        groups.setdefault(n, []).append(path)  # type: ignore[arg-type]
     return groups
 
 
-def each(counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None):
+def each(counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, recorded: bool):
     """Of every leaf its path, its count, and what is derived from that: once for all that have had equally many."""
-    groups = by_count(counts)
-    if groups is None:
+    if recorded and not all(map(readable, counts.values())):
         yield from _unread(counts, rate, numbers, derived)
         return
-    for count, paths in groups.items():
+    for count, paths in by_count(counts).items():
         made = derived(count, _wide(rate), {k: _wide(x) for k, x in numbers.items()}) if derived else {}
         yield from ((path, count, made) for path in paths)
 

@@ -1,22 +1,22 @@
 """The update halves of a chain, run over a tree: segments, buckets, holding.
 
-A chain is cut into segments. A segment begins where a transform must see the whole tree (a norm, a
+A chain is cut into stretches. One begins where a transform must see the whole tree (a norm, a
 search for overflow); everything up to the next such place treats leaves alone and is run bucket by
 bucket, so its temporaries are one bucket large however big the model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._ranges import UPDATE, listener, ranged
+from .._ranges import UPDATE, listener, ranged, told
 from .held import report_held
-from .joined import join, spread
+from .stretches import Stretch
 from .transform import Context, Prepared, Scope, Transform, TransformState, select
 from .tree import Leaves, flatten
 
@@ -26,7 +26,7 @@ BUCKET_BYTES = 1 << 22
 
 
 def run(
-    parts: Sequence[Transform], grads: Leaves, states: dict[str, TransformState], params: Leaves, ctx: Context
+    parts: Sequence[Stretch], grads: Leaves, states: dict[str, TransformState], params: Leaves, ctx: Context
 ) -> tuple[Leaves | None, dict[str, TransformState], bool | Tensor]:
     """One micro-step through the update halves.
 
@@ -36,42 +36,32 @@ def run(
     signal: Leaves = grads
     emitted: bool | Tensor = True
     if ctx.donate:
-        # A schedule that fails must do so before the first write: a state is whole after an error. Of the first segment
+        # A schedule that fails must do so before the first write: a state is whole after an error. Of the first stretch
         # all is prepared before any of it is run.
-        for part in parts[_end(parts, 0) :]:
+        for part in (part for later in parts[1:] for part in later.given):
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
-    i = 0
-    while i < len(parts):
-        j = _end(parts, i)
-        segment = Segment(parts[i:j], states, params, ctx, signal)
+    for i, here in enumerate(parts):
+        segment = Segment(here, states, params, ctx, signal)
         signal = segment.feed(signal, params)
         segment.close()
         states, emitted = segment.states(emitted)
         if segment.held:
             report_held(segment.behind, states, params, ctx)
-            report_held(parts[j:], states, params, ctx)
+            for later in parts[i + 1 :]:
+                report_held(later.given, states, params, ctx)
             return None, states, False
-        i = j
     return signal, states, emitted
 
 
-def _end(parts: Sequence[Transform], i: int) -> int:
-    """Where the segment ends that begins at `i`."""
-    j = i + 1
-    while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
-        j += 1
-    return j
-
-
 class Segment:
-    """Transforms in a row of which the first may look at the whole tree, and the others treat leaves alone.
+    """One run of a stretch.
 
-    They decide once, when it is made. Then it is fed: with all leaves, which go through in buckets, with some, or with
-    one as backward brings it. Each leaf once, in any order; its new state is laid over the old one.
+    Its transforms decide once, when it is made. Then it is fed: with all leaves, which go through in buckets, with
+    some, or with one as backward brings it. Each leaf once, in any order; its new state is laid over the old one.
 
     Args:
-        parts: one that must see the whole tree stands alone.
+        parts: the stretch.
         states: of these transforms and others, by name.
         params: stored parameters of all leaves that it may be fed with.
         ctx: of the step.
@@ -79,34 +69,40 @@ class Segment:
 
     Attributes:
         held: whether nothing goes on to the right.
-        behind: those that a hold keeps from being run.
     """
 
     def __init__(
         self,
-        parts: Sequence[Transform],
+        parts: Stretch,
         states: dict[str, TransformState],
         params: Leaves,
         ctx: Context,
         grads: Leaves | None = None,
     ):
-        self.given, self.ctx, self.leaves = states, ctx, len(params)
-        parts, self.old, self.joined = join(parts, states)
-        self.whole = parts[0].scope is Scope.WHOLE
-        if grads is not None and parts[0].facts.watches:
+        self.given, self.ctx, self.leaves, self.stretch = states, ctx, len(params), parts
+        first, self.old = parts.parts[0], parts.states(states)
+        self.whole = first.scope is Scope.WHOLE
+        if grads is not None and first.facts.watches:
             grads = {**params, **grads}
+        # Asked once: to enter a range that nobody is told of takes longer than much of what is in it.
+        self.told = told()
         self.prepared: list[Prepared] = []
         self.held = False
-        for part in parts:
-            look = grads if part is parts[0] and part.scope is not Scope.LEAF else None
-            with ranged(UPDATE, ctx.prefix + part.name):
-                self.prepared.append(part.prepare_fn(self.old[part.name], look, params, ctx))
+        for part in parts.parts:
+            look = grads if part is first and part.scope is not Scope.LEAF else None
+            given = self.old[part.name], look, params, ctx
+            self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
             self.held = self.prepared[-1].emit is False
             if self.held:
                 break
-        self.parts = parts[: len(self.prepared)]
-        self.behind = [p for part in parts[len(self.prepared) :] for p in self.joined.get(part.name, (part,))]
+        self.parts = parts.parts[: len(self.prepared)]
         self.changed: dict[str, TransformState] = {part.name: {} for part in self.parts}
+
+    @property
+    def behind(self) -> list[Transform]:
+        """Those that a hold keeps from being run."""
+        later = self.stretch.parts[len(self.prepared) :]
+        return [p for part in later for p in self.stretch.joined.get(part.name, (part,))]
 
     def feed(self, signal: Leaves, params: Leaves) -> Leaves:
         """What leaves the last one for these leaves; nothing where it holds.
@@ -130,7 +126,8 @@ class Segment:
                 signal = {**params, **signal}
             old = self.old[part.name]
             state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
-            out, own = updated(part, signal, state, params, p.carry, self.ctx)
+            given = part, signal, state, params, p.carry, self.ctx
+            out, own = updated(*given) if self.told else part.update_fn(*given[1:])
             _merge(self.changed[part.name], own, old)
             if p.emit is False or out is None:
                 return {}
@@ -156,7 +153,12 @@ class Segment:
             merged = {**old, **self.changed[part.name], **p.state}
             new[part.name] = select(emitted, merged, old) if emitted is not True else merged
             emitted = p.emit if emitted is True else emitted & p.emit
-        return spread(new, self.joined, self.given), emitted
+        return self.stretch.spread(new, self.given), emitted
+
+
+def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) -> Any:
+    with ranged(UPDATE, ctx.prefix + part.name):
+        return fn(*given)
 
 
 def updated(
@@ -214,7 +216,7 @@ def buckets(leaves: Leaves) -> list[list[str]]:
             found.append([])
             size = 0
         found[-1].append(path)
-        size += x.numel() * x.element_size()
+        size += x.nbytes
     return found
 
 
@@ -222,9 +224,11 @@ def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Lea
     """The parameters after the run: the new ones, or the old ones where the step was held."""
     if signal is None:
         return params
+    if emitted is True:
+        return {**params, **signal}
     return {
         **params,
-        **{p: select(emitted, new, params[p]) if emitted is not True else new for p, new in signal.items()},
+        **{p: select(emitted, new, params[p]) for p, new in signal.items()},
     }
 
 

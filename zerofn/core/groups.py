@@ -11,6 +11,7 @@ from .compose import as_transform, chain, complete, in_turn
 from .executor import Segment
 from .leafwise import transform
 from .order import effect
+from .stretches import stretch
 from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most
 from .tree import Layout, Leaves, prefix_values
 from .views import no_view
@@ -162,6 +163,7 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
 def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
     """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
     members = {k: t for k, t in inner.items() if t is not None}
+    alone_in = {k: stretch([t]) for k, t in members.items()}
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
     alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
@@ -185,7 +187,7 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
             look = None if grads is None else {p: g for p, g in grads.items() if p in paths}
             own = {p: x for p, x in params.items() if p in paths}
             states = {members[k].name: state[k]}
-            found[k] = paths, Segment([members[k]], states, own, ctx.inside(f"{name}.{k}"), look)
+            found[k] = paths, Segment(alone_in[k], states, own, ctx.inside(f"{name}.{k}"), look)
 
         def close() -> None:
             for _, segment in found.values():

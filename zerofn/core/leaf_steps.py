@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
+from .._compat import functorch_active, is_wrapped
 from .transform import TransformState
 
 Numbers = Mapping[str, Any]
+
+# Asked of every leaf in every step, and so from C.
+_DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class LeafList:
 
 def plain(tensors: list[Tensor]) -> bool:
     """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
-    return not any(is_wrapped(t) for t in tensors) and len({(t.dtype, t.device) for t in tensors}) == 1
+    if functorch_active() and any(map(is_wrapped, tensors)):
+        return False
+    return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE, tensors))) == 1
 
 
 def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -89,6 +95,9 @@ def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
     Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
     """
+    kinds = list(map(_DTYPE, params)) == list(map(_DTYPE, grads))
+    if kinds and list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
+        return grads
     return [
         g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
         for p, g in zip(params, grads, strict=True)

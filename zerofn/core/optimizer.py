@@ -17,7 +17,7 @@ from .derivatives import Pulled, by_hand, updated_by
 from .executor import counter
 from .leaf_steps import LeafList, LeafStep, Numbers
 from .members import kernel_on_members
-from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState, number
+from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState
 from .tree import Layout, Leaves
 
 Slots = dict[str, Callable[[Tensor], Tensor]]
@@ -81,15 +81,16 @@ def optimizer(
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One optimizer per group, so where it stands names it, whatever the user calls it.
-        rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), number(state["step"]))
+        rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), ctx.read(state["step"]))
         ctx.report("lr", rate)
-        now = {**numbers, **_by_number(ctx.numbers.get(ctx.prefix, NONE), numbers)}
+        told = ctx.numbers.get(ctx.prefix)
+        now = {**numbers, **_by_number(told, numbers)} if told else numbers
         found = {key: ctx.replicated(x) for key, x in now.items()} if ctx.recorded else now
         (rate,) = once(rate)
         return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        counts = dict(zip(grads, one_more([state["count"][p] for p in grads]), strict=True))
+        counts = dict(zip(grads, one_more([state["count"][p] for p in grads], ctx.recorded), strict=True))
         common = {key: state[key] for key in shared if key in state}
         given = (grads, params, {slot: state[slot] for slot in slots}, counts, (*carry, common), ctx)
         if kernel is not None and (groups := _groups(operator, *given)) is not None:
@@ -121,8 +122,7 @@ def _groups(
 ) -> list[tuple[Any, list[str]]] | None:
     """Lists of leaves that a kernel is to be called on, each with its count; `None` where the formula is computed."""
     if not ctx.recorded:
-        known = by_count(counts)
-        return None if known is None else list(known.items())
+        return list(by_count(counts).items())
     if operator is None or not counts:
         return None
     leaves = _listed(list(grads), None, grads, params, slots, told, ctx)
@@ -151,8 +151,8 @@ def _in_place(
     ctx: Context,
 ) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
-    new = {p: ctx.own(params[p]) for p in grads}
-    own = {slot: {p: ctx.own(old[p]) for p in grads} for slot, old in slots.items()}
+    new = dict(zip(grads, ctx.owned([params[p] for p in grads]), strict=True))
+    own = {slot: dict(zip(grads, ctx.owned([old[p] for p in grads]), strict=True)) for slot, old in slots.items()}
     for count, group in groups:
         kernel(_listed(group, count, grads, new, own, told, ctx))
     return new, own
@@ -180,14 +180,14 @@ def _with_derivative(
 ) -> tuple[Leaves, TransformState]:
     """As `_in_place`, in new memory and recorded: with the derivative that is written by hand."""
     lr, numbers, common = told
-    told_of = each(counts, lr, numbers, derived)
+    told_of = each(counts, lr, numbers, derived, ctx.recorded)
     steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in told_of]
     paths = [at.path for at in steps]
 
     def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         columns = [dict(zip(paths, given[i : i + len(paths)], strict=True)) for i in range(0, len(given), len(paths))]
         olds = dict(zip(slots, columns[2:], strict=True))
-        groups = list((by_count(counts) or {}).items())
+        groups = list(by_count(counts).items())
         new, own = _in_place(kernel, groups, columns[1], columns[0], olds, counts, told, ctx)
         return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
 
@@ -211,7 +211,7 @@ def _by_formula(
     lr, numbers, common = told
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
-    for p, count, made in each(counts, lr, numbers, derived):
+    for p, count, made in each(counts, lr, numbers, derived, ctx.recorded):
         step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
         x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
         # Leaf by leaf, so that of a donated state no more than one leaf is there twice.
@@ -245,7 +245,7 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        counts = dict(zip(grads, one_more([state["count"][p] for p in grads]), strict=True))
+        counts = dict(zip(grads, one_more([state["count"][p] for p in grads], ctx.recorded), strict=True))
         old = {slot: state[slot] for slot in slots}
         out, own = _by_formula(formula, derived, grads, params, old, counts, (None, found, {}), ctx)
         return out, {**own, "count": counts}

@@ -28,6 +28,7 @@ from .order import check_complete, check_pieces
 from .owners import place_in, run_at_owners
 from .road import Road, groups_of
 from .second_cut import behind, check_axes
+from .stretches import Stretch, stretches
 from .transform import (
     Context,
     Facts,
@@ -49,7 +50,10 @@ def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, c
     found: Leaves = {}
 
     def close() -> None:
-        ctx.report("grad_norm", root(ctx.total(added if ctx.recorded else sum_of_squares, found)))
+        if ctx.recorded:
+            ctx.report("grad_norm", root(ctx.total(added, found)))
+        else:
+            ctx.report("grad_norm", ctx.total(sum_of_squares, found).sqrt())
 
     return Prepared(found, close=close)
 
@@ -150,6 +154,11 @@ class Pipeline:
         return groups_of(self.road.pulled)
 
     @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The paths of leaves that want a gradient."""
+        return tuple(leaf.path for leaf in self.layout.leaves if leaf.trainable)
+
+    @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
         """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
         return self.road.composed(self.road.pulled, self.dtypes.gradient)
@@ -168,6 +177,11 @@ class Pipeline:
             at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
             kept.insert(at, GRAD_NORM)
         return tuple(kept)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """As what they are run."""
+        return stretches(self.updates)
 
     def _update_halves(self, part: Transform, view: View | None) -> Iterator[Transform]:
         """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""

@@ -117,17 +117,22 @@ class Road:
             stored: stored parameters, for their devices.
             scale: what to divide by at the end.
         """
-        if stages:
-            leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-            like = _arriving(self, leaves, stages, stored)
-            for stage in stages:
-                if scale is None or not stage.only_dtype:
-                    grads = pull_all(stage, grads, leaves, like)
-                like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
         dtypes = self.grad_dtypes
-        if scale is not None:
-            return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
+        if stages or scale is not None:
+            with torch.no_grad():
+                grads = self._pulled(stages, grads, stored, scale)
+                if scale is not None:
+                    return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
+
+    def _pulled(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
+        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        like = _arriving(self, leaves, stages, stored) if stages else {}
+        for stage in stages:
+            if scale is None or not stage.only_dtype:
+                grads = pull_all(stage, grads, leaves, like)
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        return grads
 
     def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
         """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
@@ -149,8 +154,11 @@ class Road:
             which: those that are seen; all by default.
             into: where to gather them if the last view is a gather, which is then one collective.
         """
-        for i, stage in reversed(list(enumerate(stages))):
-            leaves = view_all(stage, leaves, self.layout.leaves if which is None else which, None if i else into)
+        if stages:
+            with torch.no_grad():
+                for i, stage in reversed(list(enumerate(stages))):
+                    here = self.layout.leaves if which is None else which
+                    leaves = view_all(stage, leaves, here, None if i else into)
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:

@@ -175,6 +175,10 @@ class Context:
         """A tensor that may be written: `x` itself when donated, else a copy."""
         return x if self.donate else x.clone()
 
+    def owned(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors that may be written, as `own`."""
+        return tensors if self.donate else [x.clone() for x in tensors]
+
     def into(self, old: Tensor, new: Tensor) -> Tensor:
         """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
         return old.copy_(new) if self.donate else new
@@ -182,6 +186,10 @@ class Context:
     def number(self, x: Tensor) -> Any:
         """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
         return x if self.recorded else x.item()
+
+    def read(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that nobody differentiates; the tensor where Python cannot read it."""
+        return number(x) if self.recorded else x.item()
 
     def replicated(self, x: Any) -> Any:
         """A number that all ranks hold, a rate or a norm, for use with what each rank has of a leaf.

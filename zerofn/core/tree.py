@@ -18,7 +18,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: igno
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._compat import memory, pytree, register_constant
+from .._compat import memories, memory, pytree, register_constant
 from .._errors import bad_leaves, explain
 from ..ranks.distributed_tensors import is_distributed
 from .rows import span
@@ -130,6 +130,7 @@ class Layout:
         places: for every position of the tree, the index into `leaves`, or -1 for `None`.
         paths: for every position, its path; tied tensors have several.
         placement: how what is stored lies over ranks.
+        at: for every position, the path of its leaf, or `None`.
         numbered: the tree with the number of each position at it: the structure as the compiler can read it.
     """
 
@@ -139,13 +140,15 @@ class Layout:
     spec: Any = field(repr=False)
     placement: Placement = Placement()
     numbered: Any = field(init=False, repr=False, compare=False)
+    at: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "at", tuple(None if i < 0 else self.leaves[i].path for i in self.places))
         object.__setattr__(self, "numbered", optree.tree_unflatten(self.spec, list(range(len(self.places)))))
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""
-        flat = [None if i < 0 else leaves.get(self.leaves[i].path) for i in self.places]
+        flat = [leaves.get(path) for path in self.at]
         if torch.compiler.is_compiling():
             return pytree.tree_map(lambda i: flat[i], self.numbered)
         return optree.tree_unflatten(self.spec, flat)
@@ -245,7 +248,7 @@ def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for x in tree.values():
         if type(x) is dict:
-            found += tensors_of(x)
+            found += x.values() if set(map(type, x.values())) <= {Tensor} else tensors_of(x)
         else:
             found += [x] if isinstance(x, Tensor) else [t for t in flatten(x)[0] if isinstance(t, Tensor)]
     return found
@@ -284,11 +287,10 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
+    if type(tree) is Tensor and not rests:
+        return fn(tree)
     if torch.compiler.is_compiling():
         return pytree.tree_map(fn, tree, *rests)
-    kind = type(tree)
-    if kind is Tensor and not rests:
-        return fn(tree)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
@@ -297,11 +299,11 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """`tree`, with copies of what lies in the memory of `tensors`, which will be written in place."""
-    taken = {memory(x) for x in tensors} - {0}
+    taken = memories(tensors)
     values, spec = flatten(tree)
-    shared = [isinstance(t, Tensor) and memory(t) in taken for t in values]
-    if not any(shared):
+    if taken.isdisjoint(memories([x for x in values if isinstance(x, Tensor)])):
         return tree
+    shared = [isinstance(t, Tensor) and memory(t) in taken for t in values]
     return unflatten(spec, [t.clone() if one else t for t, one in zip(values, shared, strict=True)])
 
 

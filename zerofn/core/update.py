@@ -13,7 +13,6 @@ from torch import Tensor
 from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
 from .._ranges import PHASE, ranged
-from ..kernels.recording import recorded
 from .executor import finish, run
 from .gradients import check_readable, misshapen
 from .order import effect
@@ -85,8 +84,8 @@ def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]
 def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
     """The update halves on leaves by path; writes into the state only where `ctx.donate`.
 
-    Where `ctx.recorded` says so, and inside of torch.func and the compiler, nothing is written, and new tensors are
-    functions of gradients, state and rates to whoever records.
+    Where `ctx.recorded` says so nothing is written, and new tensors are functions of gradients, state and rates to
+    whoever records.
     """
     with ranged(PHASE, "update"):
         return _apply(pipe, grads, state, ctx)
@@ -110,21 +109,21 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
             )
         )
     check_readable(grads, state.leaves)
-    check_vmap(pipe, ctx.weight, grads, state)
-    ctx = replace(ctx, recorded=ctx.recorded or recorded(), micro_step=state.micro_step)
-    donated = ctx.donate and torch.compiler.is_compiling() and not functorch_active()
+    donated = False
     if ctx.recorded:
+        check_vmap(pipe, ctx.weight, grads, state)
         _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
         if torch.compiler.is_compiling():
+            donated = ctx.donate and not functorch_active()
             ctx = replace(ctx, donate=False)
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
-    trainable = {leaf.path: state.leaves[leaf.path] for leaf in pipe.layout.leaves if leaf.trainable}
+    trainable = {p: state.leaves[p] for p in pipe.trainable}
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:
         with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
-            signal, states, emitted = run(pipe.updates, grads, {**state.transforms, **given}, trainable, ctx)
+            signal, states, emitted = run(pipe.stretches, grads, {**state.transforms, **given}, trainable, ctx)
             leaves = {**state.leaves, **finish(signal, trainable, emitted)}
     except (KeyError, RuntimeError) as error:
         if wrong := misfits(pipe, state):

@@ -24,6 +24,7 @@ from ..core.executor import Segment
 from ..core.order import effect
 from ..core.pipeline import GRAD_NORM, Pipeline
 from ..core.state import State
+from ..core.stretches import stretch
 from ..core.transform import Context, Scope, Transform
 
 
@@ -79,7 +80,7 @@ class InBackward:
     """
 
     def __init__(self, pipe: Pipeline, state: Callable[[], State], context: Callable[[], Context]):
-        self.parts = leafwise_updates(pipe)
+        self.parts = stretch(leafwise_updates(pipe))
         self.state, self.context = state, context
         self.ctx: Context | None = None
         self.under_way: Segment | None = None

@@ -15,6 +15,7 @@ from ..core.pipeline import Pipeline
 from ..core.transform import Context
 from ..core.tree import Leaves
 from ..core.update import apply
+from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write
 from .accumulation_window import Window
@@ -80,7 +81,7 @@ class Steps:
         check_weight(self.pipe, weight)
         closes, old = window.closes(), self.home.state
         given |= dict(weight=weight, boundary=window.forced, averaged=window.averaged is not False)
-        ctx = self.pipe.context(donate=True, **given)
+        ctx = self.pipe.context(donate=True, recorded=recorded(), micro_step=old.micro_step, **given)
         new, metrics = apply(self.pipe, grads, old, ctx)
         with torch.no_grad():
             for path, x in new.leaves.items():

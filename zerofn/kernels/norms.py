@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -14,12 +15,16 @@ from .recording import recorded
 CHUNK = 1 << 17
 
 _NARROW = (torch.bfloat16, torch.float16)
+_WIDE = {torch.float32, torch.float64}
+
+# Asked of every leaf in every step, and so from C.
+_DTYPE = attrgetter("dtype")
 
 
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
     """One norm per tensor. 16-bit tensors are summed, and the sum kept, in fp32."""
-    if all(t.dtype in (torch.float32, torch.float64) for t in tensors):
-        if all(t.numel() <= CHUNK for t in tensors):
+    if set(map(_DTYPE, tensors)) <= _WIDE:
+        if max(map(Tensor.numel, tensors)) <= CHUNK:
             return list(foreach_norm(tensors, order))
         pieces = [t.view(-1).split(CHUNK) if _in_pieces(t) else (t,) for t in tensors]
         found = iter(foreach_norm([x for of_one in pieces for x in of_one], order))
@@ -103,7 +108,7 @@ def added(squares_by_path: dict[str, Tensor]) -> Tensor:
 def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
     """Numbers in the order of paths, and what they are added in: fp64 where every leaf is, else fp32."""
     found = [by_path[p] for p in sorted(by_path)]
-    return found, torch.float64 if all(n.dtype == torch.float64 for n in found) else torch.float32
+    return found, torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
 
 
 def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,12 +9,15 @@ Elsewhere only where somebody has said what is recorded: a derivative by hand, o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat import beneath_functorch, differentiating, functorch_active, is_wrapped, levels, only_vmap, stacked
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -25,6 +28,11 @@ def recorded(values: Iterable[Any] = ()) -> bool:
     (True, False, tensor(1.))
     """
     return torch.compiler.is_compiling() or functorch_active() or _requires_grad(values)
+
+
+def followed(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd follows any of these, asked from C: a state has many, of which hardly ever one is."""
+    return torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors))
 
 
 def differentiated(*values: Any) -> bool:

@@ -20,10 +20,10 @@ from ..core.linear_map import OnlyForth, enter, leave
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map
+from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map, unflatten
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored
-from ..kernels.recording import recorded
-from .linearize import check_graph, check_recording, linearize
+from ..kernels.recording import followed, recorded
+from .linearize import check_graph, check_recording, cotangents_of, linearize
 
 
 def init(
@@ -237,13 +237,13 @@ def vjp(
     check_graph("zf.vjp", create_graph)
     pipe = pipe_of(tx, state, "zf.vjp")
     check_recording("zf.vjp")
-    out, pull = linearize(pipe, fn, state, inputs, keep=True, record=create_graph)
+    ran = linearize(pipe, fn, state, inputs, keep=True, record=create_graph or recorded())
 
     def pullback(cotangents: Any) -> tuple:
-        grads, given = pull(cotangents)
-        return state.layout.join_once(grads), *given
+        grads, given = ran.pull(cotangents_of(ran, cotangents))
+        return state.layout.join_once(grads), *unflatten(ran.spec, given)
 
-    return out, pullback
+    return ran.out, pullback
 
 
 def update(
@@ -294,12 +294,14 @@ def update(
     if not functorch_active():
         check_weight(pipe, weight)
     record = asked("zf.update", create_graph, leaves.values(), state)
-    return apply(pipe, leaves, state, pipe.context(weight=weight, recorded=record))
+    ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step)
+    return apply(pipe, leaves, state, ctx)
 
 
 def asked(where: str, create_graph: bool | None, gradients: Iterable[Tensor], state: State) -> bool:
-    """Whether a step is to be recorded: if it says so, or by what its gradients and its state are."""
-    if create_graph is None:
-        return recorded() or recorded((*gradients, *tensors_of(state.leaves), *tensors_of(state.transforms)))
-    check_graph(where, create_graph)
-    return create_graph
+    """Whether a step is recorded: if it says so, or by what its gradients and its state are, or by whoever runs it."""
+    if create_graph is not None:
+        check_graph(where, create_graph)
+    if create_graph or recorded():
+        return True
+    return create_graph is None and followed((*gradients, *state.leaves.values(), *tensors_of(state.transforms)))

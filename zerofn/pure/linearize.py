@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..core.arguments import check_flag
 from ..core.linear_map import crosses, enter, leave, over, times
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.tree import Leaves, Tree, flatten, unflatten
+from ..core.tree import Leaves, flatten, unflatten
 from ..kernels.recording import recorded
 from .sharded_params import Blocks, settled
 
@@ -45,9 +45,26 @@ def check_graph(where: str, create_graph: Any) -> None:
         )
 
 
+class Evaluation(NamedTuple):
+    """A function at the parameters of a state.
+
+    Attributes:
+        out: what it returned.
+        pull: from a cotangent of each tensor among that, and whether they count, to gradients by path and those of the
+            leaves of its inputs.
+        tensors: which leaves of `out` have cotangents.
+        spec: the structure of its inputs.
+    """
+
+    out: Any
+    pull: Callable[..., tuple[Leaves, list[Any]]]
+    tensors: list[int]
+    spec: Any
+
+
 def linearize(
-    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool, record: bool = False
-) -> tuple[Any, Callable[..., tuple[Leaves, list[Tree]]]]:
+    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool, record: bool
+) -> Evaluation:
     """`fn` at the state's parameters and its pullback onto leaves by path.
 
     Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
@@ -56,9 +73,8 @@ def linearize(
 
     Args:
         keep: whether inputs have cotangents, and the pullback may be called again.
-        record: whether autograd is to record all of it, so that what is returned can be differentiated.
+        record: whether all of it is recorded, so that what is returned can be differentiated.
     """
-    record = record or recorded()
     scale = pipe.scale_of(state.transforms)
     # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
     inside = None if record else scale
@@ -87,15 +103,15 @@ def linearize(
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
-    def pull(cotangents: Any, counts: bool = True) -> tuple[Leaves, list[Tree]]:
+    def pull(vectors: list[Tensor], counts: bool = True) -> tuple[Leaves, list[Any]]:
         with ranged(PHASE, "backward"):
-            grads, rest = pull_flat(_cotangents(cotangents, out, outer["tensors"]), counts)
+            grads, rest = pull_flat(vectors, counts)
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g
-        return grads, list(unflatten(spec, back))
+        return grads, back
 
-    return out, pull
+    return Evaluation(out, pull, outer["tensors"], spec)
 
 
 def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
@@ -104,13 +120,10 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
     """
     stages = pipe.road.pulled
-    with torch.no_grad():
-        seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
-    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
-    for p in paths:
-        seen[p].requires_grad_()
+    paths = pipe.trainable
+    seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
     inputs = [x.detach().requires_grad_() for x in given]
-    wanted = [*(seen[p] for p in paths), *inputs]
+    wanted = [seen[p].requires_grad_() for p in paths] + inputs
     with torch.enable_grad():
         primals = inner(seen, inputs)
 
@@ -121,8 +134,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
             ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
             found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
         grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
-        with torch.no_grad():
-            return pipe.road.pull(stages, grads, resident, scale), list(found[len(paths) :])
+        return pipe.road.pull(stages, grads, resident, scale), list(found[len(paths) :])
 
     return primals, pull
 
@@ -171,7 +183,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied to
     gradients by hand, in the dtype that the pipeline says, where autograd would give them that of the parameter.
     """
-    paths = [leaf.path for leaf in pipe.layout.leaves if leaf.trainable]
+    paths = pipe.trainable
     views = pipe.leaf_views
     seen = {p: view(resident[p], None) for p, view in views.items()}
     fixed = {p: x for p, x in seen.items() if p not in paths}
@@ -227,9 +239,14 @@ def _alias(x: Tensor) -> Tensor:
     return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
-def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
+def cotangents_of(ran: Evaluation, cotangents: Any) -> list[Tensor]:
+    """Those of the tensors that a function returned, as `pull` takes them.
+
+    Raises:
+        ValueError: they are of another structure, shape or dtype; every one is named.
+    """
     given, spec = flatten(cotangents)
-    primals, expected = flatten(out)
+    primals, expected = flatten(ran.out)
     if spec != expected:
         raise ValueError(
             explain(
@@ -240,7 +257,7 @@ def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
         )
     bad = [
         (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
-        for i in tensors
+        for i in ran.tensors
         if not isinstance(given[i], Tensor)
         or given[i].shape != primals[i].shape
         or (given[i].is_complex() and not primals[i].is_complex())
@@ -248,7 +265,7 @@ def _cotangents(cotangents: Any, out: Any, tensors: list[int]) -> list[Tensor]:
     if bad:
         right = "tensors of the outputs' shapes, complex ones for complex outputs only"
         raise ValueError(bad_leaves("cotangents do not fit the output", bad, right))
-    return [given[i].to(primals[i].dtype) for i in tensors]
+    return [given[i].to(primals[i].dtype) for i in ran.tensors]
 
 
 def _shape(x: Any) -> str:

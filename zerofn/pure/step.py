@@ -67,7 +67,7 @@ def make_step(
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(step, state, batch, weight)
-        pipe = pipes.of(state)
+        pipe = pipes.of(state, tracing)
         if tracing and pipe.groups:
             return step_over_ranks(step, state, batch, weight)
         check_recording("step")
@@ -85,20 +85,21 @@ def make_step(
             _check_loss(out)
             return out
 
-        loss, pull = linearize(pipe, scalar, state, batch, keep=False, record=record)
-        share = None
+        ran = linearize(pipe, scalar, state, batch, keep=False, record=record)
+        loss, share = ran.out, None
         if not functorch_active() and not tracing:
             weight, share = shared_weight(pipe, weight)
         unit = torch.ones_like(loss)
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
-        grads, _ = pull(unit if share is None else unit * float(share), share is None or bool(share > 0))
-        del pull
-        if not record:
+        grads, _ = ran.pull([unit if share is None else unit * float(share)], share is None or bool(share > 0))
+        del ran
+        if aux and not record:
             aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         if donate and not tracing:
             # A backward may return a parameter it saved, so gradients too.
             loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
-        new, metrics = apply(pipe, grads, state, pipe.context(weight=weight, donate=donate, recorded=record))
+        ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
+        new, metrics = apply(pipe, grads, state, ctx)
         if donate and not tracing:
             state.give_away()
         return new, {"loss": loss, **metrics, **aux}
@@ -130,9 +131,9 @@ class Pipelines:
         self.resolved: dict[Layout, Pipeline] = {}
         self.last: tuple[Any, Any, list[str]] = (None, None, [])
 
-    def of(self, state: Any) -> Pipeline:
-        """That of a state."""
-        if torch.compiler.is_compiling() and isinstance(state, State):
+    def of(self, state: Any, tracing: bool) -> Pipeline:
+        """That of a state; while a graph is made by its number."""
+        if tracing and isinstance(state, State):
             return self.numbered[self.resolve(state.layout)]
         if not isinstance(state, State):
             return pipe_of(self.tx, state, self.where)

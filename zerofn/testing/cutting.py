@@ -151,7 +151,7 @@ def run_pieces(
     states = []
     for grads in gradients:
         mine = {leaf.path: _part(pipe, grads[leaf.path], leaf) for leaf in layout.leaves}
-        context = replace(pipe.context(**step_options), reduction=numbers)
+        context = replace(pipe.context(micro_step=state.micro_step, **step_options), reduction=numbers)
         state, _ = apply(pipe, mine, state, context)
         states.append(state)
     return Run(states, numbers)

@@ -27,6 +27,7 @@ from ..extend import (
     like,
     moment_root,
     optimizer,
+    plain,
     plus,
     plus_product,
     plus_quotient,
@@ -151,9 +152,8 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     def kernel(group: LeafList) -> None:
         params, slots = group.params, group.slots
         grads = typed(params, group.grads)
-        kinds = {(p.dtype, p.device) for p in params}
-        if len(kinds) > 1:
-            for kind in kinds:
+        if not plain(params):
+            for kind in {(p.dtype, p.device) for p in params}:
                 kernel(group.where([(p.dtype, p.device) == kind for p in params]))
             return
         step = torch.full((), float(group.count), dtype=torch.float32, device=params[0].device)

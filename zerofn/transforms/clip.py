@@ -82,6 +82,9 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         ctx.report("grad_norm", norm)
         ratio = (norm + 1e-6).reciprocal().mul(max_norm)
         # A factor of one changes no bit of the gradient and none of a derivative.
+        if not ctx.recorded and ratio.is_cpu:
+            # The smaller of one and what is no more than that, or NaN, is itself.
+            return Prepared() if ratio.item() > 1 else Prepared(ratio)
         if certain(ratio > 1):
             return Prepared()
         (coefficient,) = once(ratio.clamp(max=1.0))

@@ -1,0 +1,77 @@
+"""What a chain is run as, found once: stretches of transforms, and neighbours that one pass over memory stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .transform import Scope, Transform, TransformState
+
+States = dict[str, TransformState]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Transforms in a row of which the first may look at the whole tree, and the others treat leaves alone.
+
+    Attributes:
+        given: as they stand in the chain.
+        parts: as they are run, where one may stand for several neighbours.
+        joined: by its name, for which.
+    """
+
+    given: tuple[Transform, ...]
+    parts: tuple[Transform, ...]
+    joined: Mapping[str, tuple[Transform, ...]]
+
+    def states(self, given: States) -> States:
+        """States by the names of the parts as they are run."""
+        if not self.joined:
+            return given
+        apart = {p.name for members in self.joined.values() for p in members}
+        kept = {name: state for name, state in given.items() if name not in apart}
+        for name, members in self.joined.items():
+            # An entry of the same name means the same to all of them.
+            kept[name] = {slot: entry for p in members for slot, entry in given[p.name].items()}
+        return kept
+
+    def spread(self, states: States, before: States) -> States:
+        """The states by the names of the parts as they stand in the chain, in the order of `before`."""
+        if not self.joined:
+            return states
+        new = dict(states)
+        for name, members in self.joined.items():
+            whole = new.pop(name)
+            for p in members:
+                new[p.name] = {slot: whole[slot] for slot in before[p.name]}
+        return {name: new[name] for name in before}
+
+
+def stretch(given: Iterable[Transform]) -> Stretch:
+    """One of these transforms."""
+    given = tuple(given)
+    found: list[Transform] = []
+    joined: dict[str, tuple[Transform, ...]] = {}
+    i = 0
+    while i < len(given):
+        one, length = (given[i].joins and given[i].joins(given[i + 1 :])) or (given[i], 0)  # type: ignore[misc]
+        if length:
+            members = given[i : i + 1 + length]
+            one = replace(one, name="+".join(p.name for p in members), base=None)
+            joined[one.name] = members
+        found.append(one)
+        i += 1 + length
+    return Stretch(given, tuple(found), joined)
+
+
+def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
+    """Those of a chain, in order: one begins where a transform must see the whole tree (a norm, an overflow)."""
+    found = []
+    i = 0
+    while i < len(parts):
+        j = i + 1
+        while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
+            j += 1
+        found.append(stretch(parts[i:j]))
+        i = j
+    return tuple(found)
