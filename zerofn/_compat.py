@@ -242,7 +242,7 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
             return set(map(_CDATA, map(Tensor.untyped_storage, tensors)))
         except NotImplementedError:  # one is sparse
             pass
-    return set(map(memory, tensors)) - {0}
+    return {memory(innermost(x)) for x in tensors} - {0}
 
 
 def is_wrapper(x: Tensor) -> bool:

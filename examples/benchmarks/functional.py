@@ -52,9 +52,9 @@ def zerofn_step(loss: Callable, params: dict[str, Tensor], x: Tensor, y: Tensor,
 
 
 def zerofn_vmap(loss: Callable, params: dict[str, Tensor], x: Tensor, y: Tensor, members: int, compiled: bool) -> Step:
-    """`members` states at once."""
+    """`members` states at once, given up at every step."""
     tx = transform()
-    step = zf.make_step(loss, tx)
+    step = zf.make_step(loss, tx, donate=True)
     stacked = {k: torch.stack([v] * members) for k, v in params.items()}
     kept = [torch.func.vmap(lambda p: zf.init(tx, p))(stacked)]
     batched = torch.func.vmap(step, in_dims=(0, None, None))

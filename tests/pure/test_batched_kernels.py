@@ -97,3 +97,38 @@ def test_what_autograd_follows_goes_through_the_formula():
         for w, b in zip(*params.values(), strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(want))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_donated_batch_of_states_is_written_where_it_lies(name, dense):
+    """Unless members skip a step, or lie between one another: there a kernel would walk over its neighbours."""
+    tx = MAKERS[name](0.1)
+    made = stack(states(tx, 4))
+    if not dense:
+        made = tree_map(lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0), made)
+    kept, given = made, tree_map(torch.clone, made)
+    plain, step = (torch.vmap(zf.make_step(loss, tx, donate=d)) for d in (False, True))
+    xs = draws(3, 4, 5, 3)
+    xs[1, 2] *= torch.inf if name == "skips" else 1
+    for i, x in enumerate(xs):
+        before, old = [t.data_ptr() for t in given.leaves.values()], given
+        kept, shown = plain(kept, x)
+        given, told = step(given, x)
+        for ours, theirs in zip(tree_leaves((given, told)), tree_leaves((kept, shown)), strict=True):
+            assert ours.equal(theirs) or not theirs.isfinite().all()
+        # What was made anew in the first step is dense from then on.
+        written = name != "skips" and (dense or i > 0)
+        assert ([t.data_ptr() for t in given.leaves.values()] == before) == written
+        with pytest.raises(RuntimeError, match=r"(?s)a step of a state that was donated.*write: state, metrics = step"):
+            step(old, x)
+
+
+def test_what_a_donated_batch_shows_is_from_before_its_update():
+    tx = zf.sgd(0.5)
+    step = zf.make_step(lambda p: ((p["w"] ** 2).sum(), {"w": p["w"], "row": p["w"][:1]}), tx, donate=True)
+    before = {"w": draws(4, 3)}
+    state, shown = torch.vmap(step)(stack([zf.init(tx, {"w": w}) for w in before["w"]]))
+    shown = shown["aux"]
+    assert shown["w"].equal(before["w"]) and shown["row"].equal(before["w"][:, :1])
+    assert state.leaves["w"].equal(torch.zeros(4, 3))

@@ -43,6 +43,7 @@ def run(
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     for i, here in enumerate(parts):
         segment = Segment(here, states, params, ctx, signal)
+        ctx = segment.ctx
         signal = segment.feed(signal, params)
         segment.close()
         states, emitted = segment.states(emitted)
@@ -92,6 +93,9 @@ class Segment:
             look = grads if part is first and part.scope is not Scope.LEAF else None
             given = self.old[part.name], look, params, ctx
             self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
+            if ctx.donate_members and not isinstance(self.prepared[-1].emit, bool):
+                # What comes after it is chosen from old and new for each member.
+                self.ctx = ctx = replace(ctx, donate_members=False)
             self.held = self.prepared[-1].emit is False
             if self.held:
                 break

@@ -38,11 +38,13 @@ class Members:
         batch = stacked(x) if isinstance(x, Tensor) else None
         return [x] * self.size if batch is None else list(batch.unbind())
 
-    def copied(self, x: Tensor) -> Tensor:
-        """In new memory, one member behind the other."""
+    def own(self, x: Tensor, donate: bool) -> Tensor:
+        """One member behind the other, to be written: in the memory of `x` where that may be, else in new one."""
         batch = stacked(x)
         if batch is None:
-            return x.expand(self.size, *x.shape).clone(memory_format=torch.contiguous_format)
+            batch = x.expand(self.size, *x.shape)
+        elif donate and batch.is_contiguous():
+            return batch
         return batch.clone(memory_format=torch.contiguous_format)
 
 
@@ -58,7 +60,7 @@ def kernel_on_members(
     """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
 
     It can in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one number
-    of updates share a list, as leaves do. In memory of their own: which members skip a step is chosen after it.
+    of updates share a list, as leaves do. In memory of their own where it is chosen after it which members skip a step.
     """
     level = only_vmap()
     if level is None or not grads:
@@ -69,8 +71,8 @@ def kernel_on_members(
     if not members.plain:
         return None
     with beneath_functorch(), torch.no_grad():
-        new = {p: members.copied(params[p]) for p in grads}
-        own = {slot: {p: members.copied(old[p]) for p in grads} for slot, old in slots.items()}
+        new = {p: members.own(params[p], ctx.donate_members) for p in grads}
+        own = {slot: {p: members.own(old[p], ctx.donate_members) for p in grads} for slot, old in slots.items()}
         for group in _lists(members, grads, new, own, counts, told, ctx):
             kernel(group)
         back = {slot: {p: as_batch(x, level) for p, x in of_leaf.items()} for slot, of_leaf in own.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from .._compat import register_pytree_node
+from .._compat import innermost, register_pytree_node
 from .._errors import explain
 from .leaf_tensors import LeafTensors, assign
 from .pictures import bars
@@ -40,16 +40,18 @@ class State:
     micro_step: Tensor
     layout: Layout
     _parameters: Leaves | None = None
-    # Of one that a step has written over, which holds another one's numbers.
-    _donated: ClassVar[bool] = False
 
     def give_away(self) -> None:
-        """Its memory belongs to the next state from here on."""
-        object.__setattr__(self, "_donated", True)
+        """Its memory belongs to the next state from here on.
+
+        The counter is marked, of which each state has one of its own: so that a whole batch of states knows what a step
+        under `vmap` has done with it.
+        """
+        innermost(self.micro_step)._zerofn_given_away = True  # type: ignore[attr-defined]
 
     def check_kept(self, where: str) -> None:
         """Raise a RuntimeError if it was given away."""
-        if self._donated:
+        if getattr(innermost(self.micro_step), "_zerofn_given_away", False):
             raise RuntimeError(
                 explain(
                     f"{where} of a state that was donated",

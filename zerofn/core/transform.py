@@ -141,6 +141,8 @@ class Context:
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
+        donate_members: whether kernels may write those of the members of a batch, where `donate` is false: they are
+            donated, and no member's new state is still to be chosen from the two.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         weight: weight of this micro-batch, for instance its number of tokens.
@@ -158,6 +160,7 @@ class Context:
 
     layout: Layout
     donate: bool = False
+    donate_members: bool = False
     recorded: bool = False
     weight: Any = None
     boundary: bool | None = None

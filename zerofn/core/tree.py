@@ -18,7 +18,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: igno
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._compat import memories, memory, pytree, register_constant
+from .._compat import memories, pytree, register_constant
 from .._errors import bad_leaves, explain
 from ..ranks.distributed_tensors import is_distributed
 from .rows import span
@@ -148,7 +148,7 @@ class Layout:
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""
-        flat = [leaves.get(path) for path in self.at]
+        flat = [leaves.get(path) for path in self.at]  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return pytree.tree_map(lambda i: flat[i], self.numbered)
         return optree.tree_unflatten(self.spec, flat)
@@ -287,7 +287,8 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
 
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
-    if type(tree) is Tensor and not rests:
+    kind = type(tree)
+    if kind is Tensor and not rests:
         return fn(tree)
     if torch.compiler.is_compiling():
         return pytree.tree_map(fn, tree, *rests)
@@ -303,7 +304,7 @@ def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     values, spec = flatten(tree)
     if taken.isdisjoint(memories([x for x in values if isinstance(x, Tensor)])):
         return tree
-    shared = [isinstance(t, Tensor) and memory(t) in taken for t in values]
+    shared = [isinstance(t, Tensor) and not taken.isdisjoint(memories([t])) for t in values]
     return unflatten(spec, [t.clone() if one else t for t, one in zip(values, shared, strict=True)])
 
 

@@ -227,9 +227,10 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
             )
         return torch.where(flag.to(x.device), x, x)
 
+    ctx_of_batch = replace(ctx, donate=False, donate_members=ctx.donate)
     frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
     leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
-    return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), replace(ctx, donate=False)
+    return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), ctx_of_batch
 
 
 def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:

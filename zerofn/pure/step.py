@@ -35,9 +35,10 @@ def make_step(
             again: that is refused, where the step is not compiled. Saves one copy of parameters and optimizer
             state. Tensors that a step passes on as they are,
             such as the parameters of a held one, belong to the old state and the new: to donate the new one
-            overwrites them in the old one too. Without effect under `torch.func.vmap`, where a step that only
-            some members take must choose between old and new; an error there if the state is not batched. A step
-            that is differentiated needs the state it began with: refused.
+            overwrites them in the old one too. Under `torch.func.vmap` the memory of the batch is written by
+            optimizers that have a kernel, behind nothing that holds some members back and others not
+            (`scale_loss`, `skip_nonfinite`), which are chosen from old and new; an error there if the state is not
+            batched. A step that is differentiated needs the state it began with: refused.
         create_graph: as of `zf.update`: whether autograd records steps, so that what they return can be
             differentiated, by the batch too. By default where a tensor of the state requires grad.
 
