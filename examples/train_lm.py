@@ -1,6 +1,6 @@
 """Train a byte-level GPT on real text through a zerofn pipeline.
 
-    python examples/train_lm.py                   # bf16 states; about a minute and a half on two idle cores
+    python examples/train_lm.py                   # bf16 states; three to four minutes on two idle cores
     python examples/train_lm.py --compare         # and fp32 AdamW on the same data, side by side
     python examples/train_lm.py --rounding kahan  # 8 bytes per parameter instead of 6
     python examples/train_lm.py --route pure      # functions of a state, no loss.backward(): the same losses

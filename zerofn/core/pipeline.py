@@ -8,9 +8,9 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -105,6 +105,18 @@ class Pipeline:
                 if isinstance(value, cached_property):
                     getattr(each, name)
         return self
+
+    @cached_property
+    def reads(self) -> bool:
+        """Whether a view reads the state of its transform, so that it cannot be called before `reading`."""
+        return any(view is not None and view.reads for view in self.views)
+
+    def reading(self, state_of: Callable[[str], TransformState]) -> Pipeline:
+        """The same, whose views find the states of their transforms by name, as they are when a leaf is seen."""
+        if not self.reads:
+            return self
+        given = [v if v is None else v.reading(partial(state_of, v.name)) for v in self.views]
+        return replace(self, views=tuple(given))
 
     @cached_property
     def road(self) -> Road:

@@ -153,7 +153,8 @@ class Dtypes:
         return any(x is not None for x in given)
 
 
-OnLeaf = Callable[[Tensor, Leaf], Tensor]
+# (tensor, leaf) -> tensor; of a view that reads its transform's state (tensor, leaf, state) -> tensor.
+OnLeaf = Callable[..., Tensor]
 # Of a transform's state: the number that cotangents carry inside of the model.
 Factor = Callable[[Mapping[str, Any]], Tensor]
 
@@ -191,6 +192,9 @@ class View:
             way out (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32 on the
             CPU, neither zero nor infinite. Those of several views are multiplied. A number and no other map: only a
             number passes the derivative of every model, so that gradients outside are true, to any order.
+        reads: whether `view` and `pull` take the transform's state as a third argument: what it was before the step.
+            `store` does not, since what is stored is there before any state. The state is a constant to derivatives:
+            what is to be learned is a parameter.
     """
 
     view: OnLeaf = as_it_lies
@@ -203,6 +207,15 @@ class View:
     name: str = ""
     given: Callable[[Leaf], Leaf] = as_a_whole
     factor: Factor | None = None
+    reads: bool = False
+
+    def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:
+        """The same, whose functions find the state themselves, as it is when they are called."""
+        if not self.reads:
+            return self
+        look, back = self.view, self.pull
+        view, pull = (lambda x, leaf: look(x, leaf, state())), (lambda g, leaf: back(g, leaf, state()))
+        return replace(self, view=view, pull=pull, reads=False)
 
     @property
     def of_leaves(self) -> bool:

@@ -24,6 +24,7 @@ from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map, unflatten
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored
 from ..kernels.recording import followed, recorded
 from .linearize import check_graph, check_recording, cotangents_of, linearize
+from .seeing import seeing
 
 
 def init(
@@ -122,6 +123,11 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+    """The pipeline of a state, after a look at whether they belong together; its views see that state."""
+    return seeing(resolved(tx, state, where), state, where)
+
+
+def resolved(tx: Transform, state: Any, where: str) -> Pipeline:
     """The pipeline of a state, after a look at whether they belong together."""
     if not isinstance(state, State):
         raise TypeError(

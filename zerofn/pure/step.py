@@ -17,8 +17,9 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Layout, Tree, apart, tree_map
 from ..core.update import Metrics, apply, check_data, check_vmap
-from .api import asked, pipe_of
+from .api import asked, resolved
 from .linearize import check_recording, linearize
+from .seeing import seeing
 from .sharded_params import settled
 
 
@@ -71,6 +72,9 @@ def make_step(
         pipe = pipes.of(state, tracing)
         if tracing and pipe.groups:
             return step_over_ranks(step, state, batch, weight)
+        if tracing and pipe.reads:
+            return step_with_states_in_views(step, state, batch, weight)
+        pipe = seeing(pipe, state, "a step")
         check_recording("step")
         check_data(state, "a step")
         if not tracing:
@@ -137,14 +141,14 @@ class Pipelines:
         if tracing and isinstance(state, State):
             return self.numbered[self.resolve(state.layout)]
         if not isinstance(state, State):
-            return pipe_of(self.tx, state, self.where)
+            return resolved(self.tx, state, self.where)
         # Nearly always the layout of the last call: to hash one takes long where it has many leaves.
         layout, pipe, names = self.last
         if state.layout is layout and list(state.transforms) == names:
             return pipe
         pipe = self.resolved.get(state.layout)
         if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
-            pipe = self.resolved[state.layout] = pipe_of(self.tx, state, self.where)
+            pipe = self.resolved[state.layout] = resolved(self.tx, state, self.where)
         self.last = state.layout, pipe, list(state.transforms)
         return pipe
 
@@ -152,6 +156,15 @@ class Pipelines:
 @uncompiled
 def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """A step over several ranks is no graph, since its collectives are none.
+
+    write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
+    """
+    return step(state, *batch, weight=weight)
+
+
+@uncompiled
+def step_with_states_in_views(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    """A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.
 
     write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
     """
