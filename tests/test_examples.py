@@ -273,6 +273,7 @@ def test_curvature_benchmark_runs():
         assert float(ours) == pytest.approx(float(by_hand), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_part_of_activations_and_sends_what_the_formula_says():
     process = run("benchmarks/sequence.py", "--lengths", 256, "--ranks", 1, 4, "--width", 32, "--layers", 1)
     out, err = process.communicate(timeout=limit())

@@ -13,6 +13,9 @@ from time_limits import limit
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch registers no device from Python")
 KEPT: list = []
+# Of each pipeline one route at once.
+EVERY = [pytest.param(*case, marks=pytest.mark.slow if case[1] == "pure" else ()) for case in CASES]
+OFFLOADED = [case for case in EVERY if case.values[0].startswith("offload")]
 
 
 def start() -> None:
@@ -26,12 +29,12 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("pipeline, route", CASES)
+@pytest.mark.parametrize("pipeline, route", EVERY)
 def test_bits_are_those_of_the_cpu(apart, pipeline, route):
     assert apart.submit(compare, pipeline, route).result(timeout=limit()) == []
 
 
-@pytest.mark.parametrize("pipeline, route", [case for case in CASES if case[0].startswith("offload")])
+@pytest.mark.parametrize("pipeline, route", OFFLOADED)
 def test_offload_reads_and_writes_nothing_while_it_is_copied(apart, pipeline, route):
     """Copies happen when they are waited for, which is as late as a stream may make them."""
     wrong, coming, lost = apart.submit(compare_late, pipeline, route).result(timeout=limit())

@@ -127,6 +127,7 @@ def test_ensemble(example):
     assert losses[1][-5:].mean() < losses[1][:5].mean()
 
 
+@pytest.mark.slow
 def test_bits_by_curvature(example):
     """As many bits cost less loss by curvature; with 7 in the mean they cost what the second order says, within 2."""
     module = example("bits_by_curvature")

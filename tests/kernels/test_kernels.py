@@ -195,6 +195,7 @@ def test_native_tells_autograd_that_it_wrote():
         saved.backward()
 
 
+@pytest.mark.slow
 def test_new_step_and_lr_do_not_recompile(monkeypatch):
     graphs = []
 

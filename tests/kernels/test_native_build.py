@@ -213,6 +213,7 @@ def test_of_what_a_compiler_says_the_end_is_told(fresh_kernels, monkeypatch):
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(fresh_kernels):
     """Half a library is there, the compiler still runs, and the next process builds its own."""
@@ -261,6 +262,7 @@ def test_what_outlives_the_compiler_on_purpose_is_not_waited_for(fresh_kernels):
         os.kill(int((fresh_kernels / "pid").read_text()), 9)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_may_build_at_the_same_time(fresh_kernels):
     program = """

@@ -421,6 +421,7 @@ def test_threads_that_call_a_recurrent_module_do_not_share_its_weights(kind: str
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_backward_through_thousands_of_calls_repeats_parts_of_the_first_ones_too():
     class Inner(nn.Module):
         def __init__(self):

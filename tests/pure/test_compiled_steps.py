@@ -62,7 +62,7 @@ BOUNDS = {"window": 3e-7, "scaled": 3e-7, "offload": 3e-7, "groups": 1e-6}
 
 
 # A second of compiling each.
-SOON = ("window", "scaled", "stochastic")
+SOON = ("window", "stochastic")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOON else pytest.mark.slow) for x in PIPELINES])
@@ -182,6 +182,7 @@ def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
             assert found.abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_without_a_compiler_for_c_the_graph_has_the_formula(monkeypatch, fresh_kernels):
     monkeypatch.setenv("ZEROFN_NATIVE", "0")
     # Of the second rate that it meets at a place in the code, the compiler makes an argument of the graph.

@@ -557,6 +557,7 @@ print(f"sum {t.item()} of {group.size}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

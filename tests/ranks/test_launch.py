@@ -341,6 +341,7 @@ def test_when_the_caller_ends(how, tmp_path):
         caller.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes in /proc")
 def test_when_the_server_ends(tmp_path):
     def work():

@@ -292,6 +292,7 @@ def evaluated_without_autograd(first, later, param_dtype, backwards):
         *(pytest.param(*x, marks=pytest.mark.slow) for x in ((torch.float32, 1), (torch.bfloat16, 2))),
     ],
 )
+@pytest.mark.slow
 def test_an_evaluation_in_inference_mode_on_one_rank_is_no_concern_of_training(param_dtype, backwards):
     modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "none": torch.enable_grad}
     want = None
