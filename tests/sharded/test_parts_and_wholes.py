@@ -2,7 +2,6 @@
 
 import re
 
-import rank_programs as P
 import torch
 from small_parts import WIDTH, rows, said, two
 from time_limits import limit
@@ -12,6 +11,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import zerofn as zf
 
 # -- parts beside wholes -------------------------------------------------------------------------------------
+
+ROW = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 
 
 def inner_step(model, p, g):
@@ -40,104 +41,135 @@ def mean_square(model, p, g):
 
 
 def full_into_part(model, p, g):
-    with torch.no_grad():
-        p.copy_(torch.ones(2, WIDTH))
+    p.copy_(ROW.expand(2, WIDTH))
 
 
 def row_into_part(model, p, g):
-    with torch.no_grad():
-        p[0] = 1.0
+    p[0] = 1.0
 
 
 def clipped_rows(model, p, g):
-    with torch.no_grad():
-        p.renorm_(2, 0, 0.1)
+    p.renorm_(2, 0, 0.1)
 
 
 def elements_by_index(model, p, g):
-    with torch.no_grad():
-        p.put_(torch.tensor([1]), torch.ones(1, dtype=p.dtype))
+    p.put_(torch.tensor([1]), torch.ones(1, dtype=p.dtype))
 
 
 def sums(model, p, g):
-    with torch.no_grad():
-        p.cumsum_(0)
+    p.cumsum_(0)
 
 
 def teacher_by_state(model, p, g):
     teacher = two()
-    with torch.no_grad():
-        for n, x in model.state_dict().items():
-            teacher.state_dict()[n].mul_(0.5).add_(x)
+    for n, x in model.state_dict().items():
+        teacher.state_dict()[n].mul_(0.5).add_(x)
+    return teacher.w.weight.detach()
 
 
-BESIDE = r"the sharded parameter w.weight, \(2, 4\), and a tensor of its part's shape \(4,\)(.|\n)*parts alone"
-INTO = r"of a part of the sharded parameter w.weight and a tensor of shape \(2, 4\)(.|\n)*with opt.gathered\(\)"
-MIXED = {
-    **{
-        f.__name__: (f, BESIDE)
-        for f in (inner_step, inner_step_reversed, inner_step_by_name, inner_step_of_grad, with_its_data, mean_square)
-    },
-    "full_into_part": (full_into_part, INTO),
-    "row_into_part": (row_into_part, r"p\[index\] = x of the sharded parameter w.weight(.|\n)*with opt.gathered\(\)"),
-    **{
-        f.__name__: (f, rf"p.{name}_\(...\) of the sharded parameter w.weight(.|\n)*with opt.gathered\(\)")
-        for f, name in ((clipped_rows, "renorm"), (elements_by_index, "put"), (sums, "cumsum"))
-    },
-    "teacher_by_state": (teacher_by_state, r"state_dict\(\) and a tensor of shape \(2, 4\)(.|\n)*average.add_\(p\)"),
-}
+def parts_of_two(model, p, g):
+    """Of leaves that are cut alike, and of one of another length."""
+    p.mul_(0.5).add_(model.same.weight, alpha=0.5)
+    torch._foreach_lerp_([p], [model.same.weight], 0.5)
+    p.sub_(p.detach() * 0.5).clamp_(-1, 1)
+    p[:] = p.detach() * 2
+    p[...] = p.detach() * 0.5
+    p *= 2
+    p += torch.ones(())
+    return p.detach() * model.w.bias.detach().unsqueeze(1) + model.w.bias[0]
+
+
+def rows_that_say_so(model, p, g):
+    p.mul_(ROW.expand(2, WIDTH))
+    p.data.add_(ROW.unsqueeze(0))
+    return g * ROW.view(1, -1) + p * ROW.view(1, -1)
+
+
+MIXED = [
+    inner_step, inner_step_reversed, inner_step_by_name, inner_step_of_grad, with_its_data, mean_square,
+    full_into_part, row_into_part, clipped_rows, elements_by_index, sums, teacher_by_state, parts_of_two,
+    rows_that_say_so,
+]  # fmt: skip
+
+
+def program(fn, model):
+    """What it gives, and what it leaves."""
+    p = model.w.weight
+    (g,) = torch.autograd.grad(model(rows(0, 0)).square().mean(), p)
+    with torch.enable_grad() if fn is inner_step_of_grad else torch.no_grad():
+        found = fn(model, p, g)
+    return None if found is None else (found * 1).tolist(), (p * 1).tolist()
 
 
 def mixed():
     found = {}
-    for name, (fn, _) in MIXED.items():
+    for fn in MIXED:
         model = two()
         opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-        p = model.w.weight
-        before = p.detach().clone()
-        (g,) = torch.autograd.grad(model(rows(0, 0)).square().mean(), p)
-        found[name] = said(lambda fn=fn, m=model, p=p, g=g: fn(m, p, g))
-        assert torch.equal(p.detach(), before), name
+        found[fn.__name__] = program(fn, model)
         opt.detach()
     return found
 
 
-def allowed():
-    """What is right: on parts alone, on wholes alone, with numbers, and what is as long as no part."""
-    rank, _ = P.rank_and_size()
-    model, plain = two(), two()
+def test_parts_that_meet_wholes_are_gathered():
+    for found in zf.launch(mixed, 2, timeout=limit()):
+        for fn in MIXED:
+            torch.testing.assert_close(found[fn.__name__], program(fn, two()), rtol=1e-13, atol=0.0, msg=fn.__name__)
+
+
+SHARED_SHAPE = r"of the sharded parameter w.weight, \(2, 4\), and a tensor of shape \(4,\)(.|\n)*zeros_like\(p\)"
+# A tensor as long as a row, where a rank has one.
+UNCLEAR = [
+    lambda p, g: p * ROW,
+    lambda p, g: p.data * ROW,
+    lambda p, g: g + ROW,
+    lambda p, g: p.mul_(ROW),
+    lambda p, g: p.copy_(ROW),
+    lambda p, g: p.data.add_(ROW),
+    lambda p, g: torch._foreach_add_([g], [ROW]),
+    lambda p, g: nn.functional.mse_loss(p, ROW),
+]
+
+
+def unclear():
+    model = two()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    p, full, q = model.w.weight, plain.w.weight.detach(), plain.same.weight.detach()
-    part = full.reshape(-1).split(WIDTH)[rank]
-    average = torch.zeros_like(full)
+    p = model.w.weight
+    before = p.detach().clone()
+    found = []
+    for fn in UNCLEAR:
+        (g,) = torch.autograd.grad(model(rows(0, 0)).square().mean(), p)
+        with torch.no_grad():
+            found.append(str(said(lambda fn=fn, g=g: fn(p, g))))
+    assert torch.equal(p.detach(), before)
+    opt.detach()
+    return found
+
+
+def test_a_tensor_that_may_be_a_row_or_a_part_is_refused():
+    for found in zf.launch(unclear, 2, timeout=limit()):
+        for message in found:
+            assert re.search(SHARED_SHAPE, message), message
+
+
+def buffers():
+    """A buffer of a user's, as long as this rank's part."""
+    model = two()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    b = model.w.bias
+    held = torch.zeros(b.shape, dtype=b.dtype)
+    held.add_(b.detach()).mul_(b.data).lerp_(b.detach(), 0.5)
+    part = b.as_subclass(torch.Tensor).detach()
+    assert type(held) is torch.Tensor and torch.equal(held, (part * part).lerp(part, 0.5))
     with torch.no_grad():
-        average.add_(p, alpha=0.5)
-        assert torch.equal(average, 0.5 * full)
-        assert torch.equal(p * torch.ones(2, 1), full) and torch.equal(p + full, 2 * full)
-        assert torch.equal(p * torch.arange(WIDTH).expand(2, WIDTH), full * torch.arange(WIDTH))
-        assert torch.equal(p / torch.tensor([2.0]), full / 2) and torch.equal(
-            p * model.w.bias[0], full * plain.w.bias[0]
-        )
-        p.mul_(0.5).add_(model.same.weight, alpha=0.5)
-        assert torch.equal(p * 1, 0.5 * full + 0.5 * q)
-        torch._foreach_lerp_([p], [model.same.weight], 1.0)
-        assert torch.equal(p * 1, q)
-        p.copy_(part)
-        p[:] = part * 2
-        p[...] = p.detach() * 0.5
-        p.sub_(p.detach() * 0.5).clamp_(-1, 1)
-        assert torch.equal(p * 1, (0.5 * full).clamp(-1, 1))
-        p *= 2
-        p += torch.ones(())
+        b.copy_(held)
+    assert torch.equal(b.detach(), held)
     opt.detach()
     return True
 
 
-def test_parts_that_meet_wholes_are_told():
-    for found in zf.launch(mixed, 2, timeout=limit()):
-        for name, (_, pattern) in MIXED.items():
-            assert re.search(pattern, str(found[name])), f"{name}: {found[name]}"
-    assert zf.launch(allowed, 2, timeout=limit()) == [True, True]
+def test_a_buffer_as_long_as_a_part_is_one():
+    assert zf.launch(buffers, 2, timeout=limit()) == [True, True]
 
 
 # -- full state dicts -----------------------------------------------------------------------------------------------

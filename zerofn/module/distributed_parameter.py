@@ -24,8 +24,9 @@ from torch.compiler import is_dynamo_compiling
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, ours
-from ..sharded.mixing import in_place
-from ..sharded.part import Origin, handed, part_of, plain
+from ..sharded.kinds_of_functions import in_place
+from ..sharded.origins import Origin
+from ..sharded.part import handed, part_of, plain
 
 # What a parameter itself answers, as a leaf of a graph.
 BEGINNINGS = ("is_", "has_", "register_post", "requires_grad", "retain")
@@ -78,7 +79,7 @@ class Distributed(Partial):
             return part_of(x, Origin(how, self.path, how in ("p.grad", "a gradient")))
         return self.form.wrap(x)
 
-    def _own(self, value: Tensor | None) -> Tensor | None:
+    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
         value = plain(value)
         return value if value is None or self.in_parts() else self.form.local(value)
 

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from .._compat import IGNORED_BY_DDP
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaves
+from ..core.tree import Leaf, Leaves
 from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
+from ..sharded.origins import Origin
+from ..sharded.part import part_of
+from ..sharded.whole_of_part import Gathering, piece_of
 from .accelerate import prepare
 from .distributed_parameter import Distributed
 from .sharded_parameter import Parted
@@ -49,7 +52,7 @@ def label(
     elif pipe.road.after_update:
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
-        why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM
+        why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM if forms else ()
     told = {"why": why, "refused": refused, "asks": asks}
     apart = [prepare(model)] if pipe.every_group else []
     apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
@@ -57,7 +60,9 @@ def label(
     if units is None:
         return apart + [tell(p, Partial, **told) for p in others.values()]
     is_whole = lambda: units.suspended  # noqa: E731
-    shapes = {leaf.path: tuple(leaf.shape) for leaf in pipe.layout.leaves}
+    gathering = Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
+    pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+    shapes = {leaf.path: leaf.shape for leaf in pipe.layout.leaves}
     undo = [
         tell(
             p,
@@ -66,13 +71,19 @@ def label(
             is_whole=is_whole,
             path=path,
             full=shapes[path],
+            pieces=pieces[path],
             **told,
         )
         for path, p in others.items()
     ]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
     local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
-    return apart + undo + mark(model, leaves, pipe, is_whole, local) + [_hide_from_ddp(model)]
+
+    def shown(x: Tensor, leaf: Leaf) -> Tensor:
+        cut = () if leaf.path in forms else pieces[leaf.path]
+        return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, leaf.shape))
+
+    return apart + undo + mark(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
 
 
 def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:

@@ -3,7 +3,8 @@
 Under `shard` a parameter of an attached model is this rank's flat part, and `w.norm()` of that would be a
 wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
 the full one, gathered for the purpose and in the dtype it is stored in. What looks at it (`p.shape`,
-`p.data`, `p.grad`, `p.detach()`) or writes into it finds the part that is stored (`sharded.part`).
+`p.data`, `p.grad`, `p.detach()`) finds the part that is stored (`sharded.part`), and so does what writes into it, of
+which this rank keeps its rows (`sharded.writes_into_parts`).
 
 A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
 object it was, as hooks, ties and `p.grad` require. Giving out the full tensor where the module is asked for
@@ -13,7 +14,7 @@ its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,55 +25,38 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import SHALLOW
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, ours
+from ..sharded.kinds_of_functions import COMPUTED, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.mixing import (
-    LOSSES,
-    check_beside_part,
-    check_beside_whole,
-    check_placed,
-    check_slice,
-    in_place,
-    pointwise,
-)
-from ..sharded.part import Origin, handed, part_of
+from ..sharded.origins import Origin, refuse_row
+from ..sharded.part import handed, kept, named_first, own_rows, part_of, plain, written
+from ..sharded.part import origin_of as of_part
+from ..sharded.part_functions import FOREACH, HANDLERS, columns_of, draws, likes, reshapes, tensors_in
+from ..sharded.read_only import check_unwritten
+from ..sharded.whole_of_part import Piece
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
 # fmt: off
 LOOKING = frozenset({
     "__set__", "__delete__", "__len__", "__repr__", "__format__", "__dir__", "backward", "data_ptr", "detach", "dim",
-    "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "retain_grad", "size", "stride", "type",
-    "untyped_storage", SHALLOW,
+    "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "requires_grad_", "retain_grad", "size",
+    "stride", "type", "untyped_storage", SHALLOW,
 })
 # fmt: on
-# Attributes that are computed.
-COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # What torch leaves to subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
 # What gives out this rank's part, or the gradient of it.
 GIVING = frozenset({"detach", "grad", "register_hook"})
-# What fills a tensor with random numbers, or makes one beside it.
-RANDOM = frozenset(
-    {
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "kaiming_uniform_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "trunc_normal_",
-        "uniform_",
-        "rand_like",
-        "randint_like",
-        "randn_like",
-    }
-)
-# What functions of torch ask that take parameters for full ones without computing with them, and where they live.
-ASKED = frozenset({"dim", "ndimension", "numel"})
-WHOLES = (nn.init.__name__, nn.utils.convert_parameters.__name__)
+# What functions of torch that fill a parameter ask of it, and where they live.
+SIZES: dict[str, Callable[[torch.Size], Any]] = {
+    "size": torch.Size, "shape": torch.Size, "dim": len, "ndimension": len, "ndim": len, "numel": torch.Size.numel,
+}  # fmt: skip
+FILLING = (nn.init.__name__, nn.utils.convert_parameters.__name__)
+# What asks a tensor for its sizes alone.
+BESIDE = frozenset({"expand_as", "reshape_as", "view_as"})
+# Functions of elements and then a mean.
+LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 # What `model.to(device)` does to every parameter, mostly without effect.
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
@@ -85,41 +69,54 @@ class Parted(Partial):
     # Whether it is the full one for a while.
     is_whole: Callable[[], bool]
     path: str
-    full: tuple[int, ...]
+    full: torch.Size
+    pieces: tuple[Piece, ...]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            if is_dynamo_compiling():
+                return _compiled(func, name, args, kwargs)
             if name == "__set__" and func.__self__.__name__ == "data":
                 _check_data(*args)
-            if (name in ASKED or name in RANDOM) and not is_dynamo_compiling():
-                _check_asker(args, sys._getframe(1))
-            if name in RANDOM:
-                _check_drawn([x for x in (*args, *kwargs.values()) if isinstance(x, Parted)], name)
-            if name in GIVING and not is_dynamo_compiling():
-                return _give(func, name, args, kwargs, sys._getframe(1))
+            frame = sys._getframe(1)
+            if frame.f_globals.get("__name__") in FILLING and isinstance(args[0] if args else None, Parted):
+                found = _filled(func, name, args, kwargs)
+                if found is not None:
+                    return found
+            if name in GIVING:
+                return _give(func, name, args, kwargs, frame)
+            if name.endswith("_like") and not ours(frame):
+                return kept((draws if name.startswith("rand") else likes)(func, name, args, kwargs, origin_of))
             if _looks(func, name):
                 return func(*args, **kwargs)
             if name in CONVERSIONS and _changes_nothing(func(*args, **kwargs), args, kwargs):
                 return args[0]
-            written = 1 if in_place(name) else 0
-            if written and args and isinstance(args[0], Parted) and not args[0].is_whole():
-                check_placed(name, f"the sharded parameter {args[0].path}")
-            if not is_dynamo_compiling() and (pointwise(name) or name in LOSSES or name == "__setitem__"):
-                if written and args and _is_part(args[0]):
-                    return func(*_parts(name, args), **kwargs)
-                _check_beside_wholes(name, [*args, *kwargs.values()])
-            args = (*args[:written], *(_whole(x) for x in args[written:]))
-            # `nn.init.constant_` hands on what it writes into by the name of its argument.
-            kwargs = {k: x if written and k == "tensor" else _whole(x) for k, x in kwargs.items()}
-            return BY_VALUE.get(name, func)(*args, **kwargs)
+            if in_place(name) or "out" in kwargs:
+                return _write(func, name, args, kwargs)
+            if name in BESIDE and not isinstance(args[0], Parted):
+                return _beside(func, name, args, kwargs)
+            return _compute(func, name, args, kwargs)
+
+    @property
+    def of(self) -> Origin:
+        """Of what it is a part."""
+        return Origin("the values", self.path, False, self.pieces, self.full)
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        if is_dynamo_compiling() or self.is_whole() or ours(frame):
+        gradient = how in ("p.grad", "a gradient")
+        # Gradients from before are parts while the parameter is whole, too.
+        if is_dynamo_compiling() or (self.is_whole() and not (gradient and x.shape != self.full)) or ours(frame):
             return x
-        return part_of(x, Origin(how, self.path, how in ("p.grad", "a gradient")))
+        return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full))
+
+    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
+        return plain(value) if ours(frame) else own_rows(part_of(Tensor.data.__get__(self), self.of), value)  # type: ignore[attr-defined]
+
+    def _copies(self, frame: FrameType) -> bool:
+        return not ours(frame)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _check_copied(self, "copy.deepcopy(model)")
@@ -136,8 +133,8 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
     if name == "register_hook":
         p, hook = args
-        given = hook if p.is_whole() or ours(frame) else handed(hook, Origin("what a hook is given", p.path, True))
-        return func(p, given)
+        of = Origin("what a hook is given", p.path, True, p.pieces, p.full)
+        return func(p, hook if ours(frame) else handed(hook, of))
     found = func(*args, **kwargs)
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = inputs if isinstance(inputs, Sequence) else [inputs]
@@ -162,39 +159,91 @@ def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
     return converted is p or (same and not wanted)
 
 
-def _is_part(x: Any) -> bool:
-    """Whether it is a parameter, or a list of them for one of the `foreach` functions, that is a part now."""
-    return any(map(_is_part, x)) if type(x) in (list, tuple) else isinstance(x, Parted) and not x.is_whole()
+def origin_of(x: Any) -> Origin | None:
+    """Of what something is a part; a parameter that is the full one for a while is of nothing."""
+    return (None if x.is_whole() else x.of) if isinstance(x, Parted) else of_part(x)
 
 
-def _parts(name: str, args: tuple) -> tuple:
-    """What an operation on elements that writes into a part is given: parts of other parameters stand beside it."""
-    if not isinstance(args[0], Parted):
-        return args
-    target, beside = args[0], args[1:]
-    if name == "__setitem__":
-        check_slice("p[index] = x", beside[0], f"the sharded parameter {target.path}")
-        beside = beside[1:]
-    what = f"a part of the sharded parameter {target.path}"
-    check_beside_part(name, [x for x in beside if not _like(x, target)], target, what)
-    return args
+def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """What functions of torch that fill parameters are told: the sizes of the whole, and what they write into."""
+    p = args[0]
+    asked = SIZES.get(func.__self__.__name__ if name == "__get__" else name)
+    if p.is_whole() or (asked is None and name not in BESIDE):
+        return None
+    if asked is None:
+        # `nn.init.orthogonal_` writes into it.
+        return kept(reshapes(func, name, (part_of(p.detach(), p.of), *args[1:]), kwargs, origin_of))
+    return p.full[args[1]] if len(args) > 1 else asked(p.full)
 
 
-def _like(x: Any, target: Parted) -> bool:
-    return isinstance(x, Parted) and x.full == target.full
+def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """What asks a parameter for its sizes alone, `x.view_as(p)`: those of the whole."""
+    p = args[1]
+    if of_part(args[0]) is not None:
+        return kept(HANDLERS[kind_of(name)](func, name, args, kwargs, origin_of))
+    return func(args[0], p if p.is_whole() else torch.empty(p.full, device="meta"))
 
 
-def _check_beside_wholes(name: str, args: list[Any]) -> None:
-    beside = [x for x in args if not isinstance(x, Parted)]
+def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """A function of wholes, differentiable; `foreach` ones go through their lists, so that two are alive at a time."""
+    if name.startswith(FOREACH):
+        return tuple(func(*_wholes(name, column), **kwargs)[0] for column in columns_of(args))
+    if pointwise(name) or name in LOSSES:
+        _check_beside(name, [*args, *kwargs.values()])
+    return BY_VALUE.get(name, func)(*_wholes(name, args), **{k: _wholes(name, [x])[0] for k, x in kwargs.items()})
+
+
+def _check_beside(name: str, args: list[Any]) -> None:
+    """Beside the whole, what is as long as this rank's part may be a row of it by chance."""
     for p in args:
         if isinstance(p, Parted) and not p.is_whole():
-            check_beside_whole(name, beside, p, p.full, p.path)
+            for x in args:
+                if isinstance(x, Tensor) and x.shape == p.shape and origin_of(x) is None and p.of.row_like(x):
+                    refuse_row(name, p.of, x)
 
 
-def _whole(x: Any) -> Any:
-    if isinstance(x, Parted):
-        return x if x.is_whole() else x.whole()
-    return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
+def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """A function that writes, into a part or into what is none."""
+    if not args and "out" not in kwargs:
+        args, kwargs = named_first(kwargs)
+    if name.startswith(FOREACH):
+        for column in columns_of(args):
+            _write_one(func, name, column, kwargs)
+        return args[0]
+    return _write_one(func, name, args, kwargs)
+
+
+def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    target = kwargs["out"] if "out" in kwargs else args[0]
+    if any(origin_of(x) is not None for x in tensors_in([target])):
+        return written(func, name, args, kwargs, origin_of)
+    check_unwritten(name, args, kwargs)
+    others = {k: x if k == "out" else _wholes(name, [x])[0] for k, x in kwargs.items()}
+    at = 0 if "out" in kwargs else 1
+    return func(*args[:at], *_wholes(name, args[at:]), **others)
+
+
+def _wholes(name: str, args: Iterable[Any]) -> list[Any]:
+    """What a function that computes is given, differentiable."""
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, Parted):
+            return x if x.is_whole() else x.whole()
+        of = of_part(x)
+        if of is not None:
+            return of.whole(x, name)
+        return type(x)(map(whole, x)) if type(x) in (list, tuple) else x
+
+    return [whole(x) for x in args]
+
+
+def _compiled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """What a graph of the compiler's does."""
+    if name in GIVING or _looks(func, name):
+        return func(*args, **kwargs)
+    at = 1 if in_place(name) else 0
+    named = {k: x if at and k == "tensor" else _wholes(name, [x])[0] for k, x in kwargs.items()}
+    return BY_VALUE.get(name, func)(*args[:at], *_wholes(name, args[at:]), **named)
 
 
 def _check_data(p: Parted, value: Tensor) -> None:
@@ -207,35 +256,6 @@ def _check_data(p: Parted, value: Tensor) -> None:
                 f"other data for a sharded parameter: {got} in place of {has}",
                 "under shard it holds this rank's flat part, in the dtype and on the device it was attached with",
                 "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
-            )
-        )
-
-
-def _check_drawn(parts: list[Parted], name: str) -> None:
-    """With one seed on all ranks, which is the rule, every part would get the same numbers."""
-    if not all(p.is_whole() for p in parts):
-        raise RuntimeError(
-            explain(
-                f"{name} of an attached sharded parameter",
-                "under shard each rank would draw numbers for its part, and with one seed the same ones",
-                f"with opt.gathered(): {name}, with one seed on all ranks",
-            )
-        )
-
-
-def _check_asker(args: tuple, frame: Any) -> None:
-    """`nn.init.orthogonal_` would say that it has one dimension, `vector_to_parameters` that sizes do not fit."""
-    name, asks = "", ""
-    while frame is not None and frame.f_globals.get("__name__") in WHOLES:
-        # Of functions that call one another, the one that the user has called.
-        asks, name, frame = frame.f_globals["__name__"], frame.f_code.co_name, frame.f_back
-    if asks and not args[0].is_whole():
-        seeds = ", with one seed on all ranks" if asks == nn.init.__name__ else ""
-        raise RuntimeError(
-            explain(
-                f"{asks}.{name} of an attached sharded parameter",
-                "under shard it is this rank's flat part to whatever looks at it or writes into it",
-                f"with opt.gathered(): {name}{seeds}",
             )
         )
 

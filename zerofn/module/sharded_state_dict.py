@@ -23,7 +23,7 @@ from ..core.rows import cut_by_rows, rows_between, span
 from ..core.second_cut import spans_of_all
 from ..core.tree import Leaf, parameters_of
 from ..ranks.backend import as_distributed, as_local, in_full, mesh_of
-from ..sharded.part import STATE, Part, part_of
+from ..sharded.part import Part
 from .forward_hooks import Hook
 
 # Where `get_model_state_dict` lives, of which whoever does not use it need not load.
@@ -104,6 +104,7 @@ def mark(
     pipe: Pipeline,
     is_whole: Callable[[], bool],
     local: Callable[[Tensor, Leaf], Tensor],
+    shown: Callable[[Tensor, Leaf], Tensor],
 ) -> list[Callable[[], None]]:
     """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
 
@@ -113,6 +114,7 @@ def mark(
         pipe: its pipeline.
         is_whole: whether the parameters are full ones for a while.
         local: of what is given for a leaf that the model itself has cut the part of this rank; else what is given.
+        shown: a part of a leaf as one that says so.
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -120,13 +122,13 @@ def mark(
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor):
-                state[prefix + name] = rows.of(x, leaf, asker) if asker else part_of(x, STATE)
+                state[prefix + name] = rows.of(x, leaf, asker) if asker else shown(x, leaf)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
-                state[prefix + name] = rows.part(local(x.detach(), leaf), leaf)
+                state[prefix + name] = shown(rows.part(local(x.detach(), leaf), leaf), leaf)
 
     rows = Rows(pipe)
     names: dict[nn.Module, dict[str, Leaf]] = {

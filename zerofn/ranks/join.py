@@ -11,6 +11,9 @@ parameters a rank needs next, only its own forward knows. But each rank tells as
 As far as all expect the same they promise it to each other: it is done in that order without another exchange, by a
 rank that comes to need something else as well, and where none follows a rest does it. A promise that was not wanted
 costs its collectives, and promises are short again after it.
+
+What nobody can take part in without having what the others have (a part of a tensor of the user's) is a *meeting*: a
+rank waits, taking part in what others want, until all ranks have come to the same; if one never will, all are told.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,10 +31,28 @@ from .group import Group
 Asked = tuple[int, int]  # a kind of collective, and a unit
 REST = 0
 NOTHING = -1
+# Instead of a kind, with what a rank has come to in the place of a unit.
+MEET = -2
 # How much is promised at most.
 MOST = 8
 # Where a rank rests: between two calls of the model, or at a step.
 CALL, STEP = 0, 1
+
+
+class Round(NamedTuple):
+    """What ranks have told each other.
+
+    Attributes:
+        asked: what any of them asks for, once each in a fixed order.
+        resting: what those say that rest, by rank.
+        meeting: what others have come to, by rank.
+        expected: what all expect next.
+    """
+
+    asked: list[Asked]
+    resting: dict[int, int]
+    meeting: dict[int, int]
+    expected: list[Asked]
 
 
 class Rounds:
@@ -74,13 +95,13 @@ class Rounds:
             if asked == mine:
                 return self._both(begin, early)
             self._keep(asked)
-        every, resting, expected = self._exchange(kind, unit, ahead(self.trust))
-        self.together = every == [mine] and not resting
+        found = self._exchange(kind, unit, ahead(self.trust))
+        self.together = found.asked == [mine] and not found.resting and not found.meeting
         if self.together:
             self.trust = min(MOST, self.trust + 1)
-            self.promised.extend(expected)
+            self.promised.extend(found.expected)
         result: Any = None
-        for asked in every:
+        for asked in found.asked:
             if asked == mine:
                 result = self._both(begin, early)
             else:
@@ -115,24 +136,54 @@ class Rounds:
         while self.promised:
             self._keep(self.promised.popleft())
         while True:
-            asked, resting, _ = self._exchange(REST, place | told() << 1)
+            asked, resting, meeting, _ = self._exchange(REST, place | told() << 1)
             for kind, unit in asked:
                 self.join(kind, unit)
-            if not asked and min(x & 1 for x in resting) >= place:
-                return len({x >> 1 for x in resting}) == 1
+            if not asked and meeting and place == CALL:
+                # They wait for this rank to come there too.
+                return False
+            if not asked and not meeting and min(x & 1 for x in resting.values()) >= place:
+                return len({x >> 1 for x in resting.values()}) == 1
 
-    def _exchange(
-        self, kind: int, unit: int, ahead: Sequence[Asked] = ()
-    ) -> tuple[list[Asked], list[int], list[Asked]]:
-        """What any rank asks for, once each in a fixed order; what those say that rest; and what all expect next."""
+    def meet(self, what: Callable[[], int]) -> str:
+        """Return once all ranks have come to the same; until then take part in what they ask for.
+
+        Args:
+            what: this rank has come to, a number that is not negative; what it joins meanwhile may change it.
+
+        Returns:
+            Where the other ranks are, if one of them will not come, and else nothing; all that are here are told.
+        """
+        while self.promised:
+            self._keep(self.promised.popleft())
+        while True:
+            mine = what()
+            asked, resting, meeting, _ = self._exchange(MEET, mine)
+            for kind, unit in asked:
+                self.join(kind, unit)
+            if asked:
+                continue
+            if len(set(meeting.values())) > 1:
+                return f"ranks {sorted(meeting)} have come to different ones"
+            at_step = sorted(rank for rank, x in resting.items() if x & 1)
+            if at_step:
+                return f"ranks {sorted(meeting)} ask for it, and ranks {at_step} are at opt.step()"
+            if not resting:
+                return ""
+
+    def _exchange(self, kind: int, unit: int, ahead: Sequence[Asked] = ()) -> Round:
         mine = [kind, unit, *chain.from_iterable(ahead)]
         width = 2 + 2 * MOST
         sent = torch.tensor(mine + [NOTHING] * (width - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(width * self.control.size)
         all_gather_into(every, sent, self.control)
         rows = every.reshape(-1, width).tolist()
-        asked = sorted({(k, u) for k, u, *_ in rows if k != REST})
-        return asked, [u for k, u, *_ in rows if k == REST], _common(rows)
+        return Round(
+            sorted({(k, u) for k, u, *_ in rows if k > REST}),
+            {i: u for i, (k, u, *_) in enumerate(rows) if k == REST},
+            {i: u for i, (k, u, *_) in enumerate(rows) if k == MEET},
+            _common(rows),
+        )
 
 
 def _common(rows: list[list[int]]) -> list[Asked]:

@@ -120,10 +120,10 @@ class Partial(nn.Parameter):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
             if value is None:
                 self.asks.cleared(True)
-        write(self, self._own(value))
+        write(self, self._own(value, sys._getframe(1)))
 
-    def _own(self, value: Tensor | None) -> Tensor | None:
-        """As what is kept has what is set."""
+    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
+        """As what is kept has what is set by whoever asks."""
         return plain(value)
 
     def _delete(self) -> None:
@@ -138,14 +138,19 @@ class Partial(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        value, mine = self._own(value), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
+        frame = sys._getframe(1)
+        value, mine = self._own(value, frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
-        if kept and not is_dynamo_compiling() and sys._getframe(1).f_code is APPLYING:
-            # `model.to("cpu:0")`, as accelerate writes it, is a copy to torch; the optimizer has this memory.
+        if kept and not is_dynamo_compiling() and self._copies(frame):
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
         else:
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _copies(self, frame: FrameType) -> bool:
+        """Whether what is set goes into the memory that there is, which the optimizer has."""
+        # `model.to("cpu:0")`, as accelerate writes it, is a copy to torch.
+        return frame.f_code is APPLYING
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():

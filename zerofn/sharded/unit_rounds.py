@@ -24,6 +24,8 @@ from .unit_collectives import UnitCollectives
 
 # Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
+# How many sums of gradients are told apart where ranks meet.
+TOLD_APART = 1 << 20
 
 
 class UnitRounds:
@@ -78,6 +80,11 @@ class UnitRounds:
         if self.course is not None:
             self.course.end()
         return self.protocol.rest(place, told)
+
+    def meet(self, what: int) -> str:
+        """Wait until all ranks have come to the same, as `ranks.join.Rounds.meet`."""
+        # Those that have other gradients, since some are in another backward, have not.
+        return self.protocol.meet(lambda: what * TOLD_APART + self.kept % TOLD_APART)
 
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         if self.course is None:

@@ -1,0 +1,138 @@
+"""What functions of torch do to a tensor that is a part: treat elements alone, look, reshape, write, compute."""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import SHALLOW, tagged_pointwise
+
+
+class Kind(enum.Enum):
+    """What a function does."""
+
+    ELEMENTS = enum.auto()  # gives elements that are made of those in the same place
+    LOOKS = enum.auto()  # asks, or gives the same elements
+    RESHAPES = enum.auto()  # gives the same elements in another shape
+    JOINS = enum.auto()  # puts tensors one behind the other
+    SPLITS = enum.auto()  # takes them apart again
+    INDEXES = enum.auto()
+    LIKE = enum.auto()  # makes a tensor beside it
+    MAKES = enum.auto()  # makes a tensor of a shape that it is told
+    DRAWS = enum.auto()  # makes random numbers beside it
+    SAVES = enum.auto()  # gives away memory
+    COMPARES = enum.auto()
+    WRITES = enum.auto()  # into its first argument, and not element by element
+    COMPUTES = enum.auto()
+
+
+# fmt: off
+# Of what torch does not tag as such.
+POINTWISE = frozenset({
+    "copy", "divide", "fill", "floor_divide", "isclose", "masked_fill", "multiply", "not_equal", "square", "subtract",
+    "zero",
+})
+# Names that mean a reduction as well.
+REDUCING = frozenset({"max", "min"})
+LOOKS = frozenset({
+    "__delete__", "__dir__", "__format__", "__hash__", "__len__", "__repr__", "__set__", "alias", "as_subclass",
+    "backward", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "detach_", "dim", "double", "element_size",
+    "float", "get_device", "half", "ndimension", "nelement", "numel", "pin_memory", "requires_grad_", "retain_grad",
+    "size", "stride", "to", "type", "type_as",
+    SHALLOW,
+})
+BEGINNINGS = ("is_", "has_", "register_")
+PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
+# Attributes that are computed.
+COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+BY_NAME = {
+    Kind.LOOKS: LOOKS | PRIVATE,
+    Kind.RESHAPES: frozenset({
+        "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
+    }),
+    Kind.JOINS: frozenset({"cat", "concat", "concatenate", "hstack"}),
+    Kind.SPLITS: frozenset({"split", "split_with_sizes"}),
+    Kind.INDEXES: frozenset({"__getitem__"}),
+    # By which torch.save, safetensors and NumPy come at what a tensor holds.
+    Kind.SAVES: frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"}),
+    Kind.COMPARES: frozenset({"allclose", "equal"}),
+}
+# What fills a tensor with random numbers, whatever it held.
+RANDOM = frozenset({
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_",
+    "trunc_normal_", "uniform_",
+})
+# `__radd__`, `__iadd__` and `__add__` are one operation.
+DUNDERS = frozenset({
+    "abs", "add", "and", "eq", "floordiv", "ge", "gt", "invert", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "or",
+    "pow", "rshift", "sub", "truediv", "xor",
+})
+WRITING = frozenset({
+    "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",
+    "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
+})
+# fmt: on
+INIT = nn.init.__name__
+
+
+@functools.cache
+def pointwise(name: str) -> bool:
+    """Whether a function treats elements alone, so that shapes that differ are broadcast.
+
+    >>> pointwise("_foreach_lerp_"), pointwise("__radd__"), pointwise("isnan"), pointwise("sum")
+    (True, True, True, False)
+    """
+    if name.startswith("__") and name.endswith("__"):
+        inner = name[2:-2]
+        return inner in DUNDERS or inner[1:] in DUNDERS
+    base = name.removeprefix("_foreach_").rstrip("_")
+    return base in POINTWISE or (base not in REDUCING and tagged_pointwise(base))
+
+
+def in_place(name: str) -> bool:
+    """Whether a function writes into its first argument.
+
+    >>> in_place("mul_"), in_place("__iadd__"), in_place("__add__"), in_place("requires_grad_")
+    (True, True, False, True)
+    """
+    return name in WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def kind_of(name: str, attribute: str = "") -> Kind:
+    """What a function does to a part.
+
+    Args:
+        name: its name.
+        attribute: which one, where it gives an attribute.
+
+    >>> kind_of("mul_"), kind_of("norm"), kind_of("view"), kind_of("__get__", "T"), kind_of("cumsum_")
+    (<Kind.ELEMENTS: 1>, <Kind.COMPUTES: 13>, <Kind.RESHAPES: 3>, <Kind.COMPUTES: 13>, <Kind.WRITES: 12>)
+    """
+    if name == "__get__":
+        return Kind.COMPUTES if attribute in COMPUTED else Kind.LOOKS
+    for kind, names in BY_NAME.items():
+        if name in names:
+            return kind
+    if name.startswith(BEGINNINGS):
+        return Kind.LOOKS
+    if name.startswith("new_"):
+        return Kind.MAKES
+    if name.endswith("_like"):
+        return Kind.DRAWS if name.startswith("rand") else Kind.LIKE
+    if pointwise(name):
+        return Kind.ELEMENTS
+    return Kind.WRITES if in_place(name) else Kind.COMPUTES
+
+
+def from_init(func: object) -> bool:
+    """Whether a function fills a parameter for the first time."""
+    return getattr(func, "__module__", None) == INIT
+
+
+def dtype_in(args: tuple, kwargs: dict) -> bool:
+    """Whether `x.view(dtype)` is meant."""
+    return any(isinstance(x, torch.dtype) for x in (*args, *kwargs.values()))

@@ -1,0 +1,106 @@
+"""Of what something is a part, how the whole of it is gathered, and what is refused where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._compat import in_backward
+from .._errors import explain
+from .whole_of_part import Piece, cut, gathered
+
+
+class Origin(NamedTuple):
+    """Of what something is a part.
+
+    Attributes:
+        how: how it was come by, for messages.
+        path: of the parameter.
+        gradient: whether it is a gradient.
+        pieces: of which leaves, one behind the other; nothing where it cannot be gathered.
+        shape: of the whole.
+    """
+
+    how: str
+    path: str
+    gradient: bool
+    pieces: tuple[Piece, ...] = ()
+    shape: torch.Size = torch.Size()
+
+    def __str__(self) -> str:
+        return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
+
+    def alike(self, other: Origin) -> bool:
+        """Whether elements in the same place belong together, on every rank."""
+        if self.shape != other.shape or len(self.pieces) != len(other.pieces):
+            return False
+        return self.pieces is other.pieces or all(map(Piece.alike, self.pieces, other.pieces))
+
+    def whole(self, part: Tensor, name: str) -> Tensor:
+        """All of it, for a function that has that name; differentiable."""
+        if not self.pieces or in_backward():
+            refuse(name, self)
+        return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
+
+    def rows(self, full: Tensor) -> Tensor:
+        """This rank's part of something whole."""
+        return cut(full.expand(self.shape), self.pieces)
+
+    def row_like(self, x: Tensor) -> bool:
+        """Whether something as long as this rank's part may be a row of the whole as well."""
+        shape = self.shape
+        return len(shape) > 1 and x.dim() == 1 and shape[-1] == len(x) != shape.numel()
+
+
+class Stay(NamedTuple):
+    """A part, by itself, and of what."""
+
+    part: Tensor
+    of: Origin
+
+
+def refuse(name: str, of: Origin) -> Any:
+    """In the middle of backward, and what is a part of a part that other ranks have."""
+    of_gradients = (
+        'opt.metrics["grad_norm"] after opt.step(), which is that of the whole; or it after backward;\n'
+        "zf.clip_by_global_norm(max_norm), or a zf.leafwise function of whole gradients, in the chain"
+    )
+    of_values = f"p.{name}(...) of the parameter itself, on every rank, which gathers it\nwith opt.gathered(): the same"
+    why = "under shard it is this rank's flat part, and every rank would have another result"
+    if of.pieces:
+        why = "under shard the whole of it is gathered, for which ranks would wait for each other: in the middle of\n"
+        why += "backward one of them may never come to it"
+    raise RuntimeError(
+        explain(
+            f"{name} of {of}",
+            why,
+            f"{of_gradients if of.gradient else of_values}\nx.as_subclass(torch.Tensor) for the part by itself",
+        )
+    )
+
+
+def refuse_saving(of: Origin) -> Any:
+    """What would put a part into a file."""
+    raise RuntimeError(
+        explain(
+            f"saving {of}",
+            "under shard its tensors are this rank's flat parts",
+            "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
+            "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
+            "x.clone() of the parameter itself, or (x * 1.0).clone() ... .as_subclass(torch.Tensor), for the part",
+        )
+    )
+
+
+def refuse_row(name: str, of: Origin, x: Tensor) -> Any:
+    """What may be a row of the whole, or as long as this rank's part."""
+    raise RuntimeError(
+        explain(
+            f"{name} of {of}, {tuple(of.shape)}, and a tensor of shape {tuple(x.shape)}",
+            "under shard it may be a row of the whole, or be meant for this rank's part, which has that shape too",
+            f"x.expand{tuple(of.shape)} for a row; torch.zeros_like(p) for a buffer of one's own, which is a part\n"
+            "p.as_subclass(torch.Tensor), or p.detach() of it, for the part by itself",
+        )
+    )

@@ -1,0 +1,135 @@
+"""What is written into a part: element by element where it stands; else the whole is gathered, and its rows kept.
+
+Beside a part stands what is cut alike, a number, or something that broadcasts to the whole, of which this rank takes
+its rows: `p.grad.mul_(mask)`, `p.data.copy_(full)`, `p.add_(g / g.norm())`. What writes by index, along a dimension or
+at random (`p.grad[0] = 0`, `p.renorm_(2, 0, 1)`, `p.normal_()`) writes into the whole, as one process does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kinds_of_functions import RANDOM, from_init, pointwise
+from .origins import Origin, refuse
+from .part_functions import FOREACH, OriginOf, all_of_it, all_stay, beside, columns_of, stays, tensors_in
+
+
+def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """A function that writes into its first argument, a part, or into those of a list."""
+    if name.startswith(FOREACH):
+        if (
+            pointwise(name)
+            and all(origin_of(x) is not None for x in args[0])
+            and all_stay(name, args, kwargs, origin_of)
+        ):
+            func(*args, **kwargs)
+            return args[0]
+        for column in columns_of(args):
+            if origin_of(column[0][0]) is None:
+                func(*_wholes(column, name, origin_of), **kwargs)
+            else:
+                _write_one(func, name, column, kwargs, origin_of)
+        return args[0]
+    return _write_one(func, name, args, kwargs, origin_of)
+
+
+def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """The same into a tensor that is no part: what is written is the whole, unless that is as long as a part.
+
+    A buffer of a user's that is as long as one stands for one.
+    """
+    target: Tensor = args[0]
+    for x in tensors_in(args[1:]):
+        of = origin_of(x)
+        if of is not None and (x.shape != target.shape or (of.pieces and target.shape == of.shape)):
+            break
+    else:
+        return func(*args, **kwargs)
+    func(target, *_wholes(args[1:], name, origin_of), **{k: _whole(x, name, origin_of) for k, x in kwargs.items()})
+    return target
+
+
+def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """A function with `out=`: of elements that are cut alike here, else of wholes, and this rank's rows of it."""
+    target = kwargs["out"]
+    of = origin_of(target)
+    if of is not None and pointwise(name) and stays(name, (target, *args), kwargs, origin_of):
+        return func(*args, **kwargs)
+    if of is not None and not of.pieces:
+        refuse(f"{name} with out=", of)
+    into = target if of is None else torch.empty(of.shape, dtype=target.dtype, device=target.device)
+    named = {k: into if k == "out" else _whole(x, name, origin_of) for k, x in kwargs.items()}
+    func(*_wholes(args, name, origin_of), **named)
+    if of is not None:
+        with torch.no_grad():
+            target.copy_(of.rows(into))
+    return target
+
+
+def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    listed = name.startswith(FOREACH)
+    target: Tensor = args[0][0] if listed else args[0]
+    of = origin_of(target)
+    assert of is not None
+    if pointwise(name) or _of_elements(name, args, target, of, origin_of):
+        rest = (_local(x, target, of, name, origin_of) for x in args[1:])
+        func(args[0], *rest, **{k: _local(x, target, of, name, origin_of) for k, x in kwargs.items()})
+        return args[0]
+    if not of.pieces or (target.requires_grad and not target.is_leaf and torch.is_grad_enabled()):
+        refuse(name, of)
+    drawn = name in RANDOM or from_init(func)
+    with torch.no_grad():
+        if drawn:
+            whole = torch.empty(of.shape, dtype=target.dtype, device=target.device)
+        else:
+            whole = of.whole(target.detach(), name)
+        others = {k: whole if x is target else _whole(x, name, origin_of) for k, x in kwargs.items()}
+        func(whole, *_wholes(args[1:], name, origin_of), **others)
+    if whole.shape != of.shape:
+        refuse(name, of)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not from_init(func)):
+        target.copy_(of.rows(whole))
+    return args[0]
+
+
+def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: OriginOf) -> bool:
+    """Whether `x[index] = value` is about elements in their places: all of them, or those of a mask, to one number."""
+    if name != "__setitem__":
+        return False
+    index, value = args[1:]
+    if all_of_it(index):
+        return True
+    number = not isinstance(value, Tensor) or (value.dim() == 0 and origin_of(value) is None)
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == target.shape and number):
+        return False
+    own = origin_of(index)
+    return beside(index, target, of, name) if own is None else of.alike(own)
+
+
+def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -> Any:
+    """What stands beside a part that is written into, as long as it."""
+    if type(x) in (list, tuple):
+        return type(x)(_local(y, target, of, name, origin_of) for y in x)
+    if not isinstance(x, Tensor):
+        return x
+    own = origin_of(x)
+    if own is not None and of.alike(own) and x.shape == target.shape:
+        return x
+    if own is not None:
+        return of.rows(own.whole(x, name))
+    own_length = x.shape == target.shape and not (of.pieces and of.row_like(x))
+    return x if own_length or beside(x, target, of, name) else of.rows(x)
+
+
+def _wholes(args: tuple, name: str, origin_of: OriginOf) -> tuple:
+    return tuple(_whole(x, name, origin_of) for x in args)
+
+
+def _whole(x: Any, name: str, origin_of: OriginOf) -> Any:
+    if type(x) in (list, tuple):
+        return type(x)(_whole(y, name, origin_of) for y in x)
+    of = origin_of(x)
+    return x if of is None else of.whole(x, name)
