@@ -249,6 +249,7 @@ def numbers_of_gradients(b):
         g.softmax(1),
         g.view(4, 2).norm(dim=1),
     ]
+    found += [F.normalize(g, dim=1), torch.randint_like(g, 0, 1).sum(), g.new_ones(3), torch.as_tensor(g).sum().item()]
     found += [torch.histc(g.float(), 5), F.mse_loss(g, v), g.quantile(0.5), b.model.gain.grad.item(), g.square().sum()]
     return found
 
@@ -484,6 +485,19 @@ def products_of_hessians(b):
     return [x.norm().item() for hs in (once, again, third) for x in hs]
 
 
+def numbers_with_a_graph(b):
+    """Whose derivatives are sums over all elements of a part."""
+    held = [p.detach().square() for p in b.leaves]
+    gs = torch.autograd.grad(loss_of(b.model), b.leaves, create_graph=True)
+    norm, scale = gs[0].norm(), torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    units = [g / norm * scale for g in gs]
+    near = sum((x * (p - 1) ** 2).sum() for x, p in zip(held, b.leaves, strict=True))
+    (loss_of(b.model) + sum((u * u.exp()).sum() for u in units) + near + (gs[1] * b.model.gain).max()).backward()
+    b.model.one.bias.grad.add_(0.1 * b.model.one.bias).mul_(b.model.gain)
+    b.step()
+    return scale.grad
+
+
 def inner_steps_with_a_graph(b):
     gs = torch.autograd.grad(loss_of(b.model), b.leaves, create_graph=True)
     names = {id(p): n for n, p in b.model.named_parameters()}
@@ -498,5 +512,5 @@ RIGHT = [
     steps_by_hand, swapped_averages, flat_gradients, gradient_penalty, state_dicts, averaged_model,
     numbers_of_gradients, flat_numbers, clipped, inner_steps, teachers_of_parts, two_losses, sharpness, decays_by_hand,
     wholes_into_parts, written_by_index, noise, initialised, momentum_of_ones_own, average_outside, root_of_a_penalty,
-    products_of_hessians, inner_steps_with_a_graph,
+    products_of_hessians, inner_steps_with_a_graph, numbers_with_a_graph,
 ]  # fmt: skip

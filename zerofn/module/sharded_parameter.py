@@ -94,7 +94,7 @@ class Parted(Partial):
                 return func(*args, **kwargs)
             if name in CONVERSIONS and _changes_nothing(func(*args, **kwargs), args, kwargs):
                 return args[0]
-            if in_place(name) or "out" in kwargs:
+            if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
             if name in BESIDE and not isinstance(args[0], Parted):
                 return _beside(func, name, args, kwargs)
@@ -204,7 +204,7 @@ def _check_beside(name: str, args: list[Any]) -> None:
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function that writes, into a part or into what is none."""
-    if not args and "out" not in kwargs:
+    if not args and kwargs.get("out") is None:
         args, kwargs = named_first(kwargs)
     if name.startswith(FOREACH):
         for column in columns_of(args):
@@ -214,12 +214,13 @@ def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    target = kwargs["out"] if "out" in kwargs else args[0]
+    out = kwargs.get("out")
+    target = args[0] if out is None else out
     if any(origin_of(x) is not None for x in tensors_in([target])):
         return written(func, name, args, kwargs, origin_of)
     check_unwritten(name, args, kwargs)
     others = {k: x if k == "out" else _wholes(name, [x])[0] for k, x in kwargs.items()}
-    at = 0 if "out" in kwargs else 1
+    at = 1 if out is None else 0
     return func(*args[:at], *_wholes(name, args[at:]), **others)
 
 

@@ -89,7 +89,7 @@ def refuse_saving(of: Origin) -> Any:
             "under shard its tensors are this rank's flat parts",
             "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
             "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
-            "x.clone() of the parameter itself, or (x * 1.0).clone() ... .as_subclass(torch.Tensor), for the part",
+            "x.full_tensor() for the whole, on every rank; x.as_subclass(torch.Tensor) for the part by itself",
         )
     )
 

@@ -59,6 +59,11 @@ class Part(Tensor):
                 return part_of(args[0].as_subclass(Tensor).clone(), args[0].of)
             return kept(function(func, name, args, kwargs, sys._getframe(1)))
 
+    def full_tensor(self) -> Tensor:
+        """The whole, gathered, as of one of torch's distributed tensors: a call of every rank."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.of.whole(self, "full_tensor")
+
 
 def function(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
     """A function that is given parts, by what it does."""
@@ -70,7 +75,7 @@ def function(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) 
     if attribute == "data" and name == "__set__":
         return set_data(args[0], own_rows(args[0], args[1]))
     kind = kind_of(name, attribute)
-    if (kind in WRITTEN and in_place(name)) or "out" in kwargs:
+    if (kind in WRITTEN and in_place(name)) or kwargs.get("out") is not None:
         return written(func, name, args, kwargs, origin_of)
     # Of one argument it gives indices.
     return HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 else kind](func, name, args, kwargs, origin_of)
@@ -85,7 +90,7 @@ def named_first(kwargs: dict) -> tuple[tuple, dict]:
 def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """A function that writes into its first argument, or into `out`."""
     check_unwritten(name, args, kwargs)
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         return into_out(func, name, args, kwargs, origin_of)
     target = args[0]
     into = write if type(target) in (list, tuple) or origin_of(target) is not None else into_plain
@@ -121,7 +126,7 @@ def own_rows(part: Part, value: Any) -> Any:
     value, of = plain(value), part.of
     if value is None or not of.pieces or value.shape == part.shape or value.shape != of.shape:
         return value
-    return of.rows(value).clone()
+    return of.rows(value.detach()).clone()
 
 
 def set_data(part: Part, value: Tensor) -> None:

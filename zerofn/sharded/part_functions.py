@@ -255,6 +255,9 @@ def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
 
 def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
     """Whether a tensor that is no part may stand beside one: a number, or as long as this rank's."""
+    if len(x.shape) < 2 and x.numel() == 1 and x.requires_grad and torch.is_grad_enabled():
+        # Its derivative is a sum over all elements, and not over this rank's.
+        return _unknown(name, of)
     if x.dim() == 0:
         return True
     if x.dim() == 1 and len(x) == 1:

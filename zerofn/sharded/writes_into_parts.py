@@ -116,6 +116,12 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
     if not isinstance(x, Tensor):
         return x
     own = origin_of(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        if target.requires_grad and not target.is_leaf and own is None:
+            # A derivative of this rank's rows alone would be a part of the derivative.
+            refuse(name, of)
+        # As p.grad keeps no graph.
+        x = x if target.requires_grad else x.detach()
     if own is not None and of.alike(own) and x.shape == target.shape:
         return x
     if own is not None:
