@@ -87,7 +87,9 @@ def stages(folder: str) -> None:
             check(f"{stage}, clip {clip}", params, reference)
             for a, b in zip(logs.rows[:-1], told.rows[:-1], strict=True):
                 assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
-                assert math.isnan(a["grad_norm"])
+                # Parts are gathered for it; what has left is not there.
+                near = math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3)
+                assert near if stage == "zero3" else math.isnan(a["grad_norm"])
         reference, _ = plain(folder, max_grad_norm=float(clip), gradient_accumulation_steps=2, falls=False)
         params, _ = attached("zero1", folder, clip, max_steps=8, falls=False)
         check(f"zero1, clip {clip}", params, reference)
