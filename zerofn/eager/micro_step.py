@@ -92,8 +92,8 @@ class MicroStep:
 
     def _in_place(self, marks: dict[str, int]) -> Leaves:
         with torch.DisableTorchFunctionSubclass():
-            found = ((path, read(p)) for path, p in self.arrivals.params.items() if p.requires_grad)
-            grads = {path: g for path, g in found if g is not None}
+            params = self.arrivals.params.items()
+            grads = {path: g for path, p in params if p.requires_grad and (g := read(p)) is not None}
         if self.control is None:
             return grads
         some, noticed = agree_on((len(grads), self.wholes.noticed()), marks, self.control)

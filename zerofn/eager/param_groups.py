@@ -34,24 +34,20 @@ class ParamGroups:
         self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
         # The rates as zerofn set them: others have been set by somebody else.
         self.shown = [g["lr"] for g in self.groups]
+        # The names in each that have been looked at, so that new ones are looked at once.
+        self.names: list[set[str]] = [set() for _ in self.groups]
         # The hyperparameters that have been looked at, so that a change is looked at once.
         self.checked = [dict(t.facts.settable) for t, _ in self.optimizers.values()]
 
     def rates(self) -> dict[str, float]:
         """Learning rates by prefix, where the groups and not a schedule own them."""
         rates = {}
-        for group, shown, (prefix, (t, _)) in zip(self.groups, self.shown, self.optimizers.items(), strict=True):
-            settable = dict(t.facts.settable)
-            fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
-            if useless := [k for k in fixed if k not in (*OWN, "params", *settable)]:
-                can = " and ".join(["lr", *settable])
-                raise ValueError(
-                    explain(
-                        f"param_groups with {useless[0]} = {group[useless[0]]!r}",
-                        f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
-                        f"an optimizer that has it, such as zf.adamw({useless[0]}=...), before zf.attach",
-                    )
-                )
+        for i, (group, shown, (prefix, (t, _))) in enumerate(
+            zip(self.groups, self.shown, self.optimizers.items(), strict=True)
+        ):
+            if group.keys() != self.names[i]:
+                _check_names(group, t)
+                self.names[i] = set(group)
             if t.facts.rate is not None and not callable(t.facts.rate):
                 rates[prefix] = group["lr"]
             elif group["lr"] != shown and t.facts.rate is None:
@@ -82,6 +78,8 @@ class ParamGroups:
         found = {}
         entries = zip(self.groups, self.checked, self.optimizers.items(), strict=True)
         for i, (group, checked, (prefix, (t, _))) in enumerate(entries):
+            if all([group.get(k, x) is x for k, x in t.facts.settable]):
+                continue
             # One that somebody has taken out is that of the pipeline.
             now = {k: group.get(k, x) for k, x in t.facts.settable}
             if any(now[k] is not x and not _same(now[k], x) for k, x in checked.items()):
@@ -116,6 +114,21 @@ class ParamGroups:
             given = {k: there.get(k, x) for k, x in t.facts.settable}
             group.update({k: tuple(x) if isinstance(x, list) else x for k, x in given.items()})
         self.shown = [g["lr"] for g in self.groups]
+
+
+def _check_names(group: dict[str, Any], t: Transform) -> None:
+    """Refuse what was put into a group and could have no effect."""
+    settable = dict(t.facts.settable)
+    fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
+    if useless := [k for k in fixed if k not in (*OWN, "params", *settable)]:
+        can = " and ".join(["lr", *settable])
+        raise ValueError(
+            explain(
+                f"param_groups with {useless[0]} = {group[useless[0]]!r}",
+                f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
+                f"an optimizer that has it, such as zf.adamw({useless[0]}=...), before zf.attach",
+            )
+        )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -55,8 +55,9 @@ class Steps:
         """One micro-step, and its metrics, each a tensor of its own."""
         self.watch.check()
         metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
-        # Some are entries of the state, into which `load_state_dict` writes.
-        metrics = {name: x.detach().clone() for name, x in metrics.items()}
+        with torch.set_grad_enabled(False):
+            # Some are entries of the state, into which `load_state_dict` writes.
+            metrics = {name: x.clone() for name, x in metrics.items()}
         if bool(metrics["updated"]):
             self.home.refresh()
         self.groups.show(metrics)
@@ -83,11 +84,10 @@ class Steps:
         given |= dict(weight=weight, boundary=window.forced, averaged=window.averaged is not False)
         ctx = self.pipe.context(donate=True, recorded=recorded(), micro_step=old.micro_step, **given)
         new, metrics = apply(self.pipe, grads, old, ctx)
-        with torch.no_grad():
-            for path, x in new.leaves.items():
-                if x is not old.leaves[path]:
-                    old.leaves[path].copy_(x)
-                    new.leaves[path] = old.leaves[path]
+        if elsewhere := [path for path, x in new.leaves.items() if x is not old.leaves[path]]:
+            with torch.no_grad():
+                for path in elsewhere:
+                    new.leaves[path] = old.leaves[path].copy_(new.leaves[path])
         self.home.state = new
         if window.holds:
             self._forget(grads)

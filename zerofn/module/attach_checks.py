@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.nn.parameter import UninitializedParameter
 from .._compat import is_wrapper, registered
 from .._errors import bad_leaves, explain
 from ..core.tree import Layout, Leaves
+
+# What must stay of a parameter; asked of all in every step, and so from C.
+TOLD = (Tensor.data_ptr, *map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
 
 # Places in what `registered` gives.
 PARAMETERS, MODULES = 0, 1
@@ -43,7 +47,9 @@ class Watch:
 
     def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
         self.layout, self.params = layout, params
-        self.data = {path: (p.data_ptr(), p.shape, p.dtype, p.device) for path, p in params.items()}
+        self.tensors = [params[leaf.path] for leaf in layout.leaves]
+        with torch.DisableTorchFunctionSubclass():
+            self.data = self._told()
         # Submodules as well: one that is put in later would be run and not trained.
         self.registered = [
             _Registry(name, m, kind) for name, m in model.named_modules() for kind in (PARAMETERS, MODULES)
@@ -55,12 +61,10 @@ class Watch:
         Raises:
             RuntimeError: everything that has changed is named.
         """
-        bad = []
         with torch.DisableTorchFunctionSubclass():
-            for leaf in self.layout.leaves:
-                reason = _moved(self.params[leaf.path], leaf.trainable, *self.data[leaf.path])
-                if reason:
-                    bad.append((leaf.path, reason))
+            # All leaves at once: of nearly all steps there is nothing to tell.
+            same = self._told() == self.data
+            bad = [] if same else [(path, why) for path, why in self._reasons() if why]
         modules = [(path, "added, removed or replaced") for registry in self.registered for path in registry.changed()]
         frozen = any("requires_grad" in reason for _, reason in bad)
         bad += modules
@@ -70,9 +74,16 @@ class Watch:
                 right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
 
+    def _told(self) -> list[tuple[Any, ...]]:
+        return [tuple(map(of, self.tensors)) for of in TOLD]
+
+    def _reasons(self) -> Iterator[tuple[str, str]]:
+        for leaf, p, *told in zip(self.layout.leaves, self.tensors, *self.data, strict=True):
+            yield leaf.path, _moved(p, *told)
+
 
 def _moved(
-    p: Tensor, trainable: bool, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, trainable: bool
 ) -> str:
     if p.dtype != dtype or p.device != device:
         return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
