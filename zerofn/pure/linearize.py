@@ -17,7 +17,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.tree import Leaves, flatten, unflatten
 from ..kernels.recording import recorded
-from .sharded_params import Blocks, settled
+from ..sharded.lazy_tensor import settled
 
 
 def check_recording(where: str) -> None:
@@ -145,6 +145,9 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
     More and smaller messages than for the whole tree at once, and each gather is announced: that is what the
     memory costs.
     """
+    # Here, since what gathers is a tenth of the package, and only `shard` on several ranks has a use for it.
+    from .sharded_params import Blocks
+
     blocks = Blocks(pipe, resident, scale)
     anchor = torch.zeros((), requires_grad=True)
     inputs = [x.detach().requires_grad_() for x in given]

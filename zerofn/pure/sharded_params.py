@@ -23,7 +23,7 @@ from torch.autograd import Function
 from .._compat import run_when_ready, version
 from .._errors import explain
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves, Tree, tree_map
+from ..core.tree import Leaf, Leaves
 from ..core.views import Like, pull_all
 from ..sharded.gather_on_use import Units
 from ..sharded.lazy_tensor import Lazy
@@ -31,11 +31,6 @@ from ..sharded.units import SMALL
 
 # A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
 TINY = 1 << 10
-
-
-def settled(tree: Tree) -> Tree:
-    """What `fn` returns, with parameters in it as tensors of their own."""
-    return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)
 
 
 class Handles(Function):

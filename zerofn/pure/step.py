@@ -17,10 +17,10 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Layout, Tree, apart, tree_map
 from ..core.update import Metrics, apply, check_data, check_vmap
+from ..sharded.lazy_tensor import settled
 from .api import asked, resolved
 from .linearize import check_recording, linearize
 from .seeing import seeing
-from .sharded_params import settled
 
 
 def make_step(

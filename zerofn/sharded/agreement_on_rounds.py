@@ -62,13 +62,12 @@ def agree_on(values: tuple[int, ...], marks: dict[str, int], control: Group) -> 
     all_gather_into(every, mine, control)
     rows = every.reshape(control.size, len(mine)).tolist()
     check_marks([row[n:] for row in rows], list(marks), control)
-    return [max(row[i] for row in rows) for i in range(n)]
+    return [*map(max, zip(*[row[:n] for row in rows], strict=True))]
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
     """Raise on every rank, naming each rank's value, if one differs."""
-    for i, name in enumerate(names):
-        found = [row[i] for row in rows]
+    for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
             told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
             raise RuntimeError(

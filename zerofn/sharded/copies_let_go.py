@@ -74,7 +74,9 @@ class LetGo:
 
     def look_again(self) -> list[tuple[int, int]]:
         """Store what has been written since; the leaves of which it is, by unit and place in it."""
-        changed = []
+        changed: list[tuple[int, int]] = []
+        if not self.held:
+            return changed
         with plainly():
             for held in self.held:
                 leaf = self.units[held.place[0]][held.place[1]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._compat import no_torch_function, schema, uncompiled, without_memory
 from .._errors import explain
-from ..core.tree import Leaf, Leaves
+from ..core.tree import Leaf, Leaves, Tree, tree_map
 
 
 class Source(Protocol):
@@ -126,3 +126,8 @@ def _check_unwritten(func: Any, args: tuple, kwargs: dict) -> None:
 
 def _flat(x: Any) -> Any:
     return x if isinstance(x, list | tuple) else (x,)
+
+
+def settled(tree: Tree) -> Tree:
+    """What a function of parameters returns, with parameters in it as tensors of their own."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)
