@@ -71,7 +71,6 @@ PAIR = r"of the sharded parameter pair.weight(.|\n)*"
 IN_BACKWARD = PAIR + r"in the middle of\n(.|\n)*grad_norm(.|\n)*clip_by_global_norm(.|\n)*as_subclass"
 SAVED = r"saving (.|\n)*opt.gathered\(\)(.|\n)*zf.save"
 LOST = r"of a view of what was gathered(.|\n)*p.grad\[index\] = new"
-ROW = PAIR.replace("of ", "of (the values of )?", 1)
 
 
 def by_a_hook(fn):
