@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from support.time_limits import limit
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
@@ -232,21 +231,3 @@ def test_transforms_of_torch_func_inside_of_a_graph():
     anew = torch._dynamo.config.patch(error_on_recompile=False)  # of torch.func.grad, for another function
     with anew, pytest.raises(Exception, match="a step that writes into its state"):
         compiled(torch.func.grad(lambda x: donated(state, x)[0].leaves["w"].sum()))(x)
-
-
-def on_ranks():
-    import torch.distributed as dist
-
-    tx = zf.chain(zf.shard(), zf.adamw(0.1))
-    step, state = zf.make_step(loss, tx), zf.init(tx, params())
-    x = batches(2)[dist.get_rank()]
-    want = step(state, x)[0].params
-    got = torch.compile(step, backend="aot_eager")(state, x)[0].params
-    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True))
-    with pytest.raises(Exception, match=r"write: zf.make_step\(torch.compile\(loss_fn"):
-        compiled(zf.make_step(loss, tx))(state, x)
-    return True
-
-
-def test_a_step_over_ranks_runs_uncompiled_and_is_no_whole_graph():
-    assert all(zf.launch(on_ranks, 2, timeout=limit(120)))

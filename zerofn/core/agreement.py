@@ -106,7 +106,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
         return weight, None
     own = weight_of(weight)
     mean = mean_over(groups, own)
-    return mean, own / mean if mean > 0 else torch.zeros_like(own)
+    return mean, torch.where(mean > 0, own / mean, 0.0)
 
 
 def check_weight(pipe: Pipeline, weight: Any) -> None:

@@ -42,7 +42,7 @@ def run(
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     for i, here in enumerate(parts):
-        segment = Segment(here, states, params, ctx, signal)
+        segment = Segment(here, states, params, ctx, signal, emitted)
         ctx = segment.ctx
         signal = segment.feed(signal, params)
         segment.close()
@@ -67,6 +67,7 @@ class Segment:
         params: stored parameters of all leaves that it may be fed with.
         ctx: of the step.
         grads: what the first looks at.
+        emitted: whether something has come, where only a tensor knows.
 
     Attributes:
         held: whether nothing goes on to the right.
@@ -79,8 +80,10 @@ class Segment:
         params: Leaves,
         ctx: Context,
         grads: Leaves | None = None,
+        emitted: bool | Tensor = True,
     ):
         self.given, self.ctx, self.leaves, self.stretch = states, ctx, len(params), parts
+        self.emitted = emitted
         first, self.old = parts.parts[0], parts.states(states)
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
@@ -124,6 +127,7 @@ class Segment:
         return out
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
+        emitted = self.emitted
         for part, p in zip(self.parts, self.prepared, strict=True):
             if part.facts.watches:
                 # A leaf without a gradient in this step has kept its value, and that is watched too.
@@ -135,7 +139,11 @@ class Segment:
             _merge(self.changed[part.name], own, old)
             if p.emit is False or out is None:
                 return {}
-            signal = out if isinstance(p.emit, bool) else passed(p.emit, out)
+            signal = out
+            if not isinstance(p.emit, bool):
+                # A window that closes in a step which is skipped has the sum of the steps before.
+                emitted = p.emit if emitted is True else emitted & p.emit
+                signal = passed(emitted, out)
         return signal
 
     def close(self) -> None:

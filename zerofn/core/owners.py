@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -87,20 +86,23 @@ class Owners:
         wire: how leaves are cut.
         leaves: all of them, in one order on all ranks.
         rank_of: by path, the owner.
+        spans: for each rank, by path: the flat range that it has of what all have between them, a leaf or a part.
     """
 
     wire: Wire
     leaves: tuple[Leaf, ...]
     rank_of: dict[str, int]
+    spans: list[dict[str, tuple[int, int]]]
 
-    @cached_property
-    def spans(self) -> list[dict[str, tuple[int, int]]]:
-        """For each rank, by path: the flat range that it has of what all have between them, a leaf or a part of one."""
-        group = self.wire.group
-        wires = [self.wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
-        found = [{leaf.path: wire.span(leaf) for leaf in self.leaves} for wire in wires]
-        begin = {leaf.path: min(spans[leaf.path][0] for spans in found) for leaf in self.leaves}
-        return [{p: (low - begin[p], high - begin[p]) for p, (low, high) in spans.items()} for spans in found]
+    @classmethod
+    def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Owners:
+        """Those of leaves that this wire cuts. Not found out at the first use: the compiler cannot."""
+        group = wire.group
+        wires = [wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
+        found = [{leaf.path: each.span(leaf) for leaf in leaves} for each in wires]
+        begin = {leaf.path: min(spans[leaf.path][0] for spans in found) for leaf in leaves}
+        spans = [{p: (low - begin[p], high - begin[p]) for p, (low, high) in own.items()} for own in found]
+        return cls(wire, leaves, rank_of, spans)
 
     def mine(self, paths: Iterable[str]) -> list[str]:
         return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
@@ -211,7 +213,7 @@ def owners_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> Exchange:
 def _exchange_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Exchange:
     first, *rest = cutting
     size = place_in(rest)[1]
-    here = Owners(first, leaves, {path: rank // size for path, rank in rank_of.items()})
+    here = Owners.of(first, leaves, {path: rank // size for path, rank in rank_of.items()})
     if not rest:
         return here
     return OwnersBehind(here, _exchange_of(rest, leaves, {path: rank % size for path, rank in rank_of.items()}), size)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
-from ..kernels.recording import root
+from ..kernels.recording import only_compiled, root
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from ..ranks.reduction import OverRanks
@@ -148,6 +148,11 @@ class Pipeline:
         """Every group of ranks among which steps must agree: those over which the model itself is cut as well."""
         return (*self.groups, *(group for group in self.model if group.size > 1))
 
+    @cached_property
+    def traceable(self) -> bool:
+        """Whether a compiler can make a graph of what goes over ranks."""
+        return all(view.traceable for view in self.stages if view.wire is not None)
+
     @property
     def scaled(self) -> bool:
         """Whether cotangents carry a factor inside of the model."""
@@ -200,7 +205,8 @@ class Pipeline:
         if self.late and view is not None and not view.only_dtype and view in self.road.after_update:
 
             def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-                pull = self.road.pull_recorded if ctx.recorded else self.road.pull
+                together = not ctx.recorded or only_compiled(grads.values())
+                pull = self.road.pull if together else self.road.pull_recorded
                 return pull((view,), grads, params), state
 
             yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)

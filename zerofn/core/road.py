@@ -190,7 +190,9 @@ class Road:
 
 def _arriving(road: Road, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:
     """Gradients as they arrive at the first of `stages`, from those before."""
-    before = road.stages[: road.stages.index(stages[0])] if stages else road.stages
+    # One by one, as the compiler can: it knows no equality of records of functions.
+    first = next((i for i, stage in enumerate(road.stages) if stages and stage is stages[0]), len(road.stages))
+    before = road.stages[:first]
     if any(s.only_dtype for s in stages):
         dtype = road.dtypes.seen
     elif not before and not road.late:

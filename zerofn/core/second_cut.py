@@ -119,7 +119,8 @@ def behind(view: View, before: Sequence[View]) -> View:
     if first is None or view.wire is None or not view.wire.cuts:
         return view
     wire = OfParts(first, view.wire)
-    return replace(over_ranks(wire, view.resident), given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
+    parts = over_ranks(wire, view.resident, view.traceable)
+    return replace(parts, given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
 
 
 def check_axes(views: Sequence[tuple[str, View | None]]) -> None:

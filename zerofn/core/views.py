@@ -195,6 +195,8 @@ class View:
         reads: whether `view` and `pull` take the transform's state as a third argument: what it was before the step.
             `store` does not, since what is stored is there before any state. The state is a constant to derivatives:
             what is to be learned is a parameter.
+        traceable: whether a compiler can make a graph of what the wire does: `unpack` then gives a gradient for every
+            leaf, since nobody can branch on a number in a graph.
     """
 
     view: OnLeaf = as_it_lies
@@ -208,6 +210,7 @@ class View:
     given: Callable[[Leaf], Leaf] = as_a_whole
     factor: Factor | None = None
     reads: bool = False
+    traceable: bool = False
 
     def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:
         """The same, whose functions find the state themselves, as it is when they are called."""
@@ -248,7 +251,7 @@ def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     return wire.reduce_dtype or summable(dtype)
 
 
-def over_ranks(wire: Wire, resident: bool) -> View:
+def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
     """The view of a wire."""
     several = wire.group.size > 1
 
@@ -256,7 +259,7 @@ def over_ranks(wire: Wire, resident: bool) -> View:
         # To a dtype that is asked for the wire casts, in a pass that it makes anyway.
         return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
-    return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident)
+    return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident, traceable=traceable)
 
 
 # Opens the group of a mesh, or of all ranks, for the function that is named in messages.
@@ -282,7 +285,8 @@ def cutter(views: Sequence[View]) -> Wire | None:
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:
     """The same view with sums over ranks in `dtype`."""
     assert view.wire is not None
-    return replace(over_ranks(view.wire.on(view.wire.group, dtype), view.resident), name=view.name, given=view.given)
+    other = over_ranks(view.wire.on(view.wire.group, dtype), view.resident, view.traceable)
+    return replace(other, name=view.name, given=view.given)
 
 
 def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:

@@ -53,6 +53,17 @@ def only_compiled(values: Iterable[Any]) -> bool:
     return torch.compiler.is_compiling() and not functorch_active() and not _requires_grad(values)
 
 
+def numbers_alone(values: Iterable[Any] = ()) -> bool:
+    """Whether only the numbers are asked for that are computed from `values`: no derivative of them, and no batch.
+
+    Then leaves go over ranks many at once, by collectives that have no derivative. A graph of them may be made.
+
+    >>> numbers_alone(), numbers_alone([torch.ones(2, requires_grad=True)])
+    (True, False)
+    """
+    return only_compiled(values) or not recorded(values)
+
+
 def readable(x: Any) -> bool:
     """Whether Python may read the number in `x`: it is one, for all members of a batch, and known while this runs.
 

@@ -12,11 +12,12 @@ from .._compat import functorch_active
 from .._errors import bad_leaves, explain
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
+from ..core.executor import passed
 from ..core.linear_map import crosses, enter, leave, over, times
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.tree import Leaves, flatten, unflatten
-from ..kernels.recording import recorded
+from ..kernels.recording import only_compiled, recorded
 from ..sharded.lazy_tensor import settled
 
 
@@ -103,7 +104,7 @@ def linearize(
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
-    def pull(vectors: list[Tensor], counts: bool = True) -> tuple[Leaves, list[Any]]:
+    def pull(vectors: list[Tensor], counts: bool | Tensor = True) -> tuple[Leaves, list[Any]]:
         with ranged(PHASE, "backward"):
             grads, rest = pull_flat(vectors, counts)
         back: list[Any] = [None] * len(flat)
@@ -176,6 +177,8 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
         return stored if whole else pipe.road.see(pipe.road.after_update, stored)
     if not pipe.late:
         return stored
+    if only_compiled(stored.values()):
+        return pipe.road.see(pipe.road.after_update, stored)
     views = pipe.road.composed(pipe.road.after_update, pipe.dtypes.gradient)
     return {path: view(stored[path], None) for path, view in views.items()}
 
@@ -185,10 +188,14 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
 
     Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied to
     gradients by hand, in the dtype that the pipeline says, where autograd would give them that of the parameter.
+
+    In a graph that nobody differentiates all leaves together, before the function and after it, as everywhere else:
+    over ranks a collective then carries many, and stands where it needs no derivative, which a compiler has none of.
     """
     paths = pipe.trainable
-    views = pipe.leaf_views
-    seen = {p: view(resident[p], None) for p, view in views.items()}
+    views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())
+    alone = {} if together else {p: view(resident[p], None) for p, view in views.items()}
+    seen = pipe.road.see(stages, resident) if together else alone
     fixed = {p: x for p, x in seen.items() if p not in paths}
     # The compiler reads torch.autograd.grad only where it is told to.
     ran = _func_vjp if functorch_active() or torch.compiler.is_compiling() else _graph_vjp
@@ -198,7 +205,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
 
     primals, pull_flat = ran(flat_fn, [seen[p] for p in paths], given)
 
-    def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
+    def pull(vectors: list[Tensor], counts: bool | Tensor) -> tuple[Leaves, list]:
         if scale is not None:
             vectors = [times(v, scale.detach(), v.dtype) for v in vectors]
         found, rest = pull_flat(vectors)
@@ -208,9 +215,14 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
         if pipe.groups:
             # Of a leaf that only other ranks use, this one has its part to send.
             grads = {p: torch.zeros_like(seen[p]) if g is None else g for p, g in grads.items()}
-        if not counts:
+        if isinstance(counts, Tensor):
+            grads = passed(counts, grads)
+        elif not counts:
             grads = {p: None if g is None else torch.zeros_like(g) for p, g in grads.items()}
-        return {p: views[p].transposed(g, scale) for p, g in grads.items() if g is not None}, rest
+        there = {p: g for p, g in grads.items() if g is not None}
+        if together:
+            return pipe.road.pull(stages, there, resident, scale), rest
+        return {p: views[p].transposed(g, scale) for p, g in there.items()}, rest
 
     return primals, pull
 

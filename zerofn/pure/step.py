@@ -14,9 +14,10 @@ from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.pipeline import Pipeline, pipeline
 from ..core.state import State
-from ..core.transform import Transform
-from ..core.tree import Layout, Tree, apart, tree_map
+from ..core.transform import Transform, number
+from ..core.tree import Layout, Tree, apart, flatten, tree_map
 from ..core.update import Metrics, apply, check_data, check_vmap
+from ..kernels.recording import only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import asked, resolved
 from .linearize import check_recording, linearize
@@ -70,17 +71,27 @@ def make_step(
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(step, state, batch, weight)
         pipe = pipes.of(state, tracing)
-        if tracing and pipe.groups:
-            return step_over_ranks(step, state, batch, weight)
         if tracing and pipe.reads:
             return step_with_states_in_views(step, state, batch, weight)
         pipe = seeing(pipe, state, "a step")
         check_recording("step")
         check_data(state, "a step")
+        if tracing and pipe.groups:
+            if not pipe.traceable:
+                return step_by_own_wire(step, state, batch, weight)
+            if create_graph or not only_compiled(flatten(state)[0]):
+                return step_over_ranks(step, state, batch, weight)
+            # Collectives of a graph have no derivative, and a rate that requires grad would ask for one.
+            with torch.no_grad():
+                return run(pipe, state, batch, weight, record=True)
         if not tracing:
             state.check_kept("a step")
         record = asked("make_step", create_graph, (), state)
         check_vmap(pipe, weight, state, batch)
+        return run(pipe, state, batch, weight, record)
+
+    def run(pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool) -> tuple[State, Metrics]:
+        tracing = torch.compiler.is_compiling()
         aux: dict[str, Any] = {}
 
         def scalar(params: Tree, *inputs: Tree) -> Any:
@@ -91,12 +102,11 @@ def make_step(
             return out
 
         ran = linearize(pipe, scalar, state, batch, keep=False, record=record)
-        loss, share = ran.out, None
-        if not functorch_active() and not tracing:
-            weight, share = shared_weight(pipe, weight)
+        weight, share = (weight, None) if functorch_active() else shared_weight(pipe, weight)
+        loss, share = ran.out, None if share is None else number(share)
         unit = torch.ones_like(loss)
         # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
-        grads, _ = ran.pull([unit if share is None else unit * float(share)], share is None or bool(share > 0))
+        grads, _ = ran.pull([unit if share is None else unit * share], share is None or share > 0)
         del ran
         if aux and not record:
             aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
@@ -110,7 +120,7 @@ def make_step(
         return new, {"loss": loss, **metrics, **aux}
 
     # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
-    step.__code__ = step.__code__.replace()
+    step.__code__, run.__code__ = step.__code__.replace(), run.__code__.replace()
     return step
 
 
@@ -155,9 +165,20 @@ class Pipelines:
 
 @uncompiled
 def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A step over several ranks is no graph, since its collectives are none.
+    """A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.
 
-    write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
+    write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of
+    torch.func, of a state that does not require grad
+    """
+    return step(state, *batch, weight=weight)
+
+
+@uncompiled
+def step_by_own_wire(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    """A step through a view whose wire is not said to be traceable is no graph.
+
+    write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack` gives
+    a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph
     """
     return step(state, *batch, weight=weight)
 

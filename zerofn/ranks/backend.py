@@ -149,6 +149,25 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 # ---------------------------------------------------------------------------------------- collectives
 
 
+# The first four are those that a compiler knows and has a node of its graphs for: no handle, and no note to a profiler.
+
+
+def gather(out: Tensor, inp: Tensor, group: Group) -> None:
+    _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg)
+
+
+def scatter(out: Tensor, inp: Tensor, group: Group) -> None:
+    _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg)
+
+
+def exchange(out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None):
+    dist.all_to_all_single(_bytes_of(out), _bytes_of(inp), outs, ins, group=group.pg)
+
+
+def reduce(t: Tensor, op: str, group: Group) -> None:
+    dist.all_reduce(t, op=REDUCE[op], group=group.pg)
+
+
 def begin_gather(out: Tensor, inp: Tensor, group: Group) -> Any:
     return outlasting("all_gather", _gather_single, _bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
 

@@ -1,6 +1,9 @@
 """Collectives that write into given buffers: counted, and watched while they are under way.
 
 Sums only: an average is the caller's division *before* the sum, where fp16 cannot overflow.
+
+In a graph that a compiler makes they are nodes, with the same numbers: nobody counts them or watches over them there,
+for Python does not run when they do, and none is under way when the next begins, since the compiler orders them.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
+    if torch.compiler.is_compiling():
+        raw.gather(out, inp, group)
+        return DONE if async_op else None
     group.traffic.count(what, group.size, out.numel() * out.element_size())
     work = raw.begin_gather(out, inp, group)
     return run(work, what, group, async_op)
@@ -46,6 +52,9 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
     _no_fp8(inp, "reduce_scatter")
+    if torch.compiler.is_compiling():
+        _scatter_in_graph(out, inp, group)
+        return DONE if async_op else None
     group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
     if group.device.type != "cpu":
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
@@ -61,12 +70,24 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     return work if async_op else work.wait() and None
 
 
+def _scatter_in_graph(out: Tensor, inp: Tensor, group: Group) -> None:
+    if group.device.type != "cpu":
+        raw.scatter(out, inp, group)
+        return
+    received = torch.empty_like(inp)
+    raw.exchange(received, inp, group)
+    out.copy_(received.reshape(group.size, *out.shape).sum(0, dtype=out.dtype))
+
+
 def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], group: Group) -> None:
     """Sends `ins[r]` numbers of `inp` to rank r, one rank after the other; `outs[r]` come from it. Both are flat."""
     if group.size == 1:
         out.copy_(inp)
         return
     # Also where this rank has nothing to send or to get: others may.
+    if torch.compiler.is_compiling():
+        raw.exchange(out, inp, group, outs, ins)
+        return
     group.traffic.sent("all_to_all", (inp.numel() - ins[group.rank]) * inp.element_size())
     run(raw.begin_exchange(out, inp, group, outs, ins), "all_to_all", group, False)
 
@@ -78,6 +99,9 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
     if group.size == 1 or not t.numel():
         return DONE if async_op else None
     _no_fp8(t, "all_reduce")
+    if torch.compiler.is_compiling():
+        raw.reduce(t, op, group)
+        return DONE if async_op else None
     group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
     work = raw.begin_reduce(t, op, group)
     return run(work, "all_reduce", group, async_op)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._errors import explain
-from ..kernels.recording import recorded
+from ..kernels.recording import numbers_alone
 from .collectives import all_reduce_
 from .differentiable import all_reduce, replicate
 from .group import Group
@@ -67,11 +67,11 @@ class OverRanks:
         # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
         for group in (*self.groups, *self.model):
-            x = _Maximum.apply(x.detach(), group) if recorded((x,)) else _over(x, group, "max")  # type: ignore[assignment]
+            x = _over(x, group, "max") if numbers_alone((x,)) else _Maximum.apply(x.detach(), group)  # type: ignore[assignment]
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
-        for group in (*self.shards, *self.model):
+        for group in () if numbers_alone((x,)) else (*self.shards, *self.model):
             x = _at(group, x, replicate)
         return x
 
@@ -102,7 +102,7 @@ class _Maximum(Function):
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
-    return _at(group, x, all_reduce) if recorded((x,)) else _over(x, group, "sum")
+    return _over(x, group, "sum") if numbers_alone((x,)) else _at(group, x, all_reduce)
 
 
 def _at(group: Group, x: Tensor, collective: Any) -> Tensor:
@@ -118,6 +118,6 @@ def _over(x: Tensor, group: Group, op: str) -> Tensor:
 def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
-        x = _at(group, x, replicate) if recorded((x,)) else x
+        x = x if numbers_alone((x,)) else _at(group, x, replicate)
         x = _summed(x, group) / group.size
     return x

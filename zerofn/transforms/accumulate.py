@@ -175,13 +175,13 @@ def _weight(ctx: Context) -> Any:
 
 def _total(kept: Tensor, due: Any, ctx: Context) -> Tensor:
     """What a closed window is divided by: the sum of its weights."""
-    if not concrete(kept):
-        # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
-        return torch.where(torch.as_tensor(due), kept, torch.ones_like(kept))
-    if due is not True:
+    if due is not True and concrete(kept):
         return kept
     # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
     total = ctx.reduction.mean(kept)
+    if not concrete(kept):
+        # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
+        return torch.where(torch.as_tensor(due), total, torch.ones_like(total))
     if concrete(total) and total.detach() == 0:
         raise ValueError(
             explain(

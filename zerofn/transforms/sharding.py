@@ -80,21 +80,21 @@ def _gathers_on_use(mesh: Any) -> ViewOf:
     """Parameters that live as shards. The group is opened when a pipeline is made, never when a transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Sharding(ranks("shard", mesh)), resident=False)
+        return over_ranks(Sharding(ranks("shard", mesh)), resident=False, traceable=True)
 
     return view
 
 
 def _gathers_after_a_step(mesh: Any) -> ViewOf:
     def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Sharding(ranks("reduce_scatter", mesh)), resident=True)
+        return over_ranks(Sharding(ranks("reduce_scatter", mesh)), resident=True, traceable=True)
 
     return view
 
 
 def _averages(mesh: Any) -> ViewOf:
     def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Averaging(ranks("all_reduce", mesh)), resident=True)
+        return over_ranks(Averaging(ranks("all_reduce", mesh)), resident=True, traceable=True)
 
     return view
 

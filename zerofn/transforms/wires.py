@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
+from .packing import flat_to_sum, row_of, rows_to_sum, wholes_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class Sharding:
         """
         tail = parts[0].shape[1:]
         widths = [width(leaf.shape, self.group.size) for leaf in leaves]
+        if torch.compiler.is_compiling():
+            mine = row_of(parts, widths)
+            every = mine.new_empty((self.group.size * len(mine), *tail))
+            return all_gather_into(every, mine, self.group, async_op), every.reshape(self.group.size, -1, *tail)
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
         rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
@@ -90,6 +95,8 @@ class Sharding:
         """
         tail = rows.shape[2:]
         widths = [width(leaf.shape, self.group.size) for leaf in leaves]
+        if into is None and torch.compiler.is_compiling():
+            return wholes_of(rows, widths, [leaf.numel for leaf in leaves])
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
         for full, block, each in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
             whole = len(full) // each if each else 0
@@ -113,6 +120,8 @@ class Sharding:
         size = self.group.size
         tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
         widths = [width(leaf.shape, size) for leaf in leaves]
+        if torch.compiler.is_compiling():
+            return rows_to_sum(grads, widths, size, dtype, device)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split([*widths, len(leaves)], dim=1)
         for x, leaf, each, block in zip(grads, leaves, widths, blocks, strict=False):
@@ -194,6 +203,8 @@ class Averaging:
         device: torch.device,
     ) -> Tensor:
         """Leaves end to end, of the lengths they have on this rank, over the number of ranks; and a flag for each."""
+        if torch.compiler.is_compiling():
+            return flat_to_sum(grads, numels, self.group.size, dtype, device)
         flat = torch.empty(sum(numels) + len(leaves), dtype=dtype, device=device)
         *blocks, flags = flat.split([*numels, len(leaves)])
         for x, block in zip(grads, blocks, strict=True):
@@ -225,5 +236,8 @@ def _flag(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
 
 
 def _used(flags: Tensor) -> list[bool]:
+    # In a graph nobody can branch on a number: a leaf that no rank has used has a gradient of zeros there.
+    if torch.compiler.is_compiling():
+        return [True] * len(flags)
     # NaN is no answer here: an overflow in the leaf does not reach its flag.
     return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
