@@ -228,7 +228,7 @@ def buckets(leaves: Leaves) -> list[list[str]]:
             found.append([])
             size = 0
         found[-1].append(path)
-        size += x.nbytes
+        size += x.numel() * x.element_size()  # no `nbytes`: a compiler may take sizes for variables
     return found
 
 
