@@ -454,6 +454,33 @@ def test_a_script(cloudpickle, tmp_path):
     assert (done.stdout, done.stderr) == ("[3.0, 3.0]\n", "")
 
 
+COMPILED = """
+import torch, torch.nn.functional as F
+import zerofn as zf
+
+def loss(p, x):
+    return F.mse_loss(x @ p["w"], torch.ones(4))
+
+def work():
+    tx = zf.chain(zf.all_reduce(), zf.sgd(0.1))
+    step = torch.compile(zf.make_step(loss, tx), backend="eager")
+    state, metrics = step(zf.init(tx, {"w": torch.zeros(3)}), torch.ones(4, 3))
+    return float(metrics["loss"])
+
+print(zf.launch(work, 2))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_may_compile_what_it_defines(tmp_path):
+    """The compiler looks for the globals of a function of `__main__` in that module."""
+    script = tmp_path / "script.py"
+    script.write_text(COMPILED)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=limit(60))
+    assert done.stdout == "[1.0, 1.0]\n", done.stderr
+
+
 def test_without_cloudpickle_a_closure_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ValueError, match=r"zerofn\[notebooks\]"):

@@ -90,11 +90,19 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
         # 127.0.0.1 when it connects, for a log message, and waits 5 s when the answer does not come.
         initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
     fn, args = load(io.BytesIO(job["payload"]))
+    _bring_along(fn)
     value = fn(*args)
     settle()  # the interpreter, which would wait for its threads, is not asked
     finished()
     with os.fdopen(os.dup(result), "wb") as file:
         torch.save(value, file, pickle_module=pickler())
+
+
+def _bring_along(fn: Any) -> None:
+    """Put what a function of a script has come with into `__main__`: torch's compiler looks for its globals there."""
+    if isinstance(fn, types.FunctionType) and fn.__globals__.get("__name__") == "__main__":
+        main = vars(sys.modules["__main__"])
+        main.update({name: x for name, x in fn.__globals__.items() if name not in main})
 
 
 def _traceback(error: BaseException) -> str:
