@@ -56,6 +56,7 @@ def test_learned_rates(example):
     torch.testing.assert_close(rates, 1 / module.CURVATURE, rtol=0.3, atol=0)
 
 
+@pytest.mark.slow
 def test_weight_decay(example):
     """The hypergradient against a difference quotient in float64; tuned, the held-out loss is less than without."""
     module = example("weight_decay")

@@ -335,7 +335,7 @@ PROGRAMS = [
 AUTOCASTS = {autocast: 5e-2, autocast_fp16: 1e-2}
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pipe", PIPES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_program(program, pipe: str, every: int):

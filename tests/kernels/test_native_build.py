@@ -163,6 +163,7 @@ def test_a_compiler_that_fails_later(fresh_kernels, monkeypatch, required):
             _native.squares(x)
 
 
+@pytest.mark.slow
 def test_importing_builds_and_reads_nothing(fresh_kernels, monkeypatch):
     monkeypatch.setenv("CC", script(fresh_kernels, f"echo . >> {fresh_kernels}/calls"))
     program = (

@@ -161,6 +161,7 @@ def total(out):
     return out[0].leaves["w"].float().square().sum()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("how", ["state", pytest.param("grad", marks=pytest.mark.slow)])
 def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
@@ -193,6 +194,7 @@ def test_without_a_compiler_for_c_the_graph_has_the_formula(monkeypatch, fresh_k
         assert same_bits(got, step(state, batches(1)[0])[0])
 
 
+@pytest.mark.slow
 def test_leaves_that_have_had_other_numbers_of_updates_have_corrections_of_their_own():
     for tx in (zf.adamw(torch.tensor(0.1)), zf.chain(zf.scale_by_adam(), zf.clip_by_value(2.0), zf.scale_by_lr(0.1))):
         step, state = zf.make_step(loss, tx), zf.init(tx, params())

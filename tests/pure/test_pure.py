@@ -562,7 +562,7 @@ def test_a_donated_state_is_not_used_again(tmp_path):
         use(copy.deepcopy(new) if name == "a step " else new)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_thousand_steps_keep_what_ten_keep(donate):
     """By a rate that requires grad, of which no graph is kept: tensors and nodes of graphs that are alive."""
     tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(torch.tensor(0.1, requires_grad=True)))

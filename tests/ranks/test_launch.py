@@ -327,6 +327,7 @@ def server_of(pid):
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT))]
 )
+@pytest.mark.slow
 def test_when_the_caller_ends(how, tmp_path):
     caller, ranks = start_caller(tmp_path)
     server = server_of(ranks[0])
@@ -516,6 +517,7 @@ def test_bad_input(monkeypatch):
         launch(rank, 2)
 
 
+@pytest.mark.slow
 def test_file_descriptors_do_not_pile_up():
     launch(rank, 2, timeout=limit())
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

@@ -700,6 +700,7 @@ def test_export_that_fails(tmp_path, monkeypatch):
         zf.export_safetensors(out, state)
 
 
+@pytest.mark.slow
 def test_import_stays_light():
     """torch.distributed.checkpoint takes 0.7 s and safetensors is an extra: both wait until they are used."""
     wait = "m.split('.')[0] == 'safetensors' or m.endswith('distributed.checkpoint')"
