@@ -170,8 +170,8 @@ def test_a_compiled_step_over_ranks_is_that_of_one_process(name):
     tx, plain = trained(name, dtype=torch.float64)
     want = zf.full_params(tx, plain[-1][0])
     for got in zf.launch(in_full, 3, name, timeout=limit(120)):
-        # Of sums in another order.
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        # Of sums in another order; in a graph a schedule is computed in fp32, as the count of updates is there.
+        torch.testing.assert_close(got, want, rtol=0, atol=STEPS * BOUNDS.get(name, 1e-13))
         assert (got["w"] - params(torch.float64)["w"]).abs().max() > 0.01
 
 
