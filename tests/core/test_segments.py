@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import zerofn as zf
 from zerofn.core import executor
-from zerofn.core.pipeline import pipeline
+from zerofn.core.resolve import pipeline
 from zerofn.core.stretches import stretch, stretches
 from zerofn.core.tree import make_layout
 from zerofn.testing import assert_trees_equal

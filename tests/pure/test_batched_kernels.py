@@ -21,7 +21,12 @@ def draws(*shape):
 
 
 def loss(p, x):
-    return ((x @ p["w"].float()).tanh() + p["b"].float()).square().sum() + (p["w"] ** 2).sum()
+    """Element by element: a batch of matrix products is another kernel, and on some processors has other bits."""
+    w, b = p["w"].float(), p["b"].float()
+    for row in x.unbind(-2):
+        seen = sum(number * weights for number, weights in zip(row.unbind(-1), w.unbind(-2), strict=True))
+        b = b + seen * seen.abs() / 4
+    return b.square().sum() + (p["w"] ** 2).sum()
 
 
 def states(tx, members):

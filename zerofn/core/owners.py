@@ -238,7 +238,7 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
     ranks: dict[str, dict[str, int]] = {}
 
     def owned(part: Transform, paths: set[str], where: str) -> Transform:
-        leaves = tuple(leaf for leaf in layout.leaves if leaf.trainable and leaf.path in paths)
+        leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
         if not may_be_owned(part):
             return part
         rows: Rows = rows_here(cutting, leaves) if part.needs == "row" else {}

@@ -7,8 +7,7 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -17,61 +16,25 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
-from ..kernels.recording import only_compiled, root
+from ..kernels.recording import only_compiled
 from ..ranks.group import Group
-from ..ranks.process_groups import group_for
 from ..ranks.reduction import OverRanks
-from .compose import as_transform, complete
+from .grad_norm import GRAD_NORM
 from .linear_map import LeafView
-from .order import check_complete, check_pieces
-from .owners import place_in, run_at_owners
 from .road import Road, groups_of
-from .second_cut import behind, check_axes
 from .stretches import Stretch, stretches
 from .transform import (
     Context,
-    Facts,
     OneProcess,
-    Prepared,
     Reduction,
     Scope,
     Transform,
     TransformState,
     nothing_to_prepare,
 )
-from .tree import Layout, Leaves, Placement, the_one
-from .views import Dtypes, Factor, Ranks, View, Wire, cutter, cutting, reducing_in
-from .whole_of_model import beside, check_other_axes, check_wholes
+from .tree import Layout, Leaf, Leaves
+from .views import Dtypes, Factor, View, Wire, cutter
 from .within import counted_elsewhere
-
-
-def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-    found: Leaves = {}
-
-    def close() -> None:
-        if ctx.recorded:
-            ctx.report("grad_norm", root(ctx.total(added, found)))
-        else:
-            ctx.report("grad_norm", ctx.total(sum_of_squares, found).sqrt())
-
-    return Prepared(found, close=close)
-
-
-def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
-    found.update(leaf_squares(grads) if ctx.recorded else leaf_norms(grads))
-    return grads, state
-
-
-# Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
-# A name with a dot is one that no transform of a user's can have.
-GRAD_NORM = Transform(
-    ".grad_norm",
-    needs="number",
-    facts=Facts(reports=frozenset(["grad_norm"])),
-    prepare_fn=_look_at_norm,
-    update_fn=_note_norms,
-)
 
 
 @dataclass(frozen=True)
@@ -171,11 +134,6 @@ class Pipeline:
         return groups_of(self.road.pulled)
 
     @cached_property
-    def trainable(self) -> tuple[str, ...]:
-        """The paths of leaves that want a gradient."""
-        return tuple(leaf.path for leaf in self.layout.leaves if leaf.trainable)
-
-    @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
         """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
         return self.road.composed(self.road.pulled, self.dtypes.gradient)
@@ -189,7 +147,7 @@ class Pipeline:
     def updates(self) -> tuple[Transform, ...]:
         """The update halves that have something to do, in order."""
         given = zip(self.parts, self.views, strict=True)
-        kept = [part for part, view in given for part in self._update_halves(part, view)]
+        kept = [part for part, view in given for part in _update_halves(self, part, view)]
         if not any("grad_norm" in p.facts.reports for p in kept):
             at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
             kept.insert(at, GRAD_NORM)
@@ -199,19 +157,6 @@ class Pipeline:
     def stretches(self) -> tuple[Stretch, ...]:
         """As what they are run."""
         return stretches(self.updates)
-
-    def _update_halves(self, part: Transform, view: View | None) -> Iterator[Transform]:
-        """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
-        if self.late and view is not None and not view.only_dtype and view in self.road.after_update:
-
-            def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-                together = not ctx.recorded or only_compiled(grads.values())
-                pull = self.road.pull if together else self.road.pull_recorded
-                return pull((view,), grads, params), state
-
-            yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
-        if not part.idle:
-            yield part
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
@@ -234,14 +179,8 @@ class Pipeline:
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
-        leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.leaves if leaf.trainable}
-        sums = {
-            leaf.path: leaves[leaf.path].new_empty(self.road.grad_shape(leaf), dtype=self.dtypes.gradient(leaf))
-            if (self.late or self.dtypes.gradient(leaf) != leaves[leaf.path].dtype)
-            else leaves[leaf.path]
-            for leaf in self.layout.leaves
-            if leaf.trainable
-        }
+        leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.trainable}
+        sums = {leaf.path: _like_gradient(self, leaf, leaves[leaf.path]) for leaf in self.layout.trainable}
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
         states = {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
         for name, factor in self.factors:
@@ -249,47 +188,26 @@ class Pipeline:
         return states
 
 
-def pipeline(
-    tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
-) -> Pipeline:
-    """Resolve a transform for a layout; an error where it cannot train.
+def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of what `zf.update` is given; what is stored where they agree."""
+    dtype = pipe.dtypes.gradient(leaf)
+    if not pipe.late and dtype == stored.dtype:
+        return stored
+    return stored.new_empty(pipe.road.grad_shape(leaf), dtype=dtype)
 
-    Args:
-        tx: the transform.
-        layout: of the parameters.
-        where: the function that asks, for messages.
-        ranks: opens groups of ranks.
-        model: those over which the model itself is cut.
-    """
-    tx = as_transform(tx)
-    parts = complete(tx.members)
-    check_complete(parts, where)
-    views = [_named(part.view_fn(layout, ranks), part.name) for part in parts]
-    factors = tuple((view.name, view.factor) for view in views if view is not None and view.factor is not None)
-    views = [view if view is not None and view.of_leaves else None for view in views]
-    dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
-    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
-    for i, view in enumerate(views):
-        if view is not None and view.wire is not None:
-            before = [x for x in views[:i] if x is not None]
-            views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
-    check_axes([(part.name, view) for part, view in zip(parts, views, strict=True)])
-    check_other_axes([view for view in views if view is not None], model)
-    check_wholes(parts, layout, where, bool(model))
-    held = tuple(part.name for part in parts[:first] if part.facts.holds)
-    late = bool(held) and any(view is not None and view.resident for view in views)
-    stages = [view for view in views if view is not None]
-    placement = _placement(stages, layout)
-    if late:
-        at = next(i for i, view in enumerate(stages) if view.resident)
-        copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
-        unreduced = _placement(stages[:at], layout)
-        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
-    layout = replace(layout, placement=beside(placement, model))
-    if wires := cutting(stages):
-        parts, layout = _with_owners(parts, layout, wires)
-    check_pieces(parts, layout.placement.size, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, model)
+
+def _update_halves(pipe: Pipeline, part: Transform, view: View | None) -> Iterator[Transform]:
+    """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
+    if pipe.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
+
+        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+            together = not ctx.recorded or only_compiled(grads.values())
+            pull = pipe.road.pull if together else pipe.road.pull_recorded
+            return pull((view,), grads, params), state
+
+        yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
+    if not part.idle:
+        yield part
 
 
 def _check_factor(name: str, found: Any) -> None:
@@ -299,27 +217,3 @@ def _check_factor(name: str, found: Any) -> None:
         wrong, why = f"{name}: View(factor=...) that gives {what}", "cotangents are multiplied by one number"
         right = "factor=lambda state: state['scale'], a 0-d tensor in float32 that the transform's init_fn makes"
         raise ValueError(explain(wrong, why, right))
-
-
-def _named(view: View | None, name: str) -> View | None:
-    return None if view is None else replace(view, name=name)
-
-
-def _with_owners(
-    parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
-) -> tuple[tuple[Transform, ...], Layout]:
-    """Those that need whole leaves are run at the owners of leaves."""
-    found = [run_at_owners(part, layout, wires) for part in parts]
-    named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
-    owners = tuple((name, where, tuple(ranks.items())) for name, where, ranks in named)
-    return tuple(part for part, _ in found), replace(layout, placement=replace(layout.placement, owners=owners))
-
-
-def _placement(stages: Sequence[View], layout: Layout) -> Placement:
-    """How leaves lie over ranks behind these stages."""
-    groups = groups_of(stages)
-    wires = cutting(stages)
-    rank, size = place_in(wires)
-    found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
-    spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}
-    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.shape)))

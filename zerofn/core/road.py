@@ -120,19 +120,10 @@ class Road:
         dtypes = self.grad_dtypes
         if stages or scale is not None:
             with torch.no_grad():
-                grads = self._pulled(stages, grads, stored, scale)
+                grads = _pulled(self, stages, grads, stored, scale)
                 if scale is not None:
                     return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
-
-    def _pulled(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
-        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        like = _arriving(self, leaves, stages, stored) if stages else {}
-        for stage in stages:
-            if scale is None or not stage.only_dtype:
-                grads = pull_all(stage, grads, leaves, like)
-            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
-        return grads
 
     def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
         """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
@@ -186,6 +177,16 @@ class Road:
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
+
+
+def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
+    leaves = road.layout.trainable
+    like = _arriving(road, leaves, stages, stored) if stages else {}
+    for stage in stages:
+        if scale is None or not stage.only_dtype:
+            grads = pull_all(stage, grads, leaves, like)
+        like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+    return grads
 
 
 def _arriving(road: Road, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:

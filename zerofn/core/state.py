@@ -72,8 +72,7 @@ class State:
 
     def _by_parameter(self) -> dict[Tensor, LeafTensors]:
         keys = self.leaves if self._parameters is None else self._parameters
-        trainable = [leaf.path for leaf in self.layout.leaves if leaf.trainable]
-        return {keys[path]: LeafTensors(self.transforms, path) for path in trainable}
+        return {keys[leaf.path]: LeafTensors(self.transforms, leaf.path) for leaf in self.layout.trainable}
 
     def __getitem__(self, parameter: Tensor) -> LeafTensors:
         return self._by_parameter()[parameter]

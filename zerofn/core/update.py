@@ -118,7 +118,7 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
             ctx = replace(ctx, donate=False)
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
-    trainable = {p: state.leaves[p] for p in pipe.trainable}
+    trainable = {p: state.leaves[p] for p in [leaf.path for leaf in pipe.layout.trainable]}
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:

@@ -60,10 +60,9 @@ class Arrivals:
         self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
-        for leaf in pipe.layout.leaves:
-            if leaf.trainable:
-                hook = functools.partial(self.hand_over, leaf.path)
-                self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+        for leaf in pipe.layout.trainable:
+            hook = functools.partial(self.hand_over, leaf.path)
+            self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
     def _stream(self, groups: tuple[Group, ...], marks: tuple[str, ...]) -> Stream | None:
         """What reduces gradients as they arrive, where the first update half is a reduction."""
@@ -73,7 +72,7 @@ class Arrivals:
             return None
         group = groups[pipe.groups.index(wire.group)]
         # Backward reaches the parameters that forward used last, first.
-        leaves = [leaf for leaf in reversed(pipe.layout.leaves) if leaf.trainable]
+        leaves = pipe.layout.trainable[::-1]
         like = {
             leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
             for leaf in leaves

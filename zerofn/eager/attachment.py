@@ -10,7 +10,7 @@ from torch import nn
 
 from .._compat import in_backward
 from .._errors import explain
-from ..core.pipeline import pipeline
+from ..core.resolve import pipeline
 from ..core.transform import Transform, TransformState
 from ..core.tree import make_layout, parameters_of
 from ..module.attach_checks import (

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.executor import Segment
+from ..core.grad_norm import GRAD_NORM
 from ..core.order import effect
-from ..core.pipeline import GRAD_NORM, Pipeline
+from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.stretches import stretch
 from ..core.transform import Context, Scope, Transform
@@ -108,7 +109,7 @@ class InBackward:
         state = self.state()
         if self.under_way is None:
             self.ctx = self.context()
-            leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.leaves if leaf.trainable}
+            leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.trainable}
             self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
         stored = state.leaves[path]
         new = self.under_way.feed({path: grad}, {path: stored}).get(path)
@@ -133,8 +134,8 @@ class InBackward:
                 )
             )
         with torch.no_grad():
-            for leaf in state.layout.leaves:
-                if leaf.trainable and leaf.path not in self.done:
+            for leaf in state.layout.trainable:
+                if leaf.path not in self.done:
                     self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
         self.settle()
         transforms, _ = self.under_way.states()

@@ -17,7 +17,8 @@ from ..core.executor import counter
 from ..core.gradients import split_grads
 from ..core.initial import Init, check_init, device_of, first_values, made_by
 from ..core.linear_map import OnlyForth, enter, leave
-from ..core.pipeline import Pipeline, pipeline
+from ..core.pipeline import Pipeline
+from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map, unflatten

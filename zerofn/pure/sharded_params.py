@@ -157,7 +157,7 @@ class Blocks(Units):
     def _averaged(self, grads: Leaves) -> Leaves:
         """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""
         pipe = self.pipe
-        leaves = [leaf for leaf in pipe.layout.leaves if leaf.trainable]
+        leaves = pipe.layout.trainable
         later = () if pipe.late else tuple(stage for stage in pipe.road.after_update if not stage.only_dtype)
         like = {
             leaf.path: Like(x.numel(), tuple(x.shape), pipe.road.resident_grad_dtype(leaf), x.device)

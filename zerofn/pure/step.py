@@ -12,7 +12,8 @@ from .._compat import COMPILES_STATES, functorch_active, uncompiled, while_trace
 from .._errors import explain
 from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
-from ..core.pipeline import Pipeline, pipeline
+from ..core.pipeline import Pipeline
+from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform, number
 from ..core.tree import Layout, Tree, apart, flatten, tree_map

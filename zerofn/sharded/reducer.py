@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Stream:
         self,
         wire: Wire,
         control: Group,
-        leaves: list[Leaf],
+        leaves: Sequence[Leaf],
         like: dict[str, Like],
         done: Callable[[Leaf, Tensor], None],
         marks: tuple[str, ...],

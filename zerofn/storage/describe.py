@@ -16,7 +16,7 @@ from .._errors import explain
 from ..core.entries import Entry, entries
 from ..core.executor import counter
 from ..core.pictures import bars
-from ..core.pipeline import pipeline
+from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Placement, Tree, make_layout, parameters_of, tree_map

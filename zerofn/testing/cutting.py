@@ -19,7 +19,8 @@ from ..core.compose import chain
 from ..core.entries import Entry, entries
 from ..core.executor import counter
 from ..core.order import effect
-from ..core.pipeline import Pipeline, pipeline
+from ..core.pipeline import Pipeline
+from ..core.resolve import pipeline
 from ..core.spec import as_it_is
 from ..core.state import State
 from ..core.transform import OF_PIECES, Transform

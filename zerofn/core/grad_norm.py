@@ -1,0 +1,36 @@
+"""The norm of what the optimizer is given, which metrics show: found in a pass that only looks."""
+
+from __future__ import annotations
+
+from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
+from ..kernels.recording import root
+from .transform import Context, Facts, Prepared, Transform, TransformState
+from .tree import Leaves
+
+
+def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+    found: Leaves = {}
+
+    def close() -> None:
+        if ctx.recorded:
+            ctx.report("grad_norm", root(ctx.total(added, found)))
+        else:
+            ctx.report("grad_norm", ctx.total(sum_of_squares, found).sqrt())
+
+    return Prepared(found, close=close)
+
+
+def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
+    found.update(leaf_squares(grads) if ctx.recorded else leaf_norms(grads))
+    return grads, state
+
+
+# Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
+# A name with a dot is one that no transform of a user's can have.
+GRAD_NORM = Transform(
+    ".grad_norm",
+    needs="number",
+    facts=Facts(reports=frozenset(["grad_norm"])),
+    prepare_fn=_look_at_norm,
+    update_fn=_note_norms,
+)

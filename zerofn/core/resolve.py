@@ -1,0 +1,87 @@
+"""A chain resolved for a tree of parameters: which of its views do something there, and how leaves lie over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ranks.group import Group
+from ..ranks.process_groups import group_for
+from .compose import as_transform, complete
+from .order import check_complete, check_pieces
+from .owners import place_in, run_at_owners
+from .pipeline import Pipeline
+from .road import groups_of
+from .second_cut import behind, check_axes
+from .transform import Transform
+from .tree import Layout, Placement, the_one
+from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
+from .whole_of_model import beside, check_other_axes, check_wholes
+
+
+def pipeline(
+    tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
+) -> Pipeline:
+    """Resolve a transform for a layout; an error where it cannot train.
+
+    Args:
+        tx: the transform.
+        layout: of the parameters.
+        where: the function that asks, for messages.
+        ranks: opens groups of ranks.
+        model: those over which the model itself is cut.
+    """
+    tx = as_transform(tx)
+    parts = complete(tx.members)
+    check_complete(parts, where)
+    views = [_named(part.view_fn(layout, ranks), part.name) for part in parts]
+    factors = tuple((view.name, view.factor) for view in views if view is not None and view.factor is not None)
+    views = [view if view is not None and view.of_leaves else None for view in views]
+    dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
+    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
+    for i, view in enumerate(views):
+        if view is not None and view.wire is not None:
+            before = [x for x in views[:i] if x is not None]
+            views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
+    check_axes([(part.name, view) for part, view in zip(parts, views, strict=True)])
+    check_other_axes([view for view in views if view is not None], model)
+    check_wholes(parts, layout, where, bool(model))
+    held = tuple(part.name for part in parts[:first] if part.facts.holds)
+    late = bool(held) and any(view is not None and view.resident for view in views)
+    stages = [view for view in views if view is not None]
+    placement = _placement(stages, layout)
+    if late:
+        at = next(i for i, view in enumerate(stages) if view.resident)
+        copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
+        unreduced = _placement(stages[:at], layout)
+        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
+    layout = replace(layout, placement=beside(placement, model))
+    if wires := cutting(stages):
+        parts, layout = _with_owners(parts, layout, wires)
+    check_pieces(parts, layout.placement.size, where)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, model)
+
+
+def _named(view: View | None, name: str) -> View | None:
+    return None if view is None else replace(view, name=name)
+
+
+def _with_owners(
+    parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
+) -> tuple[tuple[Transform, ...], Layout]:
+    """Those that need whole leaves are run at the owners of leaves."""
+    found = [run_at_owners(part, layout, wires) for part in parts]
+    named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
+    owners = tuple((name, where, tuple(ranks.items())) for name, where, ranks in named)
+    return tuple(part for part, _ in found), replace(layout, placement=replace(layout.placement, owners=owners))
+
+
+def _placement(stages: Sequence[View], layout: Layout) -> Placement:
+    """How leaves lie over ranks behind these stages."""
+    groups = groups_of(stages)
+    wires = cutting(stages)
+    rank, size = place_in(wires)
+    found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
+    spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}
+    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.shape)))
