@@ -147,26 +147,53 @@ def test_on_two_ranks(tmp_path):
         check(resumed, "ZeRO-3", 2)
 
 
-def test_where_resident_parameters_are_made_after_an_update():
-    """Behind the reduction the model keeps what it sees: of the grid of the step to come."""
-    found = []
-    for route in ("eager", "pure"):
-        tx, model = zf.chain(zf.all_reduce(), on_a_grid(), zf.sgd(RATE)), model_of()
-        if route == "eager":
-            opt = zf.attach(model, tx)
-            for x in batches(0):
-                model(x).square().mean().backward()
-                opt.step()
-                opt.zero_grad()
-            found.append(stored(tx, opt.state))
-        else:
-            state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-            step = zf.make_step(lambda p, x, m=model: functional_call(m, p, (x,)).square().mean(), tx)
-            for x in batches(0):
-                state, _ = step(state, x)
+RESIDENT = {
+    "data parallel": lambda: zf.chain(zf.all_reduce(), on_a_grid(), zf.sgd(RATE)),
+    # Its grid is halved by micro-steps that are held, too.
+    "ZeRO-2": lambda: zf.chain(zf.reduce_scatter(), on_a_grid(), zf.accumulate(2), zf.sgd(RATE)),
+    "ZeRO-1": lambda: zf.chain(zf.accumulate(2), zf.reduce_scatter(), on_a_grid(), zf.sgd(RATE)),
+}
+
+
+def resident(stage, route, rank, size=1):
+    """What is stored after each micro-step, where the model keeps what it sees: of the grid of the step to come."""
+    tx, model, found = RESIDENT[stage](), model_of(), []
+    given = torch.cat([batches(r) for r in range(rank, rank + size)], 1)
+    if route == "pure":
+        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
+        step = zf.make_step(lambda p, x: functional_call(model, p, (x,)).square().mean(), tx)
+        for x in given:
+            state, _ = step(state, x)
             found.append(stored(tx, state))
-    for n, x in found[0].items():
-        assert torch.equal(x, found[1][n]) and not torch.equal(x, dict(model_of().named_parameters())[n])
+        return found
+    opt = zf.attach(model, tx, in_backward=route == "in backward")
+    for x in given:
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        found.append(stored(tx, opt.state))
+    opt.detach()
+    return found
+
+
+def resident_on_a_rank():
+    rank = torch.distributed.get_rank()
+    for stage in RESIDENT:
+        want = resident(stage, "pure", rank)
+        for route in ("eager", "in backward") if stage == "data parallel" else ("eager",):
+            for a, b in zip(resident(stage, route, rank), want, strict=True):
+                assert all(torch.equal(x, b[n]) for n, x in a.items()), (stage, route)
+    return {stage: resident(stage, "pure", rank) for stage in RESIDENT}
+
+
+def test_where_resident_parameters_are_made_after_an_update():
+    expected, start = {stage: resident(stage, "pure", 0, 2) for stage in RESIDENT}, dict(model_of().named_parameters())
+    for found in zf.launch(resident_on_a_rank, 2, timeout=limit(60)):
+        for stage, steps in found.items():
+            for mine, theirs in zip(steps, expected[stage], strict=True):
+                # Means over two ranks, and over one batch of twice the length.
+                torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+            assert all((x - start[n]).abs().max() > 1e-3 for n, x in steps[-1].items())
 
 
 def test_bound_functions_and_whole_parameters_see_it():

@@ -53,6 +53,11 @@ class Road:
         return self.stages[len(self.at_use) :]
 
     @cached_property
+    def behind_reduction(self) -> tuple[View, ...]:
+        """Of those after an update what gradients have yet to come through once they are reduced."""
+        return tuple(view for view in self.after_update[1:] if not view.only_dtype)
+
+    @cached_property
     def pulled(self) -> tuple[View, ...]:
         """Those that gradients have come through when `zf.update` is given them."""
         return self.at_use if self.late else self.stages

@@ -143,10 +143,13 @@ class Arrivals:
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
-        g = g.to(self.pipe.dtypes.gradient(leaf)).reshape(self.pipe.road.stored_shape(leaf))
+        dtype = self.pipe.dtypes.gradient(leaf)
+        g = g.to(dtype).reshape(self.pipe.road.stored_shape(leaf))
         if self.in_backward is not None:
             self.carry(leaf)
-            self.in_backward.arrived(leaf.path, g)
+            for view in self.pipe.road.behind_reduction:
+                g = view.pull(g, leaf)
+            self.in_backward.arrived(leaf.path, g.to(dtype))
             return
         old = self.reduced.get(leaf.path)
         self.reduced[leaf.path] = g if old is None else old.add_(g)

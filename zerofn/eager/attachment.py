@@ -11,7 +11,7 @@ from torch import nn
 from .._compat import in_backward
 from .._errors import explain
 from ..core.resolve import pipeline
-from ..core.transform import Transform, TransformState
+from ..core.transform import Transform
 from ..core.tree import make_layout, parameters_of
 from ..module.attach_checks import (
     Owner,
@@ -65,14 +65,14 @@ class Attachment:
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
-            made = pipeline(tx, layout, "zf.attach", model=model_groups)
-            self.pipe = made.reading(lambda name: _state_now(myself(), name))
-            check_alone(model, bool(self.pipe.every_group))
-            if self.pipe.scaled:
+            pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
+            check_alone(model, bool(pipe.every_group))
+            if pipe.scaled:
                 check_inner_hooks(model)
             context = (lambda: self.steps.context()) if early else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
-            self.home = Residence(model, self.pipe, self.params, context, unchanged, start, forms)
+            self.home = Residence(model, pipe, self.params, context, unchanged, start, forms)
+        self.pipe = self.home.pipe
         if self.home.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.control.ranks))
@@ -122,12 +122,6 @@ def _leave(home: Residence, distributed: DistributedModel) -> None:
     """A plain model, with the parameters that it had."""
     home.leave()
     distributed.leave()
-
-
-def _state_now(attachment: Attachment | None, name: str) -> TransformState:
-    """What a view that reads its transform's state is given: what it is when a leaf is seen."""
-    assert attachment is not None
-    return attachment.home.state.transforms[name]
 
 
 def _check(attachment: Attachment | None) -> None:

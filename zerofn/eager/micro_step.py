@@ -86,8 +86,7 @@ class MicroStep:
         if stream.settle(marks, self.wholes.noticed()):
             self.wholes.compare()
         grads, arrivals.reduced = arrivals.reduced, {}
-        # The first of them is what streams.
-        rest = tuple(s for s in self.pipe.road.after_update[1:] if not s.only_dtype)
+        rest = self.pipe.road.behind_reduction
         return self.uncleared.take(self.pipe.road.pull(rest, grads, self.state().leaves) if rest else grads)
 
     def _in_place(self, marks: dict[str, int]) -> Leaves:

@@ -7,6 +7,7 @@ again after an update. Under `shard` its parameters are flat shards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from ..core.executor import counter
 from ..core.pipeline import Pipeline
 from ..core.road import groups_of
 from ..core.state import State
-from ..core.transform import Context
+from ..core.transform import Context, TransformState
 from ..core.views import cut
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
@@ -75,6 +76,9 @@ class Residence:
         start: Start,
         forms: Mapping[str, Form],
     ):
+        mine = weakref.ref(self)
+        # What the model keeps of views that read a state follows a held step, too.
+        self.reads, pipe = pipe.reads, pipe.reading(lambda name: _state_now(mine(), name))
         self.model, self.pipe, self.params = model, pipe, params
         buffers = dtypes_of_buffers(model, pipe.dtypes)
         settle = start(pipe, params)
@@ -199,6 +203,12 @@ class Residence:
         for leaf in self.pipe.layout.leaves:
             p = self.params[leaf.path]
             move_out(leaf, p, self.grad_dtypes.get(leaf.path, p.dtype))
+
+
+def _state_now(home: Residence | None, name: str) -> TransformState:
+    """What a view that reads its transform's state is given: what it is when a leaf is seen."""
+    assert home is not None
+    return home.state.transforms[name]
 
 
 def _of_equals(pipe: Pipeline, control: Group | None) -> Group | None:

@@ -58,7 +58,7 @@ class Steps:
         with torch.set_grad_enabled(False):
             # Some are entries of the state, into which `load_state_dict` writes.
             metrics = {name: x.clone() for name, x in metrics.items()}
-        if bool(metrics["updated"]):
+        if bool(metrics["updated"]) or self.home.reads:
             self.home.refresh()
         self.groups.show(metrics)
         return metrics
