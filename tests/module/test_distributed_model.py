@@ -1,5 +1,6 @@
 """Models that torch's tensor parallelism has cut are attached along the other axis of the mesh."""
 
+import contextlib
 import functools
 
 import pytest
@@ -9,6 +10,8 @@ from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 
@@ -68,6 +71,48 @@ def test_over_two_ranks_of_tensor_parallelism_it_is_one_process():
 def test_on_a_mesh_of_both_axes_every_stage_is_one_process():
     names = [name for name in stages(None) if name != "nothing"]
     check(zf.launch(every_stage, 4, 2, names, timeout=limit(120)))
+
+
+BLOCKS = 6
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(*(T.Block() for _ in range(BLOCKS))).to(T.BEFORE)
+
+
+def called(model, how):
+    """A forward and a backward; `how` is what stands around the blocks."""
+    (x, _) = T.batch(0)
+    for block in model:
+        call = functools.partial(checkpoint, block, use_reentrant=False) if how == "checkpoint" else block
+        with torch.autograd.graph.save_on_cpu() if how == "save_on_cpu" else contextlib.nullcontext():
+            x = call(x)
+    x.square().mean().backward()
+
+
+def gathered_at_once(how):
+    """The most blocks that were gathered at a time; how far a step is from a plain one."""
+    dp, tp = T.axes(2, 1)
+    plan = {}
+    for i in range(BLOCKS):
+        plan |= {f"{i}.up": ColwiseParallel(), f"{i}.down": RowwiseParallel()}
+    model = parallelize_module(deep(), tp, plan)
+    opt = zf.attach(model, zf.chain(zf.shard(dp), zf.sgd(0.1)))
+    called(model, how)
+    called(plain := deep(), how)
+    opt.step()
+    opt.detach()
+    far = 0.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        far = max(far, float((T.whole(p) - (q - 0.1 * q.grad).detach()).abs().max() / q.grad.abs().max()))
+    return opt._home.units.gathered.most_alive, far
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "save_on_cpu"])
+def test_of_distributed_blocks_two_are_gathered_at_a_time(how):
+    for most, far in zf.launch(gathered_at_once, 2, how, timeout=limit()):
+        assert most <= 2 and far < BOUND
 
 
 def dtypes():

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import innermost, next_sequence, number_of, saved_by, saved_tensors_hooks, uncompiled, version
+from .._compat import innermost, local_of, next_sequence, number_of, saved_by, saved_tensors_hooks, uncompiled, version
+from ..ranks.distributed_tensors import Form, is_distributed
 from .gather_on_use import Units
 
 NEVER = 1 << 64
@@ -39,21 +40,31 @@ class Note(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    # What is saved of one that tensor parallelism has made is a distributed tensor.
+    form: Form | None
 
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a tensor that is saved; `None` for what is no parameter."""
-    found = source.gathered.origin(t)
+    form, local = Form.of(t) if is_distributed(t) else None, _local(t)
+    found = source.gathered.origin(local)
     if found is None or source.watch.is_elsewhere(*found):
         return None
-    return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
+    place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
+    return Note(source, source.age(*found), *found, *place, form)
+
+
+def _local(t: Tensor) -> Tensor:
+    """What this rank has of a tensor that is saved."""
+    return local_of(t) if is_distributed(t) else t
 
 
 @uncompiled
 def _unpack(note: Note) -> Tensor:
     with torch.no_grad():
         full = note.source.parameter(note.unit, note.index, note.age)
-    return full.as_strided(note.size, note.stride, note.offset)
+    local = full.as_strided(note.size, note.stride, note.offset)
+    return local if note.form is None else note.form.wrap(local)
 
 
 class _Hooks:
@@ -159,7 +170,7 @@ class Walks:
         t = saved.data
         # What hooks have packed is no tensor. What has been written into since is left to torch, which compares
         # versions where there are no hooks, and refuses a backward with other numbers than forward's.
-        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(t):
+        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(_local(t)):
             return
         with contextlib.suppress(RuntimeError):
             # It is refused where the user's hooks hand on what they are given.
