@@ -54,6 +54,12 @@ def whole_at_owners():
     return zf.partition({"x": zf.muon(0.1), "y": sgd()}, lambda path: "x" if path == "w" else "y")
 
 
+@zf.leafwise(init=torch.zeros_like, needs="row")
+def momentum_of_rows(grad, param, momentum):
+    momentum = 0.5 * momentum + grad
+    return momentum * (1.0 if grad.ndim == 0 else 1 + grad.square().mean(-1, keepdim=True)), momentum
+
+
 PIPELINES = {
     "replicas": lambda: zf.chain(zf.all_reduce(), zf.accumulate(2), sgd()),
     "replicas, late": lambda: zf.chain(zf.accumulate(2), zf.all_reduce(), clipped()),
@@ -69,6 +75,7 @@ PIPELINES = {
     "weights": lambda: zf.chain(zf.shard(), zf.accumulate(2, weighted=True), sgd()),
     "weights, late": lambda: zf.chain(zf.accumulate(2, weighted=True), zf.reduce_scatter(), sgd()),
     "owners": lambda: zf.chain(zf.shard(), whole_at_owners()),
+    "rows": lambda: zf.chain(zf.shard(), momentum_of_rows(), sgd()),
 }
 # Of a norm that is added up in another order, and of formulas beside kernels of torch's: of numbers near 1, for each
 # update. Where neither is, bits are the same.

@@ -92,6 +92,33 @@ def test_rates_and_states_that_change_make_no_further_graph():
     fast(zf.init(zf.adamw(rate), params(seed=1)), batches(1)[0])
 
 
+@zf.leafwise(init=torch.zeros_like, optimizer=True, needs="element")
+def lagging(grad, param, before, *, lr, step, path):
+    """Steps from where the parameter was before; keeps the parameter itself."""
+    rate = lr * (1 + step) if path == "w" else lr
+    return param + 0.1 * (param - before) - rate * grad, param
+
+
+@zf.leafwise(needs="row")
+def rows(grad, param):
+    return grad / grad.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_functions_of_leaves_are_in_the_graph(donate):
+    # Rates that are exact in fp32, in which a graph computes them.
+    tx = zf.chain(rows(), lagging(lr=lambda step: 0.125 * 0.5**step))
+    step = zf.make_step(loss, tx)
+    # Of a donated state the memory is written at the end of the graph, that of what a function has kept too.
+    fast, state = compiled(zf.make_step(loss, tx, donate=donate)), zf.init(tx, params())
+    other = zf.init(tx, params())
+    for x in batches(4):
+        state, other = step(state, x)[0], fast(other, x)[0]
+        assert same_bits(other, state)
+    kept = state.transforms["lagging"]["value"]
+    assert not torch.equal(kept["w"], state.params["w"]) and kept["w"].abs().sum() > 0
+
+
 class Looking:
     """A backend that keeps the code of the graphs it is given."""
 

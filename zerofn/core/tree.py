@@ -209,6 +209,8 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
 
 def tree_keys(tree: Tree) -> list[tuple[str, ...]]:
     """The keys on the way to every leaf."""
+    if torch.compiler.is_compiling():
+        return [tuple(_key(k) for k in keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
     try:
         accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
@@ -232,6 +234,11 @@ def _entry(entry: Any) -> str:
     # A NamedTuple entry knows its field, a mapping its key, a sequence its index.
     field_name = getattr(entry, "field", None)
     return str(field_name if isinstance(field_name, str) else entry.entry)
+
+
+def _key(key: Any) -> str:
+    """As `_entry`, of torch's own library: a mapping's key, a sequence's index, an attribute's name."""
+    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
@@ -303,6 +310,9 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """`tree`, with copies of what lies in the memory of `tensors`, which will be written in place."""
+    if torch.compiler.is_compiling():
+        # Nobody can ask for memory there. A compiler that generates code leaves out copies that nobody needs.
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
     taken = memories(tensors)
     values, spec = flatten(tree)
     if taken.isdisjoint(memories([x for x in values if isinstance(x, Tensor)])):
