@@ -32,6 +32,7 @@ fused_adamw_ = torch._fused_adamw_  # type: ignore[attr-defined]
 foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
 foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 foreach_mul = torch._foreach_mul  # type: ignore[attr-defined]
+foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
 
 # For a subclass that works below autograd alone.
 no_torch_function = nn.Parameter.__torch_function__

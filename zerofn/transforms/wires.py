@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._compat import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
 from .packing import flat_to_sum, row_of, rows_to_sum, wholes_of
 
@@ -81,8 +82,7 @@ class Sharding:
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
         rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
-        for x, part in zip(parts, mine.split(widths), strict=True):
-            part[: len(x)] = x
+        foreach_copy_([part[: len(x)] for x, part in zip(parts, mine.split(widths), strict=True)], list(parts))
         return all_gather_into(rows.reshape(-1, *tail), mine, self.group, async_op), rows
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -98,11 +98,17 @@ class Sharding:
         if into is None and torch.compiler.is_compiling():
             return wholes_of(rows, widths, [leaf.numel for leaf in leaves])
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
+        places, blocks = [], []
         for full, block, each in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
-            whole = len(full) // each if each else 0
-            full[: whole * each].view(whole, each, *tail).copy_(block[:whole])
-            if whole * each < len(full):
-                full[whole * each :] = block[whole, : len(full) - whole * each]
+            n = full.shape[0]
+            whole = n // each if each else 0
+            rest = n - whole * each
+            places.append((full[: whole * each] if rest else full).view(whole, each, *tail))
+            blocks.append(block[:whole])
+            if rest:
+                places.append(full[whole * each :])
+                blocks.append(block[whole, :rest])
+        foreach_copy_(places, blocks)
         return list(fulls)
 
     def pack(
@@ -231,8 +237,10 @@ def _over(x: Tensor, size: int, out: Tensor) -> None:
 
 
 def _flag(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
+    flags.fill_(1.0)
     for i, x in enumerate(fulls):
-        flags[:, i] = 0.0 if x is None else 1.0
+        if x is None:
+            flags[:, i] = 0.0
 
 
 def _used(flags: Tensor) -> list[bool]:
