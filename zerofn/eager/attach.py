@@ -41,7 +41,8 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     Under `shard` a parameter is this rank's flat part to whatever looks at it or writes into it, and the full one
     to whatever computes with it, inside of the model and outside: `loss + model.head.weight.norm()` is right.
     torch's functions that clip gradients raise where `p.grad` is not all there, and so does what makes one number
-    of a part (`p.grad.norm()`), or puts it beside a tensor that is none.
+    of a part (`p.grad.norm()`), or puts it beside a tensor that is none. Gradients of a block may be parts of one
+    buffer: who keeps one of them longer than a step keeps all, unless it is a clone.
 
     A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
     gradient of this rank. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs

@@ -38,13 +38,13 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
         raw.gather(out, inp, group)
         return DONE if async_op else None
     group.traffic.count(what, group.size, out.numel() * out.element_size())
-    if not _is_pair(group):
+    if group.size != 2 or group.device.type != "cpu":
         return run(raw.begin_gather(out, inp, group), what, group, async_op)
     # gloo's own gathers into memory of its own and copies all of it from there.
-    mine, other = (out.detach()[r * len(inp) : (r + 1) * len(inp)] for r in (group.rank, 1 - group.rank))
-    if is_wrapped(out) or mine.data_ptr() != inp.data_ptr():
-        mine.copy_(inp.detach())
-    return run(_begin_swap(other, inp, group, what), what, group, async_op)
+    rows = out.detach().split(inp.shape[0])
+    if is_wrapped(out) or rows[group.rank].data_ptr() != inp.data_ptr():
+        rows[group.rank].copy_(inp.detach())
+    return run(_begin_swap(rows[1 - group.rank], inp, group, what), what, group, async_op)
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -65,12 +65,12 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     if group.device.type != "cpu":
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
-    if _is_pair(group):
-        mine, other = (inp.detach()[r * len(out) : (r + 1) * len(out)] for r in (group.rank, 1 - group.rank))
-        received = torch.empty_like(other)
-        sent = _begin_swap(received, other, group, "reduce_scatter")
+    if group.size == 2:
+        rows = inp.detach().split(out.shape[0])
+        received = torch.empty_like(out)
+        sent = _begin_swap(received, rows[1 - group.rank], group, "reduce_scatter")
         # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.
-        add = lambda: torch.add(mine, received, out=out.detach())  # noqa: E731
+        add = lambda: torch.add(rows[group.rank], received, out=out.detach())  # noqa: E731
     else:
         received = torch.empty_like(inp)
         sent = raw.begin_exchange(received, inp, group, what="reduce_scatter")
@@ -80,14 +80,10 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     return work if async_op else work.wait() and None
 
 
-def _is_pair(group: Group) -> bool:
-    """Whether there is one other rank, on gloo: what it has goes straight to its place, and nothing to oneself."""
-    return group.size == 2 and group.device.type == "cpu"
-
-
 def _begin_swap(out: Tensor, inp: Tensor, group: Group, what: str) -> Any:
     """Begin to send `inp` to the one other rank, and to get its own, of the same length, into `out`."""
-    lengths = [0 if r == group.rank else len(inp) for r in range(2)]
+    n = inp.shape[0]
+    lengths = [0, n] if group.rank == 0 else [n, 0]
     return raw.begin_exchange(out, inp, group, lengths, lengths, what)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,15 @@ from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..core.views import cut, summed_in
 from ..ranks.group import Group
+
+
+class Sum(NamedTuple):
+    """What is summed in one collective: leaves, in which dtype and where."""
+
+    leaves: list[Leaf]
+    numels: list[int]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class UnitCollectives:
@@ -47,9 +56,19 @@ class UnitCollectives:
         self.of_parts, self.of_wholes = stages[at + 1 :], stages[:at]
         self.dtypes = [{leaf.path: self._seen(i, leaf) for leaf in unit} for i, unit in enumerate(units)]
         self.buckets = [cut(unit, dtypes, 1 << 62) for unit, dtypes in zip(units, self.dtypes, strict=True)]
+        self.sums = [
+            [self._sum_of(bucket, dtypes) for bucket in cut([x for x in unit if x.trainable], dtypes, 1 << 62)]
+            for unit, dtypes in zip(units, self.dtypes, strict=True)
+        ]
+        self.grad_dtypes = {leaf.path: pipe.road.resident_grad_dtype(leaf) for unit in units for leaf in unit}
 
     def _seen(self, i: int, leaf: Leaf) -> torch.dtype:
         return self.pipe.dtypes.stored(leaf) if i >= self.blocks else self.pipe.dtypes.seen(leaf)
+
+    def _sum_of(self, bucket: list[Leaf], dtypes: dict[str, torch.dtype]) -> Sum:
+        first = bucket[0].path
+        dtype = summed_in(self.wire, dtypes[first])
+        return Sum(bucket, [leaf.numel for leaf in bucket], dtype, self.params[first].device)
 
     def begin_gather(self, i: int, parts: Leaves) -> Callable[[], list[Tensor]]:
         """Begin to gather something of the parameters' layout; what is returned waits, and gives full tensors.
@@ -90,30 +109,34 @@ class UnitCollectives:
             fulls: a gradient for each leaf, where this rank has one.
         """
         named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
-        sent: list[tuple[list[Leaf], list[int], Any, Tensor]] = []
-        for bucket in self.buckets[i]:
-            for leaf in bucket:
+        sent: list[tuple[Sum, Any, Tensor]] = []
+        for sum_ in self.sums[i]:
+            bucket = sum_.leaves
+            for leaf in bucket if self.of_wholes else ():
                 for stage in self.of_wholes if leaf.path in named else ():
                     named[leaf.path] = stage.pull(named[leaf.path], leaf)
             flat = [named.pop(leaf.path).reshape(-1) if leaf.path in named else None for leaf in bucket]
-            dtype = summed_in(self.wire, self.dtypes[i][bucket[0].path])
-            numels = [leaf.numel for leaf in bucket]
             with ranged(VIEW, self.name):
-                rows = self.wire.pack(flat, bucket, numels, dtype, self.params[bucket[0].path].device)
-                sent.append((bucket, numels, *self.wire.send(rows, async_op=True)))
+                rows = self.wire.pack(flat, bucket, sum_.numels, sum_.dtype, sum_.device)
+                sent.append((sum_, *self.wire.send(rows, async_op=True)))
         return lambda: self._end_scatter(i, sent)
 
-    def _end_scatter(self, i: int, sent: list[tuple[list[Leaf], list[int], Any, Tensor]]) -> list[Tensor | None]:
+    def _end_scatter(self, i: int, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
         out: Leaves = {}
         scale = self.scale() if i < self.blocks else None
-        for bucket, numels, work, mine in sent:
+        pulls = [stage for stage in self.of_parts if not stage.only_dtype]
+        for sum_, work, mine in sent:
             work.wait()
-            for leaf, g in zip(bucket, self.wire.unpack(mine, bucket, numels), strict=True):
+            found = self.wire.unpack(mine, sum_.leaves, sum_.numels)
+            # What is a part of one buffer keeps all of it: that of a bucket of which all are kept anyway may be.
+            copy = any(g is None for g in found)
+            for leaf, g in zip(sum_.leaves, found, strict=True):
                 if g is not None:
-                    for stage in self.of_parts:
-                        g = g if stage.only_dtype else stage.pull(g, leaf)
-                    own = self.pipe.road.resident_grad_dtype(leaf)
-                    out[leaf.path] = g.to(own, copy=True) if scale is None else over(g, scale, own)
+                    for stage in pulls:
+                        g = stage.pull(g, leaf)
+                    own = self.grad_dtypes[leaf.path]
+                    # With a count of its own of what is written into it, unlike a view.
+                    out[leaf.path] = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]
 
 

@@ -11,7 +11,7 @@ are divided *before* they are summed, where fp16 cannot overflow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,8 @@ class Sharding:
     group: Group
     reduce_dtype: torch.dtype | None = None
     cuts: ClassVar[bool] = True
+    # By shape: the width of a leaf and this rank's range, which every step asks for several times.
+    _known: dict[torch.Size, tuple[int, int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
         """The same over a group of the same ranks, with sums in that dtype."""
@@ -41,7 +43,17 @@ class Sharding:
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of the leaf."""
-        return span(leaf.shape, self.group.rank, self.group.size)
+        return self._cut(leaf)[1:]
+
+    def _cut(self, leaf: Leaf) -> tuple[int, int, int]:
+        found = self._known.get(leaf.shape)
+        if found is None:
+            shape, size = leaf.shape, self.group.size
+            found = self._known[shape] = width(shape, size), *span(shape, self.group.rank, size)
+        return found
+
+    def _widths(self, leaves: Sequence[Leaf]) -> list[int]:
+        return [self._cut(leaf)[0] for leaf in leaves]
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
@@ -74,7 +86,7 @@ class Sharding:
             async_op: return before they are there.
         """
         tail = parts[0].shape[1:]
-        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
+        widths = self._widths(leaves)
         if torch.compiler.is_compiling():
             mine = row_of(parts, widths)
             every = mine.new_empty((self.group.size * len(mine), *tail))
@@ -94,7 +106,7 @@ class Sharding:
             into: flat tensors to write to; new ones by default.
         """
         tail = rows.shape[2:]
-        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
+        widths = self._widths(leaves)
         if into is None and torch.compiler.is_compiling():
             return wholes_of(rows, widths, [leaf.numel for leaf in leaves])
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
@@ -125,7 +137,7 @@ class Sharding:
         """
         size = self.group.size
         tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
-        widths = [width(leaf.shape, size) for leaf in leaves]
+        widths = self._widths(leaves)
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
@@ -150,7 +162,7 @@ class Sharding:
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
-        widths = [width(leaf.shape, self.group.size) for leaf in leaves]
+        widths = self._widths(leaves)
         *blocks, flags = mine.split([*widths, len(leaves)], dim=0)
         used = _used(flags)
         lengths = [high - low for low, high in map(self.span, leaves)]
