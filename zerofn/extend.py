@@ -64,6 +64,7 @@ from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
 from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
 from .kernels.adam import adam_, adam_update
 from .kernels.adam_operator import adam_operator, has_kernel
+from .kernels.fused_operator import fused_operator, many_for_fused
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import certain, differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
@@ -125,12 +126,14 @@ __all__ = [
     "direction",
     "explain",
     "flatten",
+    "fused_operator",
     "given",
     "has_kernel",
     "known_formats",
     "leaf_key",
     "like",
     "makes_parameters",
+    "many_for_fused",
     "misfit",
     "moment_root",
     "no_view",

@@ -24,7 +24,20 @@ from pathlib import Path
 
 import torch
 from functional_models import MODELS, problem
-from functional_peers import BETAS, CLIP, DECAY, EPS, LR, Step, bare, by_hand, jax_steps, torchopt_meta
+from functional_peers import (
+    BETAS,
+    CLIP,
+    DECAY,
+    EPS,
+    LR,
+    Step,
+    bare,
+    by_hand,
+    by_hand_meta,
+    jax_steps,
+    norm_of,
+    torchopt_meta,
+)
 from overhead import peak_extra, quartiles
 from torch import Tensor
 from update_kernel import machine
@@ -90,11 +103,9 @@ def zerofn_meta(loss: Callable, params: dict[str, Tensor], x: Tensor, y: Tensor,
 
     def once() -> float:
         if func:
-            meta = list(torch.func.grad(outer)(params).values())
-        else:
-            first = {k: v.clone().requires_grad_() for k, v in params.items()}
-            meta = torch.autograd.grad(outer(first), list(first.values()))
-        return float(torch.stack([g.double().square().sum() for g in meta]).sum().sqrt())
+            return norm_of(list(torch.func.grad(outer)(params).values()))
+        first = {k: v.clone().requires_grad_() for k, v in params.items()}
+        return norm_of(list(torch.autograd.grad(outer(first), list(first.values()))))
 
     return once
 
@@ -195,8 +206,10 @@ def main() -> None:
         sides = {
             "torchopt, autograd": torchopt_meta(loss, *at, o.inner, norm=True),
             "torchopt, its clip, the norm a constant": torchopt_meta(loss, *at, o.inner, norm=False),
-            "zerofn, torch.func.grad": zerofn_meta(loss, *at, o.inner, True),
             "zerofn, autograd": zerofn_meta(loss, *at, o.inner, False),
+            "torchopt, torch.func.grad": torchopt_meta(loss, *at, o.inner, norm=True, func=True),
+            "written by hand, torch.func.grad": by_hand_meta(loss, *at, o.inner),
+            "zerofn, torch.func.grad": zerofn_meta(loss, *at, o.inner, True),
         }
         table(f"meta-gradient through {o.inner} steps", sides, max(5, o.rounds // 4), memory=True)
     if "memory" in o.only and o.steps:

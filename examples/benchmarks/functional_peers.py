@@ -54,8 +54,36 @@ def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step
     return lambda: float(compiled())
 
 
-def torchopt_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int, norm: bool) -> Step:
-    """The meta-gradient through some steps by the first parameters, by torchopt and plain autograd.
+def norm_of(gradients: list[Tensor]) -> float:
+    """Of all together, in float64."""
+    return float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
+
+
+def by_hand_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int) -> Step:
+    """The meta-gradient through some steps by the first parameters, by `torch.func.grad` of formulas alone."""
+
+    def outer(first: dict[str, Tensor]) -> Tensor:
+        p, m, v = dict(first), *({k: torch.zeros_like(t) for k, t in first.items()} for _ in range(2))
+        for t in range(1, steps + 1):
+            grads = torch.func.grad(loss)(p, x, y)
+            norm = torch.stack([(g * g).sum() for g in grads.values()]).sum().sqrt()
+            factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
+            size, root = LR / (1 - BETAS[0] ** t), (1 - BETAS[1] ** t) ** 0.5
+            for k, g in grads.items():
+                g = g * factor
+                m[k] = BETAS[0] * m[k] + (1 - BETAS[0]) * g
+                v[k] = BETAS[1] * v[k] + (1 - BETAS[1]) * g * g
+                # The root of a zero has no derivative.
+                p[k] = p[k] * (1 - LR * DECAY) - size * m[k] / ((v[k] + 1e-30).sqrt() / root + EPS)
+        return loss(p, x, y)
+
+    return lambda: norm_of(list(torch.func.grad(outer)(params).values()))
+
+
+def torchopt_meta(
+    loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, steps: int, norm: bool, func: bool = False
+) -> Step:
+    """The meta-gradient through some steps by the first parameters, by torchopt: plain autograd or `torch.func.grad`.
 
     To torchopt's clip the norm is a constant, which is less work and another derivative: with `norm` it is clipped by
     hand, and differentiated.
@@ -71,16 +99,24 @@ def torchopt_meta(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, s
     if not norm:
         tx = torchopt.chain(torchopt.clip.clip_grad_norm(CLIP), tx)
 
-    def step() -> float:
-        first = {k: v.clone().requires_grad_() for k, v in params.items()}
+    def gradients(p: dict[str, Tensor]) -> list[Tensor]:
+        if func:
+            return list(torch.func.grad(loss)(p, x, y).values())
+        return list(torch.autograd.grad(loss(p, x, y), list(p.values()), create_graph=True))
+
+    def outer(first: dict[str, Tensor]) -> Tensor:
         p, state = first, tx.init(first)
         for _ in range(steps):
-            grads = torch.autograd.grad(loss(p, x, y), list(p.values()), create_graph=True)
-            grads = clip(grads) if norm else grads
+            grads = clip(gradients(p)) if norm else gradients(p)
             updates, state = tx.update(dict(zip(p, grads, strict=True)), state, params=p, inplace=False)
             p = torchopt.apply_updates(p, updates, inplace=False)
-        meta = torch.autograd.grad(loss(p, x, y), list(first.values()))
-        return float(torch.stack([g.double().square().sum() for g in meta]).sum().sqrt())
+        return loss(p, x, y)
+
+    def step() -> float:
+        if func:
+            return norm_of(list(torch.func.grad(outer)(params).values()))
+        first = {k: v.clone().requires_grad_() for k, v in params.items()}
+        return norm_of(list(torch.autograd.grad(outer(first), list(first.values()))))
 
     return step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,10 +36,23 @@ def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
     return groups
 
 
-def each(counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, recorded: bool):
-    """Of every leaf its path, its count, and what is derived from that: once for all that have had equally many."""
+def each(
+    counts: dict[str, Tensor],
+    rate: Any,
+    numbers: Numbers,
+    derived: Derived | None,
+    recorded: bool,
+    dtypes: Iterable[torch.dtype] = (torch.float64,),
+):
+    """Of every leaf its path, its count, and what is derived from that: once for all that have had equally many.
+
+    Args:
+        dtypes: those in which tensors that are derived are computed with.
+    """
     if recorded and not all(map(readable, counts.values())):
-        yield from _unread(counts, rate, numbers, derived)
+        # Rounded together, lest there be a cast in the graph for each leaf; of several dtypes each by itself.
+        narrow = all(dtype is torch.float32 for dtype in dtypes)
+        yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)
         return
     for count, paths in by_count(counts).items():
         made = derived(count, _wide(rate), {k: _wide(x) for k, x in numbers.items()}) if derived else {}
@@ -47,7 +60,7 @@ def each(counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derive
 
 
 def _unread(
-    counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None
+    counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Numbers]]:
     """Under vmap and in a graph, where counts are tensors: what is derived from them is, for all leaves together."""
     if derived is None:
@@ -58,7 +71,7 @@ def _unread(
     together = torch.stack(list(counts.values()))
     together = together.to(given[0]) if given else together
     made = derived(_wide(together), _wide(rate), {k: _wide(x) for k, x in numbers.items()})
-    spread = once(*(x.expand(len(counts)) if isinstance(x, Tensor) else x for x in made.values()))
+    spread = once(*(x.to(dtype).expand(len(counts)) if isinstance(x, Tensor) else x for x in made.values()))
     columns = [x.unbind() if isinstance(x, Tensor) else [x] * len(counts) for x in spread]
     for i, (path, count) in enumerate(counts.items()):
         yield path, count, {name: column[i] for name, column in zip(made, columns, strict=True)}

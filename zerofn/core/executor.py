@@ -23,6 +23,7 @@ from .tree import Leaves, flatten
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
+WIDEST = 8  # bytes of a float64
 
 
 def run(
@@ -214,13 +215,18 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
     """Lay a bucket's entries over those of the whole tree."""
     for name, entry in own.items():
         if isinstance(entry, dict) and isinstance(old.get(name), dict):
-            into.setdefault(name, dict(old[name])).update(entry)
+            if name not in into and list(entry) == list(old[name]):
+                into[name] = entry  # of all leaves at once, in their order
+            else:
+                into.setdefault(name, dict(old[name])).update(entry)
         else:
             into[name] = entry
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:
     """Paths in their order, cut so that a bucket holds about `BUCKET_BYTES`."""
+    if sum(map(Tensor.numel, leaves.values())) <= BUCKET_BYTES // WIDEST:
+        return [list(leaves)]
     found: list[list[str]] = []
     size = BUCKET_BYTES
     for path, x in leaves.items():

@@ -125,7 +125,7 @@ def _groups(
         return list(by_count(counts).items())
     if operator is None or not counts:
         return None
-    leaves = _listed(list(grads), None, grads, params, slots, told, ctx)
+    leaves = _listed(list, list(grads), None, grads, params, slots, told, ctx)
     tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
     if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and operator(leaves):
         return [(torch.stack(list(counts.values())), leaves.paths)]
@@ -133,11 +133,20 @@ def _groups(
 
 
 def _listed(
-    group: list[str], count: Any, grads: Leaves, params: Leaves, slots: TransformState, told: Shared, ctx: Context
+    own: Callable[[list[Tensor]], list[Tensor]],
+    group: list[str],
+    count: Any,
+    grads: Leaves,
+    params: Leaves,
+    slots: TransformState,
+    told: Shared,
+    ctx: Context,
 ) -> LeafList:
+    """Leaves as a kernel takes them; `own` makes of tensors what may be written."""
     lr, numbers, common = told
-    lists = [params[p] for p in group], [grads[p] for p in group], {k: [x[p] for p in group] for k, x in slots.items()}
-    return LeafList(*lists, count, lr, group, [ctx.offsets.get(p, 0) for p in group], numbers, common)
+    written = own([params[p] for p in group]), {k: own([x[p] for p in group]) for k, x in slots.items()}
+    offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
+    return LeafList(written[0], [grads[p] for p in group], written[1], count, lr, group, offsets, numbers, common)
 
 
 def _in_place(
@@ -151,10 +160,14 @@ def _in_place(
     ctx: Context,
 ) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
-    new = dict(zip(grads, ctx.owned([params[p] for p in grads]), strict=True))
-    own = {slot: dict(zip(grads, ctx.owned([old[p] for p in grads]), strict=True)) for slot, old in slots.items()}
+    new: Leaves = {}
+    own: TransformState = {slot: {} for slot in slots}
     for count, group in groups:
-        kernel(_listed(group, count, grads, new, own, told, ctx))
+        leaves = _listed(ctx.owned, group, count, grads, params, slots, told, ctx)
+        kernel(leaves)
+        new.update(zip(group, leaves.params, strict=True))
+        for slot, tensors in leaves.slots.items():
+            own[slot].update(zip(group, tensors, strict=True))
     return new, own
 
 
@@ -211,7 +224,8 @@ def _by_formula(
     lr, numbers, common = told
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
-    for p, count, made in each(counts, lr, numbers, derived, ctx.recorded):
+    dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
+    for p, count, made in each(counts, lr, numbers, derived, ctx.recorded, dtypes):
         step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
         x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
         # Leaf by leaf, so that of a donated state no more than one leaf is there twice.

@@ -136,9 +136,10 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
     new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, state.layout)
     if donated:
         new = tree_map(_into, state, new)
-    defaults = {"skipped": torch.zeros((), dtype=torch.bool)}
-    shown = {"updated": torch.as_tensor(emitted), "step": step, **defaults, **ctx.metrics}
-    return new, shown
+    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
+    if "skipped" not in ctx.metrics:
+        shown["skipped"] = torch.full((), False)
+    return new, {**shown, **ctx.metrics}
 
 
 def _into(old: Any, new: Any) -> Any:

@@ -36,8 +36,8 @@ def followed(tensors: Iterable[Tensor]) -> bool:
 
 
 def differentiated(*values: Any) -> bool:
-    """Whether a derivative by `values` may be asked for: as `recorded`, but for a `vmap` alone."""
-    return torch.compiler.is_compiling() or differentiating() or _requires_grad(values)
+    """Whether a derivative by `values` may be asked for: as `recorded`, but for a `vmap` or a graph alone."""
+    return differentiating() or _requires_grad(values)
 
 
 def _requires_grad(values: Iterable[Any]) -> bool:

@@ -79,7 +79,9 @@ def linearize(
     scale = pipe.scale_of(state.transforms)
     # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
     inside = None if record else scale
-    flat, spec = flatten(inputs)
+    # Nothing to take apart in a batch of tensors; containers are made anew, lest the function changes the caller's.
+    bare = not keep and set(map(type, inputs)) <= {Tensor}
+    flat, spec = ([], None) if bare else flatten(inputs)
     chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)] if keep else []
     outer: dict[str, Any] = {}
 
@@ -88,7 +90,7 @@ def linearize(
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, inside, None)
-        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
+        out = settled(fn(pipe.layout.join(seen), *(inputs if bare else unflatten(spec, args))))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]

@@ -113,7 +113,8 @@ def make_step(
             aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         if donate and not tracing:
             # A backward may return a parameter it saved, so gradients too.
-            loss, aux, grads = apart((loss, aux, grads), state.leaves.values())
+            made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
+            loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
         new, metrics = apply(pipe, grads, state, ctx)
         if donate and not tracing:

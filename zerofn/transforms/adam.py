@@ -23,8 +23,10 @@ from ..extend import (
     check_betas,
     check_lr,
     check_number,
+    fused_operator,
     given,
     like,
+    many_for_fused,
     moment_root,
     optimizer,
     plain,
@@ -52,12 +54,12 @@ def adam(
 
     The bits are the same under `torch.func.vmap`, and, of fp32 and fp64 and with numbers that are no tensors, where
     autograd or `torch.func.grad` records: the derivative of the formula stands beside torch's kernel. Else, in batches
-    of derivatives, forwards, by numbers and in a compiled graph, the formula is computed operation by operation: the
-    same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses products with sums. There its
-    numbers may be 0-d tensors that differ along a batch or are differentiated, `adam(lr=rate)`. An element whose
-    gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the first update. The
-    root of a second moment below 1e-38 counts as 1e-19 in derivatives and in the formula: it shows beside an `eps`
-    below 1e-10.
+    of derivatives, forwards, by numbers and in a compiled graph of fewer than 32 leaves, the formula is computed
+    operation by operation: the same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses
+    products with sums. There its numbers may be 0-d tensors that differ along a batch or are differentiated,
+    `adam(lr=rate)`. An element whose gradient has always been zero has the derivative that its neighbours tend to, `lr
+    / eps` at the first update. The root of a second moment below 1e-38 counts as 1e-19 in derivatives and in the
+    formula: it shows beside an `eps` below 1e-10.
 
     Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
@@ -135,12 +137,12 @@ def check_narrow(name: str, leaves: Leaves) -> None:
 
 
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate, and the epsilon beside the root of the second moment, with the corrections of both moments in them.
+    """The rate downhill, and the epsilon beside the root of the second moment, with the corrections of both moments.
 
     In float64. So they are two numbers, and the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
     """
     spread = (1 - numbers["beta2"] ** count) ** 0.5
-    return {"size": lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
+    return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
@@ -151,6 +153,10 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
 
     def kernel(group: LeafList) -> None:
         params, slots = group.params, group.slots
+        if isinstance(group.count, Tensor):
+            how: Any = dict(step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
+            fused_operator(params, group.grads, slots["exp_avg"], slots["exp_avg_sq"], **how)
+            return
         grads = typed(params, group.grads)
         if not plain(params):
             for kind in {(p.dtype, p.device) for p in params}:
@@ -174,37 +180,41 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         )
         tell_autograd(params)
 
+    def operator(group: LeafList) -> bool:
+        return many_for_fused(group.params, group.grads)
+
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
         x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
         beta1, beta2, _, decay = (at.scalar(number, x) for number in at.numbers.values())
-        size, small = (at.scalar(number, x) for number in at.derived.values())
+        down, small = (at.scalar(number, x) for number in at.derived.values())
         if decoupled:
             x = x * (1 - at.scalar(at.lr, x) * decay)
         elif given(decay):
             g = plus(g, decay, x)
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
-        x = plus_quotient(x, -size, m, moment_root(v) + small)
+        x = plus_quotient(x, down, m, moment_root(v) + small)
         return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     def pulled(dp: Tensor, dslots: dict[str, Tensor], p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
         beta1, beta2, _, decay = at.numbers.values()
-        size, small = at.derived.values()
+        down, small = at.derived.values()
         m, v = slots["exp_avg"], slots["exp_avg_sq"]
         root = moment_root(v)
         below = dp / (root + small)
-        dm = plus(dslots["exp_avg"], -size, below)
+        dm = plus(dslots["exp_avg"], down, below)
         # What is below the smallest normal number is a constant to the root, see there.
         dv = torch.where(v < torch.finfo(v.dtype).tiny, 0.0, below * m / (root + small) / root)
-        dv = plus(dslots["exp_avg_sq"], size / 2, dv)
+        dv = plus(dslots["exp_avg_sq"], down / -2, dv)
         seen = g if decoupled or not decay else plus(g, decay, p)
         dg = plus_product(dm * (1 - beta1), 2 * (1 - beta2), seen, dv)
         dp = dp * (1 - at.lr * decay) if decoupled else plus(dp, decay, dg)
         return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    built = optimizer(name, lr, slots, formula, kernel, numbers, settable=settable, derived=_corrections, pulled=pulled)
+    more: Any = dict(settable=settable, derived=_corrections, operator=operator, pulled=pulled)
+    built = optimizer(name, lr, slots, formula, kernel, numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         check_narrow(name, leaves)

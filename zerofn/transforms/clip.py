@@ -80,6 +80,9 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         squares = ctx.total(squared_norm, grads)
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
+        # Where there is no doubt, as in most steps, nothing is computed to know that the factor is one.
+        if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
+            return Prepared()
         ratio = (norm + 1e-6).reciprocal().mul(max_norm)
         # A factor of one changes no bit of the gradient and none of a derivative.
         if not ctx.recorded and ratio.is_cpu:
