@@ -112,6 +112,10 @@ def tell_autograd(written: list[Tensor]) -> None:
 COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
+# The compiler's own modules: they ask a tensor for its sizes in order to compare them with what is in memory.
+COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+
+
 def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which the compiler calls while it makes a graph instead of tracing it; what it returns is a constant there.
 

@@ -79,6 +79,16 @@ def parts_of_two(model, p, g):
     return p.detach() * model.w.bias.detach().unsqueeze(1) + model.w.bias[0]
 
 
+def rows_as_long_as_parts(model, p, g):
+    """What may be a row is one, also where a rank has but one."""
+    p.add_(ROW).data.mul_(ROW)
+    torch._foreach_add_([g], [ROW])
+    p.copy_(p + ROW)
+    found = nn.functional.mse_loss(p, ROW.expand(2, WIDTH)) + (p * ROW + p.data * ROW + ROW * g).sum()
+    p.copy_(ROW)
+    return found
+
+
 def rows_that_say_so(model, p, g):
     p.mul_(ROW.expand(2, WIDTH))
     p.data.add_(ROW.unsqueeze(0))
@@ -88,7 +98,7 @@ def rows_that_say_so(model, p, g):
 MIXED = [
     inner_step, inner_step_reversed, inner_step_by_name, inner_step_of_grad, with_its_data, mean_square,
     full_into_part, row_into_part, clipped_rows, elements_by_index, sums, teacher_by_state, parts_of_two,
-    rows_that_say_so,
+    rows_that_say_so, rows_as_long_as_parts,
 ]  # fmt: skip
 
 
@@ -117,59 +127,52 @@ def test_parts_that_meet_wholes_are_gathered():
             torch.testing.assert_close(found[fn.__name__], program(fn, two()), rtol=1e-13, atol=0.0, msg=fn.__name__)
 
 
-SHARED_SHAPE = r"of the sharded parameter w.weight, \(2, 4\), and a tensor of shape \(4,\)(.|\n)*zeros_like\(p\)"
-# A tensor as long as a row, where a rank has one.
-UNCLEAR = [
-    lambda p, g: p * ROW,
-    lambda p, g: p.data * ROW,
-    lambda p, g: g + ROW,
-    lambda p, g: p.mul_(ROW),
-    lambda p, g: p.copy_(ROW),
-    lambda p, g: p.data.add_(ROW),
-    lambda p, g: torch._foreach_add_([g], [ROW]),
-    lambda p, g: nn.functional.mse_loss(p, ROW),
+# Beside each of these a plain tensor that is as long as this rank's piece, and does not fit the whole.
+LOCAL = [
+    lambda p, g, x: p * x,
+    lambda p, g, x: p.data * x,
+    lambda p, g, x: x + g,
+    lambda p, g, x: p.mul_(x),
+    lambda p, g, x: p.copy_(x),
+    lambda p, g, x: p.data.add_(x),
+    lambda p, g, x: torch._foreach_add_([g], [x]),
+    lambda p, g, x: torch._foreach_mul([g], [x]),
+    lambda p, g, x: x.add_(g),
+    lambda p, g, x: x.copy_(p.data),
+    lambda p, g, x: torch.mul(g, g, out=x),
+    lambda p, g, x: torch.equal(g, x),
+    lambda p, g, x: torch.equal(p, x),
+    lambda p, g, x: torch.allclose(x, p.data),
+    lambda p, g, x: setattr(p, "grad", x),
+    lambda p, g, x: setattr(p, "data", x),
+    lambda p, g, x: setattr(g, "data", x),
 ]
 
 
-def unclear():
-    model = two()
+def local():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    p = model.w.weight
+    p, found = model.weight, []
     before = p.detach().clone()
-    found = []
-    for fn in UNCLEAR:
-        (g,) = torch.autograd.grad(model(rows(0, 0)).square().mean(), p)
+    for fn in LOCAL:
+        (g,) = torch.autograd.grad(model(rows(0, 0)[:, :3]).square().mean(), p)
+        held = g.clone()
         with torch.no_grad():
-            found.append(str(said(lambda fn=fn, g=g: fn(p, g))))
-    assert torch.equal(p.detach(), before)
+            found.append(str(said(lambda fn=fn, g=g: fn(p, g, torch.ones_like(p.to_local())))))
+        assert torch.equal(g, held) and p.grad is None
+    assert torch.equal(p, before)
+    # Pieces by themselves on both sides, over the same memory.
+    p.to_local().add_(torch.ones_like(g.to_local()))
+    assert torch.equal(p, before + 1)
     opt.detach()
     return found
 
 
-def test_a_tensor_that_may_be_a_row_or_a_part_is_refused():
-    for found in zf.launch(unclear, 2, timeout=limit()):
+def test_a_plain_tensor_of_a_pieces_shape_is_refused():
+    for found in zf.launch(local, 2, timeout=limit()):
         for message in found:
-            assert re.search(SHARED_SHAPE, message), message
-
-
-def buffers():
-    """A buffer of a user's, as long as this rank's part."""
-    model = two()
-    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    b = model.w.bias
-    held = torch.zeros(b.shape, dtype=b.dtype)
-    held.add_(b.detach()).mul_(b.data).lerp_(b.detach(), 0.5)
-    part = b.as_subclass(torch.Tensor).detach()
-    assert type(held) is torch.Tensor and torch.equal(held, (part * part).lerp(part, 0.5))
-    with torch.no_grad():
-        b.copy_(held)
-    assert torch.equal(b.detach(), held)
-    opt.detach()
-    return True
-
-
-def test_a_buffer_as_long_as_a_part_is_one():
-    assert zf.launch(buffers, 2, timeout=limit()) == [True, True]
+            assert re.search(r"weight, \(4, 3\), and a tensor of shape \(6,\)(.|\n)*to_local\(\)", message), message
 
 
 # -- full state dicts -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 import pytest
 import rank_programs as P
 import torch
-from outside_programs import RIGHT, Both, loss_of, make, rows
+from outside_programs import RIGHT, attached_run, loss_of, make, rows
 from small_parts import said
 from time_limits import limit
 
@@ -211,20 +211,8 @@ CHOSEN = ("clipped", "two_losses", "sharpness", "flat_numbers")
 
 
 def run(pipe, first):
-    found = {}
-    for program in RIGHT:
-        if program.__name__ in CHOSEN:
-            model = make()
-            opt = zf.attach(model, PIPES[pipe](*first()))
-
-            def step(opt=opt):
-                opt.step()
-                opt.zero_grad()
-
-            value = program(Both(model, step, opt.gathered))
-            opt.detach()
-            found[program.__name__] = value, [p.detach() for p in model.parameters()]
-    return found
+    chosen = [program for program in RIGHT if program.__name__ in CHOSEN]
+    return {program.__name__: attached_run(program, PIPES[pipe](*first())) for program in chosen}
 
 
 def on_ranks():

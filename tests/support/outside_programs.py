@@ -15,6 +15,8 @@ from torch.nn.utils import (
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import zerofn as zf
+
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -56,6 +58,20 @@ class Both:
 
     def backward(self, more=0.0):
         (loss_of(self.model) + more).backward()
+
+
+def attached_run(program, tx):
+    """What a program gives of an attached model, and the parameters that it leaves."""
+    model = make()
+    opt = zf.attach(model, tx)
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+
+    value = program(Both(model, step, opt.gathered))
+    opt.detach()
+    return value, [p.detach() for p in model.parameters()]
 
 
 # -- what is right ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -19,29 +19,31 @@ class LeafTensors(MutableMapping[str, Any]):
     front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
     """
 
-    def __init__(self, transforms: Mapping[str, Any], path: str):
-        self._path = path
+    def __init__(self, transforms: Mapping[str, Any], path: str, shown: Callable[[Any], Any] | None = None):
+        self._path, self._shown = path, shown
         found = [(keys, x) for name, own in transforms.items() for keys, x in _of_leaf(own, path, (name,))]
         times = Counter(keys[-1] for keys, _ in found)
         self._tensors = {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
 
     def __getitem__(self, name: str) -> Any:
-        return self._tensors[name]
+        x = self._tensors[name]
+        return x if self._shown is None else self._shown(x)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.check(name, value)
-        if self._tensors[name] is not value:
+        mine = self[name]
+        if mine is not value:
             with torch.no_grad():
-                self._tensors[name].copy_(value)
+                mine.copy_(value)
 
     def check(self, name: str, value: Any) -> None:
         """Raise a `ValueError` where a value cannot be assigned."""
-        mine = self._tensors.get(name)
+        mine = self.get(name)
         if mine is value and mine is not None:
             return
         if not isinstance(mine, Tensor) or not isinstance(value, Tensor) or mine.shape != value.shape:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-            held = {k: tuple(x.shape) if isinstance(x, Tensor) else kind_of(x) for k, x in self._tensors.items()}
+            held = {k: tuple(x.shape) if isinstance(x, Tensor) else kind_of(x) for k, x in self.items()}
             why = f"of {self._path} the pipeline keeps {held or 'nothing'}, whose shapes are those of the pipeline"
             wrong = f"opt.state[{self._path}][{name!r}] = {what}"
             raise ValueError(explain(wrong, why, "a tensor of that shape, under one of these names"))
@@ -57,7 +59,7 @@ class LeafTensors(MutableMapping[str, Any]):
         return len(self._tensors)
 
     def __repr__(self) -> str:
-        return repr(self._tensors)
+        return repr(dict(self))
 
 
 def assign(mine: LeafTensors, given: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class State:
     micro_step: Tensor
     layout: Layout
     _parameters: Leaves | None = None
+    _shown: Callable[[Any], Any] | None = None
 
     def give_away(self) -> None:
         """Its memory belongs to the next state from here on.
@@ -66,13 +67,18 @@ class State:
         """The stored parameters in the structure they were given in; under sharding, this rank's part."""
         return self.layout.join(self.leaves)
 
-    def keyed_by(self, parameters: Leaves) -> State:
-        """The same state as a mapping from these tensors, of a model whose parameters are not the stored ones."""
-        return replace(self, _parameters=parameters)
+    def keyed_by(self, parameters: Leaves, shown: Callable[[Any], Any] | None = None) -> State:
+        """The same state as a mapping from these tensors, of a model whose parameters are not the stored ones.
+
+        Args:
+            parameters: by path.
+            shown: how a tensor of the state is seen there, over the same memory.
+        """
+        return replace(self, _parameters=parameters, _shown=shown)
 
     def _by_parameter(self) -> dict[Tensor, LeafTensors]:
         keys = self.leaves if self._parameters is None else self._parameters
-        return {keys[leaf.path]: LeafTensors(self.transforms, leaf.path) for leaf in self.layout.trainable}
+        return {keys[x.path]: LeafTensors(self.transforms, x.path, self._shown) for x in self.layout.trainable}
 
     def __getitem__(self, parameter: Tensor) -> LeafTensors:
         return self._by_parameter()[parameter]

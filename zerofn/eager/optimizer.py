@@ -59,9 +59,11 @@ class Optimizer(torch.optim.Optimizer):
     def state(self) -> State:  # type: ignore[override]
         """The pipeline's state. On one process its stored parameters are the model's own.
 
-        To libraries that expect that of `torch.optim` it is a mapping: `opt.state[model.weight]["exp_avg"]`.
+        To libraries that expect that of `torch.optim` it is a mapping: `opt.state[model.weight]["exp_avg"]`, of the
+        shape of the weight; under `shard` a part, as `model.weight` is one.
         """
-        return self._home.settled().keyed_by(self._params)
+        state, seen = self._home.settled(), self._home.shown_states
+        return state.keyed_by(self._params, lambda x: seen.shown(state, x))
 
     @property
     def global_steps(self) -> int:

@@ -26,7 +26,7 @@ from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_sight
-from ..module.guards import label
+from ..module.guards import gathering_of, label
 from ..ranks.distributed_tensors import Form
 from ..ranks.group import Group
 from ..ranks.process_groups import channel, joint_channel
@@ -39,6 +39,7 @@ from .in_backward import InBackward
 from .master_weights import Copies
 from .micro_step import MARKS, MicroStep
 from .resident_form import move_out, settle_in
+from .shown_states import ShownStates
 from .written_by_hand import Wholes
 
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
@@ -108,7 +109,9 @@ class Residence:
         )
         ends = self.micro_step
         asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
-        self.undo += label(model, pipe, params, self.units, self.in_backward is not None, asks, forms)
+        gathering = None if self.units is None else gathering_of(self.units)
+        self.shown_states = ShownStates(gathering)
+        self.undo += label(model, pipe, params, gathering, self.units, self.in_backward is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()

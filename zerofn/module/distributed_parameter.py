@@ -24,9 +24,10 @@ from torch.compiler import is_dynamo_compiling
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, ours
-from ..sharded.kinds_of_functions import in_place
+from ..sharded.kinds_of_functions import SIZES, in_place
 from ..sharded.origins import Origin
 from ..sharded.part import handed, part_of, plain
+from ..sharded.whole_sizes import printed, sizes
 
 # What a parameter itself answers, as a leaf of a graph.
 BEGINNINGS = ("is_", "has_", "register_post", "requires_grad", "retain")
@@ -35,7 +36,7 @@ ITSELF = PRIVATE | {"__set__", "__delete__", "__hash__", "__dir__", "backward", 
 # What asks for sizes, or for numbers in another order.
 GLOBAL = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})
 OF_DISTRIBUTED = ("device_mesh", "full_tensor", "placements", "redistribute", "to_local")
-LOOKING = frozenset({"__len__", "__repr__", "__format__", "dim", "numel", "nelement", "ndimension", "size", "stride"})
+LOOKING = SIZES | {"__repr__", "__format__"}
 
 
 class Distributed(Partial):
@@ -59,7 +60,7 @@ class Distributed(Partial):
             if name == "grad":
                 return _gradients(func, args, kwargs, sys._getframe(1))
             if isinstance(args[0], Distributed) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
-                return func(*args, **kwargs)
+                return _look(func, name, args, kwargs)
             if name == "detach":
                 return args[0]._shown(func(*args, **kwargs), "p.detach()", sys._getframe(1))
             if in_place(name):
@@ -76,18 +77,21 @@ class Distributed(Partial):
         if is_dynamo_compiling() or ours(frame):
             return x
         if self.in_parts():
-            return part_of(x, Origin(how, self.path, how in ("p.grad", "a gradient")))
+            return part_of(x, self._origin(how, how in ("p.grad", "a gradient")))
         return self.form.wrap(x)
 
-    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
+    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         value = plain(value)
         return value if value is None or self.in_parts() else self.form.local(value)
 
     def _given(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """A hook on the gradient, which is given what `p.grad` is to hold."""
         if self.in_parts():
-            return handed(hook, Origin("what a hook is given", self.path, True))
+            return handed(hook, self._origin("what a hook is given", True))
         return functools.partial(_handed, self.form, hook)
+
+    def _origin(self, how: str, gradient: bool) -> Origin:
+        return Origin(how, self.path, gradient, (), self.form.shape)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         self._check_copied("copy.deepcopy(model)")
@@ -109,6 +113,15 @@ def _by_itself(func: Any, name: str) -> bool:
     if name == "__get__":
         return func.__self__.__name__ not in GLOBAL
     return name in ITSELF or name.startswith(BEGINNINGS)
+
+
+def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """What a parameter says of itself of which this rank has a part of a part: the sizes of the distributed tensor."""
+    p, attribute = args[0], func.__self__.__name__ if name == "__get__" else ""
+    of = p._origin("the values", False)
+    if name in SIZES or attribute in SIZES:
+        return sizes(func, name, args, kwargs, lambda x: of if x is p else None)
+    return printed(p, of) if name == "__repr__" else func(*args, **kwargs)
 
 
 def _whole(x: Any) -> Any:

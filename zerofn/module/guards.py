@@ -27,6 +27,7 @@ def label(
     model: nn.Module,
     pipe: Pipeline,
     params: Leaves,
+    gathering: Gathering | None,
     units: Units | None,
     in_backward: bool,
     asks: Asks,
@@ -38,7 +39,8 @@ def label(
         model: the model.
         pipe: its pipeline.
         params: its parameters by path.
-        units: what gathers sharded ones.
+        gathering: how parts of sharded ones are gathered.
+        units: what gathers those in calls of the model.
         in_backward: whether gradients are used as they arrive.
         asks: what they ask of the gradients of this model.
         forms: by path, what distributed tensors the model itself has made of them.
@@ -57,10 +59,9 @@ def label(
     apart = [prepare(model)] if pipe.every_group else []
     apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
     others = {path: p for path, p in params.items() if path not in forms}
-    if units is None:
+    if units is None or gathering is None:
         return apart + [tell(p, Partial, **told) for p in others.values()]
     is_whole = lambda: units.suspended  # noqa: E731
-    gathering = Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
     shapes = {leaf.path: leaf.shape for leaf in pipe.layout.leaves}
     undo = [
@@ -84,6 +85,11 @@ def label(
         return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, leaf.shape))
 
     return apart + undo + mark(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
+
+
+def gathering_of(units: Units) -> Gathering:
+    """How parts of the leaves of the model are gathered outside of its calls."""
+    return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
 def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:

@@ -2,9 +2,10 @@
 
 Under `shard` a parameter of an attached model is this rank's flat part, and `w.norm()` of that would be a
 wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
-the full one, gathered for the purpose and in the dtype it is stored in. What looks at it (`p.shape`,
-`p.data`, `p.grad`, `p.detach()`) finds the part that is stored (`sharded.part`), and so does what writes into it, of
-which this rank keeps its rows (`sharded.writes_into_parts`).
+the full one, gathered for the purpose and in the dtype it is stored in. `p.data`, `p.grad` and `p.detach()` are the
+part that is stored (`sharded.part`), and what writes into it writes there, of which this rank keeps its rows
+(`sharded.writes_into_parts`). `p.shape`, `p.numel()` and `print(p)` answer for the whole without gathering it; to this
+package, which works on pieces, they are those of the piece.
 
 A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
 object it was, as hooks, ties and `p.grad` require. Giving out the full tensor where the module is asked for
@@ -24,39 +25,31 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat import SHALLOW
 from .._errors import explain
-from ..sharded.guarded_parameter import Partial, ours
-from ..sharded.kinds_of_functions import COMPUTED, in_place, kind_of, pointwise
+from ..sharded.guarded_parameter import Partial, in_memory, ours
+from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.origins import Origin, refuse_row
+from ..sharded.origins import Origin, check_sizes
 from ..sharded.part import handed, kept, named_first, own_rows, part_of, plain, written
 from ..sharded.part import origin_of as of_part
-from ..sharded.part_functions import FOREACH, HANDLERS, columns_of, draws, likes, reshapes, tensors_in
+from ..sharded.part_functions import FOREACH, HANDLERS, OF_IMAGES, columns_of, draws, likes, reshapes, tensors_in
 from ..sharded.read_only import check_unwritten
 from ..sharded.whole_of_part import Piece
+from ..sharded.whole_sizes import printed, sizes
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
-# fmt: off
 LOOKING = frozenset({
-    "__set__", "__delete__", "__len__", "__repr__", "__format__", "__dir__", "backward", "data_ptr", "detach", "dim",
-    "element_size", "get_device", "grad", "ndimension", "nelement", "numel", "requires_grad_", "retain_grad", "size",
-    "stride", "type", "untyped_storage", SHALLOW,
-})
-# fmt: on
+    "__set__", "__delete__", "__dir__", "backward", "data_ptr", "detach", "element_size", "get_device", "grad",
+    "requires_grad_", "retain_grad", "type", "untyped_storage", SHALLOW,
+})  # fmt: skip
 # What torch leaves to subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
 # What gives out this rank's part, or the gradient of it.
 GIVING = frozenset({"detach", "grad", "register_hook"})
-# What functions of torch that fill a parameter ask of it, and where they live.
-SIZES: dict[str, Callable[[torch.Size], Any]] = {
-    "size": torch.Size, "shape": torch.Size, "dim": len, "ndimension": len, "ndim": len, "numel": torch.Size.numel,
-}  # fmt: skip
-FILLING = (nn.init.__name__, nn.utils.convert_parameters.__name__)
 # What asks a tensor for its sizes alone.
 BESIDE = frozenset({"expand_as", "reshape_as", "view_as"})
-# Functions of elements and then a mean.
-LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+PRINTING = BY_NAME[Kind.PRINTS]
 # What `model.to(device)` does to every parameter, mostly without effect.
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
@@ -79,25 +72,30 @@ class Parted(Partial):
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
             if is_dynamo_compiling():
                 return _compiled(func, name, args, kwargs)
+            attribute = func.__self__.__name__ if name == "__get__" else ""
+            frame = sys._getframe(1)
+            if name in SIZES or attribute in SIZES:
+                return func(*args, **kwargs) if in_memory(frame) else sizes(func, name, args, kwargs, origin_of)
+            if name in PRINTING:
+                return _print(func, name, args, kwargs)
             if name == "__set__" and func.__self__.__name__ == "data":
                 _check_data(*args)
-            frame = sys._getframe(1)
-            if frame.f_globals.get("__name__") in FILLING and isinstance(args[0] if args else None, Parted):
-                found = _filled(func, name, args, kwargs)
-                if found is not None:
-                    return found
             if name in GIVING:
                 return _give(func, name, args, kwargs, frame)
             if name.endswith("_like") and not ours(frame):
                 return kept((draws if name.startswith("rand") else likes)(func, name, args, kwargs, origin_of))
-            if _looks(func, name):
+            if _looks(name, attribute):
                 return func(*args, **kwargs)
-            if name in CONVERSIONS and _changes_nothing(func(*args, **kwargs), args, kwargs):
+            plainly = name in CONVERSIONS and kwargs.get("memory_format") not in OF_IMAGES
+            if plainly and _changes_nothing(func(*args, **kwargs), args, kwargs):
                 return args[0]
             if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
-            if name in BESIDE and not isinstance(args[0], Parted):
-                return _beside(func, name, args, kwargs)
+            if name in BESIDE:
+                if not isinstance(args[0], Parted):
+                    return _beside(func, name, args, kwargs)
+                if frame.f_globals.get("__name__") == INIT and not args[0].is_whole():
+                    return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
 
     @property
@@ -112,11 +110,27 @@ class Parted(Partial):
             return x
         return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full))
 
-    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
-        return plain(value) if ours(frame) else own_rows(part_of(Tensor.data.__get__(self), self.of), value)  # type: ignore[attr-defined]
+    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
+        if ours(frame) or self.is_whole():
+            return plain(value)
+        if isinstance(value, Parted) and not value.is_whole():
+            value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
+        return own_rows(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
 
     def _copies(self, frame: FrameType) -> bool:
         return not ours(frame)
+
+    def to_local(self) -> Tensor:
+        """This rank's piece, flat, as a plain tensor over the same memory, out of any graph.
+
+        To write into it is to write into the parameter. While the parameter is the full one, all of it.
+        """
+        with torch.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """The whole, gathered, a tensor of its own and differentiable."""
+        return self.clone()
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _check_copied(self, "copy.deepcopy(model)")
@@ -144,10 +158,18 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
     )
 
 
-def _looks(func: Any, name: str) -> bool:
+def _looks(name: str, attribute: str) -> bool:
     if name == "__get__":
-        return func.__self__.__name__ not in COMPUTED
+        return attribute not in COMPUTED
     return name in LOOKING or name in PRIVATE or name.startswith(BEGINNINGS) or name.endswith("_like")
+
+
+def _print(func: Any, name: str, args: tuple, kwargs: dict) -> str:
+    p = args[0]
+    if p.is_whole() or any(args[1:]):
+        # Of a parameter torch itself refuses `f"{p:.3f}"`.
+        return func(*args, **kwargs)
+    return printed(p, p.of)
 
 
 def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
@@ -165,15 +187,9 @@ def origin_of(x: Any) -> Origin | None:
 
 
 def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What functions of torch that fill parameters are told: the sizes of the whole, and what they write into."""
+    """What is written into where torch fills a parameter: of `nn.init.orthogonal_` another shape of it."""
     p = args[0]
-    asked = SIZES.get(func.__self__.__name__ if name == "__get__" else name)
-    if p.is_whole() or (asked is None and name not in BESIDE):
-        return None
-    if asked is None:
-        # `nn.init.orthogonal_` writes into it.
-        return kept(reshapes(func, name, (part_of(p.detach(), p.of), *args[1:]), kwargs, origin_of))
-    return p.full[args[1]] if len(args) > 1 else asked(p.full)
+    return kept(reshapes(func, name, (part_of(p.detach(), p.of), *args[1:]), kwargs, origin_of))
 
 
 def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -188,18 +204,17 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function of wholes, differentiable; `foreach` ones go through their lists, so that two are alive at a time."""
     if name.startswith(FOREACH):
         return tuple(func(*_wholes(name, column), **kwargs)[0] for column in columns_of(args))
-    if pointwise(name) or name in LOSSES:
+    if pointwise(name) or name in BY_NAME[Kind.COMPARES]:
         _check_beside(name, [*args, *kwargs.values()])
     return BY_VALUE.get(name, func)(*_wholes(name, args), **{k: _wholes(name, [x])[0] for k, x in kwargs.items()})
 
 
 def _check_beside(name: str, args: list[Any]) -> None:
-    """Beside the whole, what is as long as this rank's part may be a row of it by chance."""
     for p in args:
         if isinstance(p, Parted) and not p.is_whole():
             for x in args:
-                if isinstance(x, Tensor) and x.shape == p.shape and origin_of(x) is None and p.of.row_like(x):
-                    refuse_row(name, p.of, x)
+                if isinstance(x, Tensor) and origin_of(x) is None:
+                    check_sizes(name, p.of, p, x)
 
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -240,7 +255,10 @@ def _wholes(name: str, args: Iterable[Any]) -> list[Any]:
 
 def _compiled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """What a graph of the compiler's does."""
-    if name in GIVING or _looks(func, name):
+    attribute = func.__self__.__name__ if name == "__get__" else ""
+    if name in SIZES or attribute in SIZES:
+        return sizes(func, name, args, kwargs, origin_of)
+    if name in GIVING or _looks(name, attribute):
         return func(*args, **kwargs)
     at = 1 if in_place(name) else 0
     named = {k: x if at and k == "tensor" else _wholes(name, [x])[0] for k, x in kwargs.items()}

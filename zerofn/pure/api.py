@@ -24,6 +24,7 @@ from ..core.transform import Transform
 from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map, unflatten
 from ..core.update import Metrics, apply, check_data, check_grads, check_stored
 from ..kernels.recording import followed, recorded
+from ..sharded.guarded_parameter import pieces
 from .linearize import check_graph, check_recording, cotangents_of, linearize
 from .seeing import seeing
 
@@ -296,7 +297,7 @@ def update(
     """
     pipe = pipe_of(tx, state, "zf.update")
     check_data(state, "zf.update")
-    leaves = split_grads(state.layout, grads)
+    leaves = pieces(split_grads(state.layout, grads))
     check_grads(pipe, leaves, state.leaves)
     if not functorch_active():
         check_weight(pipe, weight)

@@ -11,6 +11,7 @@ from ..core.transform import Transform
 from ..core.tree import Leaves, Tree, flatten
 from ..core.views import view_all
 from ..kernels.norms import squared_norm
+from ..sharded.guarded_parameter import pieces
 from .api import pipe_of
 
 
@@ -22,8 +23,8 @@ def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     Args:
         tx: the pipeline.
         state: its state.
-        tree: tensors of the structure and the shapes of `state.params`; leaves that are `None` stay
-            away.
+        tree: tensors of the structure and the shapes of `state.params`, or gradients and parameters of an attached
+            model; leaves that are `None` stay away.
 
     Returns:
         The tree with leaves in their whole shapes, in the dtypes they have. Where nothing is cut, the same tensors.
@@ -39,7 +40,7 @@ def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     torch.Size([2, 2])
     """
     pipe = pipe_of(tx, state, "zf.gather")
-    leaves = _leaves(state, tree, "zf.gather")
+    leaves = {p: x.detach() for p, x in _leaves(state, tree, "zf.gather").items()}
     wrong = [
         (p, f"of shape {tuple(x.shape)}; this rank's part is of {tuple(state.leaves[p].shape)}")
         for p, x in leaves.items()
@@ -99,4 +100,4 @@ def _leaves(state: State, tree: Tree, where: str) -> Leaves:
     for i, _, x in state.layout.match(tree, what, "gradients of zf.bind or zf.vjp, or state.params itself"):
         if isinstance(x, Tensor):
             found.setdefault(state.layout.leaves[i].path, x)
-    return found
+    return pieces(found)

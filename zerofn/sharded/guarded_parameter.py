@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import CONVERTING, uncompiled, version
+from .._compat import COMPILER, CONVERTING, uncompiled, version
 from .._errors import explain
+from ..core.tree import Leaves
 from .part import plain
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
+INSIDE = (OURS, *COMPILER)
 # Who reads `.grad` and knows what to do where there is none.
 LIBRARIES = ("torch", PACKAGE)
 LOGGING = "accelerate"
@@ -44,6 +46,11 @@ BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 def ours(frame: FrameType) -> bool:
     """Whether this package asks."""
     return frame.f_globals.get("__name__", "").startswith(OURS)
+
+
+def in_memory(frame: FrameType) -> bool:
+    """Whether who asks for sizes works on what is in memory: this package, and the compiler."""
+    return frame.f_globals.get("__name__", "").startswith(INSIDE)
 
 
 @uncompiled
@@ -67,6 +74,16 @@ def _asking() -> frozenset[int]:
 
 # Code objects that live as long as torch does, and are compared by what is in them, which takes longer.
 ASKING = _asking()
+
+
+def pieces(tensors: Mapping[str, Tensor]) -> Leaves:
+    """Each as a state has it: of parameters and parts of an attached model this rank's pieces, as plain tensors."""
+    return {path: x if type(x) is Tensor else _piece(x) for path, x in tensors.items()}
+
+
+def _piece(x: Tensor) -> Tensor:
+    with torch.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor) if isinstance(x, Partial) else plain(x)
 
 
 class Asks(NamedTuple):
@@ -120,9 +137,9 @@ class Partial(nn.Parameter):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
             if value is None:
                 self.asks.cleared(True)
-        write(self, self._own(value, sys._getframe(1)))
+        write(self, self._own(value, "p.grad = x", sys._getframe(1)))
 
-    def _own(self, value: Tensor | None, frame: FrameType) -> Tensor | None:
+    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         """As what is kept has what is set by whoever asks."""
         return plain(value)
 
@@ -139,7 +156,7 @@ class Partial(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         frame = sys._getframe(1)
-        value, mine = self._own(value, frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
+        value, mine = self._own(value, "p.data = x", frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
         if kept and not is_dynamo_compiling() and self._copies(frame):
             with torch.DisableTorchFunctionSubclass():

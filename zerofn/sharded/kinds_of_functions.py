@@ -1,4 +1,4 @@
-"""What functions of torch do to a tensor that is a part: treat elements alone, look, reshape, write, compute."""
+"""What functions of torch do to a part: treat elements alone, look, ask for sizes, reshape, write, compute."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Kind(enum.Enum):
 
     ELEMENTS = enum.auto()  # gives elements that are made of those in the same place
     LOOKS = enum.auto()  # asks, or gives the same elements
+    SIZES = enum.auto()  # asks for sizes
+    PRINTS = enum.auto()
     RESHAPES = enum.auto()  # gives the same elements in another shape
     JOINS = enum.auto()  # puts tensors one behind the other
     SPLITS = enum.auto()  # takes them apart again
@@ -38,11 +40,15 @@ POINTWISE = frozenset({
 # Names that mean a reduction as well.
 REDUCING = frozenset({"max", "min"})
 LOOKS = frozenset({
-    "__delete__", "__dir__", "__format__", "__hash__", "__len__", "__repr__", "__set__", "alias", "as_subclass",
-    "backward", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "detach_", "dim", "double", "element_size",
-    "float", "get_device", "half", "ndimension", "nelement", "numel", "pin_memory", "requires_grad_", "retain_grad",
-    "size", "stride", "to", "type", "type_as",
+    "__delete__", "__dir__", "__hash__", "__set__", "alias", "as_subclass", "backward", "bfloat16", "clone",
+    "contiguous", "cpu", "cuda", "detach", "detach_", "double", "element_size", "float", "get_device", "half",
+    "pin_memory", "requires_grad_", "retain_grad", "to", "type", "type_as",
     SHALLOW,
+})
+# Functions and attributes.
+SIZES = frozenset({
+    "__len__", "dim", "dim_order", "is_contiguous", "is_same_size", "nbytes", "ndim", "ndimension", "nelement", "numel",
+    "shape", "size", "storage_offset", "stride",
 })
 BEGINNINGS = ("is_", "has_", "register_")
 PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
@@ -50,6 +56,8 @@ PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not
 COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 BY_NAME = {
     Kind.LOOKS: LOOKS | PRIVATE,
+    Kind.SIZES: SIZES,
+    Kind.PRINTS: frozenset({"__format__", "__repr__"}),
     Kind.RESHAPES: frozenset({
         "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
     }),
@@ -110,10 +118,10 @@ def kind_of(name: str, attribute: str = "") -> Kind:
         attribute: which one, where it gives an attribute.
 
     >>> kind_of("mul_"), kind_of("norm"), kind_of("view"), kind_of("__get__", "T"), kind_of("cumsum_")
-    (<Kind.ELEMENTS: 1>, <Kind.COMPUTES: 13>, <Kind.RESHAPES: 3>, <Kind.COMPUTES: 13>, <Kind.WRITES: 12>)
+    (<Kind.ELEMENTS: 1>, <Kind.COMPUTES: 15>, <Kind.RESHAPES: 5>, <Kind.COMPUTES: 15>, <Kind.WRITES: 14>)
     """
     if name == "__get__":
-        return Kind.COMPUTES if attribute in COMPUTED else Kind.LOOKS
+        return Kind.SIZES if attribute in SIZES else Kind.COMPUTES if attribute in COMPUTED else Kind.LOOKS
     for kind, names in BY_NAME.items():
         if name in names:
             return kind

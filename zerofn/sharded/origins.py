@@ -48,11 +48,6 @@ class Origin(NamedTuple):
         """This rank's part of something whole."""
         return cut(full.expand(self.shape), self.pieces)
 
-    def row_like(self, x: Tensor) -> bool:
-        """Whether something as long as this rank's part may be a row of the whole as well."""
-        shape = self.shape
-        return len(shape) > 1 and x.dim() == 1 and shape[-1] == len(x) != shape.numel()
-
 
 class Stay(NamedTuple):
     """A part, by itself, and of what."""
@@ -76,7 +71,7 @@ def refuse(name: str, of: Origin) -> Any:
         explain(
             f"{name} of {of}",
             why,
-            f"{of_gradients if of.gradient else of_values}\nx.as_subclass(torch.Tensor) for the part by itself",
+            f"{of_gradients if of.gradient else of_values}\nx.to_local() for this rank's piece by itself",
         )
     )
 
@@ -89,18 +84,27 @@ def refuse_saving(of: Origin) -> Any:
             "under shard its tensors are this rank's flat parts",
             "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
             "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
-            "x.full_tensor() for the whole, on every rank; x.as_subclass(torch.Tensor) for the part by itself",
+            "x.full_tensor() for the whole, on every rank; x.to_local() for this rank's piece by itself",
         )
     )
 
 
-def refuse_row(name: str, of: Origin, x: Tensor) -> Any:
-    """What may be a row of the whole, or as long as this rank's part."""
-    raise RuntimeError(
-        explain(
-            f"{name} of {of}, {tuple(of.shape)}, and a tensor of shape {tuple(x.shape)}",
-            "under shard it may be a row of the whole, or be meant for this rank's part, which has that shape too",
-            f"x.expand{tuple(of.shape)} for a row; torch.zeros_like(p) for a buffer of one's own, which is a part\n"
-            "p.as_subclass(torch.Tensor), or p.detach() of it, for the part by itself",
+def check_sizes(name: str, of: Origin, part: Tensor, x: Tensor) -> None:
+    """Refuse a plain tensor as long as this rank's piece, unless it broadcasts to the whole, as torch would have it."""
+    if x.shape == part.shape and not _fits(x.shape, of.shape):
+        raise RuntimeError(
+            explain(
+                f"{name} of {of}, {tuple(of.shape)}, and a tensor of shape {tuple(x.shape)}",
+                "under shard a plain tensor beside it is of the whole's shape, and this one has that of a piece",
+                "torch.zeros_like(p), p.grad * 2: what is made of such tensors, or beside them, is one as well\n"
+                "p.to_local(), p.grad.to_local(): pieces by themselves, as plain tensors, on both sides",
+            )
         )
-    )
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    try:
+        torch.broadcast_shapes(shape, whole)
+    except RuntimeError:
+        return False
+    return True

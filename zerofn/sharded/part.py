@@ -1,7 +1,8 @@
 """This rank's part of a sharded parameter or of its gradient: elements alone stay a part, all else has the whole.
 
+A part is a flat piece, and says of itself what the whole would: sizes, strides, `print` (`whole_sizes`).
 Under `shard` `p.data`, `p.detach()`, `p.grad`, what `torch.autograd.grad` returns, what a hook on `p` is given and what
-`model.state_dict()` has are flat parts, and say so. A decay, a clamp, a difference, an average of parts runs on them
+`model.state_dict()` has are parts. A decay, a clamp, a difference, an average of parts runs on them
 (`part_functions`); for what makes one number of many, products, indices, and beside full tensors they are gathered, as
 parameters are outside of the model's calls, and all ranks have the same plain result; what writes keeps this rank's
 rows (`writes_into_parts`). That is a collective in the middle of the user's code: a rank that asks alone is told, and
@@ -12,15 +13,13 @@ It is not torch's DTensor, though it answers the same need: of that `w.norm().it
 all ranks the same rows; a full tensor beside it is an error; and clipping by the largest element hangs where a rank has
 no rows.
 
-It costs some 5 us for an operation on elements; the library itself works on plain tensors, which
-`x.as_subclass(torch.Tensor)` gives to anybody.
+It costs some 5 us for an operation on elements; the library itself works on plain tensors, which `x.to_local()` gives
+to anybody.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,20 +29,18 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import alias_of
 from .._errors import explain
 from .kinds_of_functions import Kind, in_place, kind_of
-from .origins import Origin, Stay
+from .origins import Origin, Stay, check_sizes, refuse
 from .part_functions import HANDLERS, OriginOf
 from .read_only import PLAIN, ReadOnly, check_unwritten
 from .writes_into_parts import into_out, into_plain, write
 
-# Whose assertions are about what each rank has.
-ASSERTING = torch.testing.__name__
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
 # What functions of torch call their first argument.
 FIRST = ("input", "tensors", "tensor", "self")
 
 
 class Part(Tensor):
-    """A part, flat, or what is made of one element by element."""
+    """A part, or what is made of one element by element: this rank's piece, flat, with the sizes of the whole."""
 
     of: Origin
 
@@ -57,7 +54,12 @@ class Part(Tensor):
                 return func(*args, **kwargs)
             if name == "__deepcopy__":
                 return part_of(args[0].as_subclass(Tensor).clone(), args[0].of)
-            return kept(function(func, name, args, kwargs, sys._getframe(1)))
+            return kept(function(func, name, args, kwargs))
+
+    def to_local(self) -> Tensor:
+        """This rank's piece, flat, as a plain tensor over the same memory."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     def full_tensor(self) -> Tensor:
         """The whole, gathered, as of one of torch's distributed tensors: a call of every rank."""
@@ -65,15 +67,13 @@ class Part(Tensor):
             return self.of.whole(self, "full_tensor")
 
 
-def function(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
+def function(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function that is given parts, by what it does."""
-    if frame.f_globals.get("__name__", "").startswith(ASSERTING):
-        return func(*args, **kwargs)
     if not args:
         args, kwargs = named_first(kwargs)
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
     if attribute == "data" and name == "__set__":
-        return set_data(args[0], own_rows(args[0], args[1]))
+        return set_data(*args)
     kind = kind_of(name, attribute)
     if (kind in WRITTEN and in_place(name)) or kwargs.get("out") is not None:
         return written(func, name, args, kwargs, origin_of)
@@ -121,27 +121,43 @@ def plain(x: Any) -> Any:
     return x.as_subclass(Tensor) if isinstance(x, Part | ReadOnly) else x
 
 
-def own_rows(part: Part, value: Any) -> Any:
-    """What is to stand in the place of a part: one, or this rank's rows of a whole."""
-    value, of = plain(value), part.of
-    if value is None or not of.pieces or value.shape == part.shape or value.shape != of.shape:
+def own_rows(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
+    """What is to stand in the place of a part: one that is cut alike, or this rank's rows of a whole.
+
+    Args:
+        mine: the part, as a plain tensor.
+        of: of what.
+        value: what is to stand there.
+        how: how it was given, for a message.
+    """
+    own, value = origin_of(value), plain(value)
+    if value is None or (own is not None and of.alike(own)):
         return value
-    return of.rows(value.detach()).clone()
+    if own is not None and own.shape == of.shape:
+        value = own.whole(value, how)
+    elif own is not None or value.shape != of.shape:
+        check_sizes(how, of, mine, value)
+        shape = tuple(value.shape if own is None else own.shape)
+        why = f"it is of the whole's shape, {tuple(of.shape)}, as at any other stage"
+        raise RuntimeError(explain(f"{how} of shape {shape} for {of}", why, "a tensor of that shape"))
+    return of.rows(value.detach()).clone() if of.pieces else refuse(how, of)
 
 
-def set_data(part: Part, value: Tensor) -> None:
+def set_data(part: Part, value: Any) -> None:
     """`p.grad.data = x`: into the memory that there is, for whoever asks for `p.grad` has another object each time."""
-    if value.shape != part.shape or value.dtype != part.dtype or value.device != part.device:
-        got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, part))
-        right = "p.grad = x, of the dtype of p.grad, and of the shape of the whole or a part itself"
-        raise RuntimeError(explain(f"other data for {part.of}: {got}", f"it is this rank's part, {has}", right))
+    mine = part.to_local()
+    value = own_rows(mine, part.of, value, "x.data = y")
+    if value.dtype != mine.dtype or value.device != mine.device:
+        got, has = (f"{x.dtype} on {x.device}" for x in (value, mine))
+        right = "p.grad = x, of the dtype of p.grad"
+        raise RuntimeError(explain(f"other data for {part.of}: {got}", f"it is {has}", right))
     with torch.no_grad():
-        part.copy_(value)
+        mine.copy_(value)
 
 
 def handed(hook: Callable[[Tensor], Any], of: Origin) -> Callable[[Tensor], Any]:
     """A hook of the user's, which is given parts."""
-    return lambda g: own_rows(part_of(g, of), hook(part_of(g, of)))
+    return lambda g: own_rows(g, of, hook(part_of(g, of)), "what a hook returns")
 
 
 def kept(out: Any) -> Any:

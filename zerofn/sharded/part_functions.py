@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from .kinds_of_functions import Kind, dtype_in
-from .origins import Origin, Stay, refuse, refuse_row, refuse_saving
+from .origins import Origin, Stay, check_sizes, refuse, refuse_saving
 from .read_only import read_only
+from .whole_sizes import printed, sizes, without_memory
 
 FOREACH = "_foreach_"
+# Formats that what is flat cannot have.
+OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
 # Of what something is a part; nothing, if it is none.
 OriginOf = Callable[[Any], Origin | None]
 
@@ -68,27 +71,15 @@ def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """The same elements in another shape of the whole; sizes may be those of this rank's part, which stays flat."""
+    """The same elements in another shape of the whole; this rank's piece stays flat."""
     x, of = args[0], origin_of(args[0])
     if of is None or dtype_in(args, kwargs):
         return computes(func, name, args, kwargs, origin_of)
-    if not of.pieces:
-        return Stay(func(*args, **kwargs), of)
     if len(args) == 2 and type(args[1]) is int and args[1] == -1:
         # Asked for most often, and a meta tensor takes longer than the rest.
         return Stay(x.view(-1), of._replace(shape=torch.Size((of.shape.numel(),))))
-    try:
-        shape = func(*(_meta(y, origin_of) for y in args), **kwargs).shape
-    except RuntimeError:
-        if func(*args, **kwargs).shape != x.shape:
-            raise
-        shape = of.shape
+    shape = func(*(without_memory(y, origin_of) for y in args), **kwargs).shape
     return Stay(x.view(x.shape), of._replace(shape=shape))
-
-
-def _meta(x: Any, origin_of: OriginOf) -> Any:
-    of = origin_of(x)
-    return x if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
 
 
 def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -108,32 +99,49 @@ def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Parts that were put one behind the other are taken apart by sizes of this rank's; else by those of the whole."""
-    of, sizes = origin_of(args[0]), args[1] if len(args) > 1 else None
-    if of is not None and isinstance(sizes, list | tuple) and list(sizes) == [piece.numel for piece in of.pieces]:
-        return _each(func(*args, **kwargs), [_some(of, i, i + 1) for i in range(len(sizes))])
-    return computes(func, name, args, kwargs, origin_of)
+    """What was put one behind the other is taken apart where its leaves end; elsewhere the whole is."""
+    x, of = args[0], origin_of(args[0])
+    wanted: list[int] = [*args[1]] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    ends = list(itertools.accumulate(wanted, initial=0))
+    if of is None or len(of.shape) != 1 or not wanted or ends[-1] != of.shape.numel():
+        return computes(func, name, args, kwargs, origin_of)
+    found = [y for low, high in itertools.pairwise(ends) if (y := _leaves(of, low, high)) is not None]
+    if len(found) < len(wanted):
+        return computes(func, name, args, kwargs, origin_of)
+    return tuple(_some(x, of, first, last) for first, last in found)
 
 
 def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """All of it, or one of several parts that were put one behind the other; else an index of the whole."""
+    """All of it, or leaves out of several that were put one behind the other; else an index of the whole."""
     of, index = origin_of(args[0]), args[1]
     if of is None or all_of_it(index):
         return Stay(func(*args, **kwargs), of) if of else computes(func, name, args, kwargs, origin_of)
-    if len(of.pieces) > 1 and isinstance(index, slice) and index.step in (None, 1):
-        low, high, _ = index.indices(len(args[0]))
-        ends = list(itertools.accumulate((piece.numel for piece in of.pieces), initial=0))
-        if low in ends and high in ends:
-            first = len(ends) - 1 - ends[::-1].index(low) if low < high else ends.index(low)
-            return Stay(func(*args, **kwargs), _some(of, first, max(first + 1, ends.index(high))))
+    if len(of.shape) == 1 and isinstance(index, slice) and index.step in (None, 1):
+        low, high, _ = index.indices(of.shape.numel())
+        found = _leaves(of, low, high)
+        if found is not None:
+            return _some(args[0], of, *found)
     return computes(func, name, args, kwargs, origin_of)
 
 
-def _some(of: Origin, first: int, last: int) -> Origin:
+def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
+    """The numbers of the leaves between two places of what is flat; nothing where none of them ends there."""
+    ends = list(itertools.accumulate((piece.leaf.numel for piece in of.pieces), initial=0))
+    if low == high:
+        # Leaves without elements end where they begin.
+        return next(((i, i + 1) for i, pair in enumerate(itertools.pairwise(ends)) if pair == (low, high)), None)
+    if low > high or low not in ends or high not in ends:
+        return None
+    return len(ends) - 1 - ends[::-1].index(low), ends.index(high)
+
+
+def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
+    """Leaves out of several."""
+    begin, length = (sum(piece.numel for piece in x) for x in (of.pieces[:first], of.pieces[first:last]))
     pieces = of.pieces[first:last]
     shape = torch.Size((sum(piece.leaf.numel for piece in pieces),))
     path = pieces[0].leaf.path if len(pieces) == 1 else ""
-    return Origin("a part" if path else of.how, path, of.gradient, pieces, shape)
+    return Stay(part[begin : begin + length], Origin("a part" if path else of.how, path, of.gradient, pieces, shape))
 
 
 def likes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -153,15 +161,24 @@ def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Whether wholes are the same; beside a tensor of a part's shape, parts."""
-    of = first_of(args, origin_of)
-    if any(origin_of(x) is None and of.shape != x.shape == y.shape for x, y in (args[:2], args[1::-1])):
-        return func(*args, **kwargs)
+    """Whether wholes are the same."""
+    for x, y in (args[:2], args[1::-1]):
+        of = origin_of(x)
+        if of is not None and origin_of(y) is None:
+            check_sizes(name, of, x, y)
     return computes(func, name, args, kwargs, origin_of)
+
+
+def prints(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What it is; a number by `f"{x:.3f}"`, which is gathered."""
+    of = origin_of(args[0])
+    return computes(func, name, args, kwargs, origin_of) if of is None or any(args[1:]) else printed(args[0], of)
 
 
 def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """What asks, or gives the same elements."""
+    if kwargs.get("memory_format") in OF_IMAGES:
+        return computes(func, name, args, kwargs, origin_of)
     out, of = func(*args, **kwargs), origin_of(args[0])
     same = name != "as_subclass" and of is not None and type(out) is Tensor and out.shape == args[0].shape
     return Stay(out, of) if same and of else out
@@ -180,6 +197,8 @@ def saves(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 HANDLERS: dict[Kind, Callable[[Any, str, tuple, dict, OriginOf], Any]] = {
     Kind.ELEMENTS: elements,
     Kind.LOOKS: looks,
+    Kind.SIZES: sizes,
+    Kind.PRINTS: prints,
     Kind.RESHAPES: reshapes,
     Kind.JOINS: joins,
     Kind.SPLITS: splits,
@@ -254,7 +273,7 @@ def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
 
 
 def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
-    """Whether a tensor that is no part may stand beside one: a number, or as long as this rank's."""
+    """Whether a tensor that is no part is a number, beside which a part stays one; else it is of the whole's shape."""
     if len(x.shape) < 2 and x.numel() == 1 and x.requires_grad and torch.is_grad_enabled():
         # Its derivative is a sum over all elements, and not over this rank's.
         return _unknown(name, of)
@@ -262,10 +281,9 @@ def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
         return True
     if x.dim() == 1 and len(x) == 1:
         # A number of no dimensions has one beside it.
-        return len(of.shape) > 0 or not of.pieces
-    if x.shape == part.shape:
-        return not (of.pieces and of.row_like(x)) or refuse_row(name, of, x)
-    return _unknown(name, of, of)
+        return len(of.shape) > 0
+    check_sizes(name, of, part, x)
+    return _unknown(name, of)
 
 
 def _unknown(name: str, *origins: Origin) -> bool:

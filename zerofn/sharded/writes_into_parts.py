@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .kinds_of_functions import RANDOM, from_init, pointwise
-from .origins import Origin, refuse
+from .origins import Origin, check_sizes, refuse
 from .part_functions import FOREACH, OriginOf, all_of_it, all_stay, beside, columns_of, stays, tensors_in
 
 
@@ -37,19 +37,18 @@ def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """The same into a tensor that is no part: what is written is the whole, unless that is as long as a part.
-
-    A buffer of a user's that is as long as one stands for one.
-    """
+    """The same into a tensor that is no part: what is written is the whole."""
     target: Tensor = args[0]
-    for x in tensors_in(args[1:]):
-        of = origin_of(x)
-        if of is not None and (x.shape != target.shape or (of.pieces and target.shape == of.shape)):
-            break
-    else:
-        return func(*args, **kwargs)
+    _check_target(name, target, args[1:], origin_of)
     func(target, *_wholes(args[1:], name, origin_of), **{k: _whole(x, name, origin_of) for k, x in kwargs.items()})
     return target
+
+
+def _check_target(name: str, target: Any, args: tuple, origin_of: OriginOf) -> None:
+    for x in tensors_in(args) if isinstance(target, Tensor) and pointwise(name) else ():
+        of = origin_of(x)
+        if of is not None:
+            check_sizes(name, of, x, target)
 
 
 def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -60,6 +59,8 @@ def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
         return func(*args, **kwargs)
     if of is not None and not of.pieces:
         refuse(f"{name} with out=", of)
+    if of is None:
+        _check_target(name, target, args, origin_of)
     into = target if of is None else torch.empty(of.shape, dtype=target.dtype, device=target.device)
     named = {k: into if k == "out" else _whole(x, name, origin_of) for k, x in kwargs.items()}
     func(*_wholes(args, name, origin_of), **named)
@@ -103,14 +104,12 @@ def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: 
     if all_of_it(index):
         return True
     number = not isinstance(value, Tensor) or (value.dim() == 0 and origin_of(value) is None)
-    if not (isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == target.shape and number):
-        return False
-    own = origin_of(index)
-    return beside(index, target, of, name) if own is None else of.alike(own)
+    own = origin_of(index) if isinstance(index, Tensor) and index.dtype == torch.bool else None
+    return number and own is not None and of.alike(own)
 
 
 def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -> Any:
-    """What stands beside a part that is written into, as long as it."""
+    """What stands beside a part that is written into: as it is cut, or a number."""
     if type(x) in (list, tuple):
         return type(x)(_local(y, target, of, name, origin_of) for y in x)
     if not isinstance(x, Tensor):
@@ -126,8 +125,7 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
         return x
     if own is not None:
         return of.rows(own.whole(x, name))
-    own_length = x.shape == target.shape and not (of.pieces and of.row_like(x))
-    return x if own_length or beside(x, target, of, name) else of.rows(x)
+    return x if beside(x, target, of, name) else of.rows(x)
 
 
 def _wholes(args: tuple, name: str, origin_of: OriginOf) -> tuple:
