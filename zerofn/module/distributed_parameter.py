@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
-from ..sharded.guarded_parameter import Partial, ours
+from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import SIZES, in_place
 from ..sharded.origins import Origin
 from ..sharded.part import handed, part_of, plain
@@ -60,7 +60,7 @@ class Distributed(Partial):
             if name == "grad":
                 return _gradients(func, args, kwargs, sys._getframe(1))
             if isinstance(args[0], Distributed) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
-                return _look(func, name, args, kwargs)
+                return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
             if name == "detach":
                 return args[0]._shown(func(*args, **kwargs), "p.detach()", sys._getframe(1))
             if in_place(name):

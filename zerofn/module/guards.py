@@ -81,8 +81,9 @@ def label(
     local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
 
     def shown(x: Tensor, leaf: Leaf) -> Tensor:
-        cut = () if leaf.path in forms else pieces[leaf.path]
-        return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, leaf.shape))
+        form = forms.get(leaf.path)
+        cut, shape = ((), form.shape) if form is not None else (pieces[leaf.path], leaf.shape)
+        return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, shape))
 
     return apart + undo + mark(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
 
