@@ -115,6 +115,33 @@ def test_of_distributed_blocks_two_are_gathered_at_a_time(how):
         assert most <= 2 and far < BOUND
 
 
+def said_of(x):
+    return tuple(x.shape), tuple(x.size()), x.numel(), x.ndim, len(x), x.stride()
+
+
+def shapes_of_shards():
+    """What parameters and gradients say of their sizes under `shard`, and the same of one process."""
+    dp, tp = T.axes(2, 2)
+    model, plain = T.cut(tp), T.plain()
+    opt = zf.attach(model, zf.chain(zf.shard(dp), zf.sgd(0.1)))
+    for m in (model, plain):
+        x, y = T.batch(0)
+        ((m(x) - y) ** 2).mean().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        seen = [p, p.grad, p.data, p.detach(), p.grad * 2, p.grad.view(-1, 1).view(p.shape), model.state_dict()[name]]
+        assert [said_of(x) for x in seen] == [said_of(q)] * len(seen), name
+        assert name in repr(p) and f"shape={tuple(q.shape)}" in repr(p) and f"shape={tuple(q.shape)}" in repr(p.grad)
+        assert sum(x.numel() for x in [p.grad.to_local()]) < q.numel()
+    kept = {name: x.clone() for name, x in model.state_dict().items()}
+    opt.step()
+    opt.detach()
+    return len(kept)
+
+
+def test_under_shard_distributed_parameters_have_the_shapes_of_the_whole():
+    assert zf.launch(shapes_of_shards, 4, timeout=limit()) == [15] * 4
+
+
 def dtypes():
     """Chains with dtypes and states of their own, each with how far it may be from one process.
 
