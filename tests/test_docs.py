@@ -82,7 +82,7 @@ def by_rows(directory):
     plain = model_of()
     step = zf.make_step(lambda p, x: functional_call(plain, p, (x,)).square().mean(), tx)
     opt = zf.attach(model, tx)
-    parts = [tuple(p.shape) for p in model.parameters()]
+    parts = [tuple(p.to_local().shape) for p in model.parameters()]
     for i in range(6):
         model(batch(rank, i)).square().mean().backward()
         opt.step()
