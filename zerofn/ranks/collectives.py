@@ -41,7 +41,7 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if group.size != 2 or group.device.type != "cpu":
         return run(raw.begin_gather(out, inp, group), what, group, async_op)
     # gloo's own gathers into memory of its own and copies all of it from there.
-    rows = out.detach().split(inp.shape[0])
+    rows = out.detach().chunk(2)
     if is_wrapped(out) or rows[group.rank].data_ptr() != inp.data_ptr():
         rows[group.rank].copy_(inp.detach())
     return run(_begin_swap(rows[1 - group.rank], inp, group, what), what, group, async_op)
@@ -66,7 +66,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
     if group.size == 2:
-        rows = inp.detach().split(out.shape[0])
+        rows = inp.detach().chunk(2)
         received = torch.empty_like(out)
         sent = _begin_swap(received, rows[1 - group.rank], group, "reduce_scatter")
         # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.

@@ -118,7 +118,7 @@ class Named:
 class Landing:
     """The work handle of parts that are on their way, to be put in place once they are here."""
 
-    def __init__(self, work: Any, land: Callable[[], None]) -> None:
+    def __init__(self, work: Any, land: Callable[[], object]) -> None:
         self.work: Any = work
         self.land: Any = land
 

@@ -28,6 +28,8 @@ def place(x: Tensor) -> Place:
 WRITTEN = "what the model wrote in forward into its parameters"
 # Numbers that ranks compare are not negative, and have 63 bits.
 MASK = (1 << 62) - 1
+# Elements below which it takes longer to see in which words a tensor can be compared than to compare it.
+FEW = 1 << 12
 
 
 class WriteBack:
@@ -128,14 +130,14 @@ def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype have the same bits, or the same numbers: NaN is not equal to itself.
-
-    Bits first, in the longest words: `torch.equal` takes about as long for a number of 16 bits as for one of 64.
-    """
-    a, b = a.reshape(-1), b.reshape(-1)
-    odd = (a.nbytes | a.element_size() * (a.storage_offset() | b.storage_offset())) & 7
+    """Whether tensors of one dtype have the same numbers, or the same bits: NaN is not equal to itself."""
+    if a.numel() < FEW:
+        return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    # `torch.equal` takes about as long for a number of 16 bits as for one of 64.
+    x, y = a.reshape(-1), b.reshape(-1)
+    odd = (x.nbytes | x.element_size() * (int(x.storage_offset()) | int(y.storage_offset()))) & 7
     words = torch.int64 if odd == 0 else torch.int32 if odd == 4 else torch.uint8
-    return torch.equal(a.view(words), b.view(words)) or torch.equal(a, b)
+    return torch.equal(x.view(words), y.view(words)) or torch.equal(a, b)
 
 
 class Sampling:

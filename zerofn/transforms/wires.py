@@ -94,7 +94,9 @@ class Sharding:
         # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
         rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
-        foreach_copy_([part[: len(x)] for x, part in zip(parts, mine.split(widths), strict=True)], list(parts))
+        foreach_copy_(
+            [part[: len(x)] for x, part in zip(parts, mine.split_with_sizes(widths), strict=True)], list(parts)
+        )
         return all_gather_into(rows.reshape(-1, *tail), mine, self.group, async_op), rows
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -111,7 +113,7 @@ class Sharding:
             return wholes_of(rows, widths, [leaf.numel for leaf in leaves])
         fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
         places, blocks = [], []
-        for full, block, each in zip(fulls, rows.split(widths, dim=1), widths, strict=True):
+        for full, block, each in zip(fulls, rows.split_with_sizes(widths, dim=1), widths, strict=True):
             n = full.shape[0]
             whole = n // each if each else 0
             rest = n - whole * each
@@ -141,7 +143,7 @@ class Sharding:
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
-        blocks = rows.split([*widths, len(leaves)], dim=1)
+        blocks = rows.split_with_sizes([*widths, len(leaves)], dim=1)
         for x, leaf, each, block in zip(grads, leaves, widths, blocks, strict=False):
             whole = leaf.numel // each if each else 0
             if x is None:
@@ -163,7 +165,7 @@ class Sharding:
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
         widths = self._widths(leaves)
-        *blocks, flags = mine.split([*widths, len(leaves)], dim=0)
+        *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         used = _used(flags)
         lengths = [high - low for low, high in map(self.span, leaves)]
         return [b[:n] if u else None for b, n, u in zip(blocks, lengths, used, strict=True)]
@@ -209,7 +211,7 @@ class Averaging:
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """What every rank has already."""
-        fulls = list(rows.split([leaf.numel for leaf in leaves]))
+        fulls = list(rows.split_with_sizes([leaf.numel for leaf in leaves]))
         return fulls if into is None else [full.copy_(x) for full, x in zip(into, fulls, strict=True)]
 
     def pack(
@@ -224,7 +226,7 @@ class Averaging:
         if torch.compiler.is_compiling():
             return flat_to_sum(grads, numels, self.group.size, dtype, device)
         flat = torch.empty(sum(numels) + len(leaves), dtype=dtype, device=device)
-        *blocks, flags = flat.split([*numels, len(leaves)])
+        *blocks, flags = flat.split_with_sizes([*numels, len(leaves)])
         for x, block in zip(grads, blocks, strict=True):
             _ = block.zero_() if x is None else _over(x, self.group.size, block)
         _flag(flags.unsqueeze(0), grads)
@@ -236,7 +238,7 @@ class Averaging:
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """The mean of every leaf; `None` where no rank had a gradient."""
-        *blocks, flags = mine.split([*numels, len(leaves)])
+        *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
         return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
 
 
