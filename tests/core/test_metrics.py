@@ -180,6 +180,15 @@ def test_a_held_or_skipped_step_has_the_same_metrics(name):
                 assert (value == 0.0) == (x["updated"] == 0.0), (key, x)
 
 
+def test_steps_left_out_are_counted_in_held_steps_too():
+    tx = zf.chain(zf.accumulate(2), zf.skip_nonfinite(), zf.sgd(0.1))
+    state, seen = zf.init(tx, PARAMS), []
+    for bad in (True, False, False, False, True, False):
+        state, metrics = zf.update(tx, {k: g * float("nan") if bad else g for k, g in GRADS.items()}, state)
+        seen.append(int(metrics["skipped_steps"]))
+    assert seen == [0, 1, 1, 1, 1, 2]
+
+
 def test_the_rate_of_a_held_step_is_that_of_the_update_to_come():
     state, rates = zf.init(HELD["no clip"], PARAMS), []
     for _ in range(6):

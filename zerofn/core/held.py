@@ -12,8 +12,9 @@ from .tree import Leaves
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
     """Have transforms that a step does not reach report what they would have: rates, and 0 for what they measure.
 
-    A rate is that of the update to come. Zero is what a compiled step finds as well, which computes everything and
-    gives what lies behind a hold gradients of zero.
+    A rate is that of the update to come; what a transform counts is as it stands in its state, under the metric's name.
+    Zero is what a compiled step finds as well, which computes everything and gives what lies behind a hold gradients of
+    zero.
 
     Args:
         parts: those behind the hold.
@@ -23,7 +24,7 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
     """
     for part in parts:
         for name in part.facts.reports:
-            ctx.report(name, 0.0)
+            ctx.report(name, states.get(part.name, {}).get(name, 0.0))
         if part.members_fn is not None:
             for prefix, (member, paths) in part.members_fn(ctx.layout).items():
                 label = prefix.removeprefix(f"{part.name}.").removesuffix(".")

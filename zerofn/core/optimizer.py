@@ -72,6 +72,9 @@ def optimizer(
             old ones. With it the kernel is taken where a step is differentiated backwards, by anything but its numbers.
     """
 
+    # Plain ones: the compiler gives up at a proxy of a dict where dicts have been written to.
+    numbers, shared = dict(numbers), dict(shared)
+
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
         state |= {key: start() for key, start in shared.items()}

@@ -43,7 +43,8 @@ class Facts:
         directs: what leaves it is the direction of a step, which is no gradient any more.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
-        reports: metrics of the whole gradient that it shows, which the pipeline then need not.
+        reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
+            In a step that does not reach it each is 0, or what its state has under that name.
     """
 
     optimizes: bool = False

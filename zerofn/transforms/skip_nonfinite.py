@@ -9,6 +9,7 @@ import torch
 from .._errors import explain
 from ..extend import (
     Context,
+    Facts,
     Layout,
     Leaves,
     Prepared,
@@ -67,4 +68,5 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         ctx.report("skipped_steps", new["skipped_steps"])
         return Prepared(state=new, emit=ok)
 
-    return Transform("skip_nonfinite", Scope.TREE, needs="number", init_fn=init, prepare_fn=prepare)
+    facts = Facts(reports=frozenset(["skipped_steps"]))
+    return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
