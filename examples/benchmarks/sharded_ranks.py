@@ -221,7 +221,9 @@ def model_state(o: dict[str, Any], model: nn.Module, opt: Any, x: Tensor, y: Ten
     grads = [g for g in opt._home.micro_step.collect().values()]
     slots = [t for s in opt.state.transforms.values() for e in s.values() if isinstance(e, dict) for t in e.values()]
     held = [t for t in slots if t.ndim]
-    total = distinct([*model.parameters(), *opt.state.leaves.values(), *grads, *held])
+    # A sharded parameter has the shape of the whole to whoever asks, and the memory of a part.
+    with torch.DisableTorchFunctionSubclass():
+        total = distinct([*model.parameters(), *opt.state.leaves.values(), *grads, *held])
     opt.zero_grad()
     return total
 
@@ -297,5 +299,6 @@ def serve(o: dict[str, Any], env: dict[str, str], orders: Any) -> None:
             out["traffic"] = {k: now[k] - sent[k] for k in now}
             if order["measure"]:
                 out["state"] = model_state(o, *held, *batch(done))
-                out["widths"] = {n: tuple(p.shape) for n, p in held[0].named_parameters()}
+                with torch.DisableTorchFunctionSubclass():
+                    out["widths"] = {n: tuple(p.shape) for n, p in held[0].named_parameters()}
         orders.send(out)
