@@ -234,9 +234,18 @@ def test_muon_is_that_of_torch(nesterov, monkeypatch):
 
 
 def test_muon_is_for_matrices():
-    state = zf.init(zf.muon(), {"w": torch.zeros(2, 2), "b": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"muon is for matrices\n  b: of shape \(2,\)\n.*partition"):
-        zf.update(zf.muon(), {"w": torch.ones(2, 2), "b": torch.ones(2)}, state)
+        zf.init(zf.muon(), {"w": torch.zeros(2, 2), "b": torch.zeros(2)})
+
+
+def vector_under_shard():
+    with pytest.raises(ValueError, match=r"muon is for matrices\n  bias: of shape \(3,\)"):
+        zf.attach(torch.nn.Linear(4, 3), zf.chain(zf.shard(), zf.muon()))
+    return True
+
+
+def test_every_rank_is_told_of_what_is_no_matrix():
+    assert all(zf.launch(vector_under_shard, 2, timeout=limit()))
 
 
 def refused(last):

@@ -196,6 +196,38 @@ def test_where_resident_parameters_are_made_after_an_update():
             assert all((x - start[n]).abs().max() > 1e-3 for n, x in steps[-1].items())
 
 
+def reduced_in_fp32(route):
+    """Parameters in bf16 after each step, where what is reduced is yet to be pulled through the view."""
+    tx = zf.chain(zf.precision(reduce_dtype=torch.float32), zf.all_reduce(), on_a_grid(1 / 3), zf.sgd(RATE))
+    model, found = model_of().bfloat16(), []
+    if route == "pure":
+        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
+        step = zf.make_step(lambda p, x: functional_call(model, p, (x,)).float().square().mean(), tx)
+    else:
+        opt = zf.attach(model, tx, in_backward=route == "in backward")
+    for x in batches(torch.distributed.get_rank()).bfloat16():
+        if route == "pure":
+            state, _ = step(state, x)
+        else:
+            model(x).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(stored(tx, state if route == "pure" else opt.state))
+    return found
+
+
+def reduced_on_a_rank():
+    want = reduced_in_fp32("pure")
+    for route in ("eager", "in backward"):
+        for a, b in zip(reduced_in_fp32(route), want, strict=True):
+            assert all(torch.equal(x, b[n]) for n, x in a.items()), route
+    return True
+
+
+def test_a_reduced_gradient_is_rounded_after_the_view_has_pulled_it():
+    assert all(zf.launch(reduced_on_a_rank, 2, timeout=limit()))
+
+
 def test_bound_functions_and_whole_parameters_see_it():
     tx = zf.chain(on_a_grid(), zf.sgd(RATE))
     state = zf.init(tx, {"w": torch.tensor([0.3, 0.8])})

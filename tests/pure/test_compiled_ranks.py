@@ -204,6 +204,28 @@ def test_a_step_that_is_no_graph_is_refused_by_name_and_runs_uncompiled():
     assert all(zf.launch(refused, 2, timeout=limit(120)))
 
 
+def donated_at_owners():
+    """Of a matrix that the other rank owns this one has no momentum, which nothing can be written into."""
+    tx = zf.chain(zf.reduce_scatter(), zf.accumulate(2), zf.muon(0.05))
+    given = {"a": torch.eye(4, 3), "b": torch.ones(3, 4)}
+    x = torch.arange(8.0).view(2, 4) * (1 + dist.get_rank())
+    step = zf.make_step(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), tx)
+    donating = compiled(zf.make_step(lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), tx, donate=True))
+    state, other = zf.init(tx, given), zf.init(tx, given)
+    for _ in range(4):
+        (state, _), (other, _) = step(state, x), donating(other, x)
+    (found, got) = (zf.full_params(tx, s) for s in (state, other))
+    for path, start in given.items():
+        assert (found[path] - start).abs().max() > 0.01
+        # As at owners above.
+        torch.testing.assert_close(got[path], found[path], rtol=0, atol=4e-6)
+    return True
+
+
+def test_a_donated_state_at_owners_is_written_where_there_is_memory():
+    assert all(zf.launch(donated_at_owners, 2, timeout=limit(120)))
+
+
 def rate_that_requires_grad():
     rate = torch.tensor(0.1, requires_grad=True)
     tx = zf.chain(zf.shard(), zf.sgd(rate))

@@ -32,7 +32,7 @@ class Hessian:
 
     def __init__(self, loss_fn: Callable[..., Any], tx: Transform, state: State, batch: tuple, where: str):
         self.pipe = pipe_of(tx, state, f"zf.curvature.{where}")
-        trainable = {leaf.path for leaf in state.layout.trainable}
+        trainable = set(state.layout.trained)
         self.leaves = {p: x.detach().requires_grad_(p in trainable) for p, x in state.leaves.items()}
         self.paths = tuple(p for p in self.leaves if p in trainable)
         with torch.enable_grad():

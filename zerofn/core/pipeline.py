@@ -179,7 +179,7 @@ class Pipeline:
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
-        leaves = {leaf.path: stored[leaf.path] for leaf in self.layout.trainable}
+        leaves = {path: stored[path] for path in self.layout.trained}
         sums = {leaf.path: _like_gradient(self, leaf, leaves[leaf.path]) for leaf in self.layout.trainable}
         # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
         states = {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}

@@ -132,6 +132,7 @@ class Layout:
         placement: how what is stored lies over ranks.
         at: for every position, the path of its leaf, or `None`.
         trainable: the leaves that want a gradient.
+        trained: their paths.
         numbered: the tree with the number of each position at it: the structure as the compiler can read it.
     """
 
@@ -143,10 +144,12 @@ class Layout:
     numbered: Any = field(init=False, repr=False, compare=False)
     at: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
     trainable: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
+    trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", tuple(None if i < 0 else self.leaves[i].path for i in self.places))
         object.__setattr__(self, "trainable", tuple(leaf for leaf in self.leaves if leaf.trainable))
+        object.__setattr__(self, "trained", tuple(leaf.path for leaf in self.trainable))
         object.__setattr__(self, "numbered", optree.tree_unflatten(self.spec, list(range(len(self.places)))))
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:

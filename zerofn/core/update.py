@@ -118,7 +118,7 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
             ctx = replace(ctx, donate=False)
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
-    trainable = {p: state.leaves[p] for p in [leaf.path for leaf in pipe.layout.trainable]}
+    trainable = {p: state.leaves[p] for p in pipe.layout.trained}
     # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
     given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
     try:
@@ -143,9 +143,13 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
 
 
 def _into(old: Any, new: Any) -> Any:
-    """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made."""
-    written = isinstance(old, Tensor) and old.is_floating_point() and old.ndim and new is not old
-    return old.copy_(new) if written else new
+    """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made.
+
+    Not where one element stands for all: that is a state of another rank's, of which this one has the shape alone.
+    """
+    if not isinstance(old, Tensor) or not old.is_floating_point() or not old.ndim or new is old:
+        return new
+    return new if 0 in old.stride() else old.copy_(new)
 
 
 def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:

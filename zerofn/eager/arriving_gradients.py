@@ -144,7 +144,10 @@ class Arrivals:
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
         dtype = self.pipe.dtypes.gradient(leaf)
-        g = g.to(dtype).reshape(self.pipe.road.stored_shape(leaf))
+        if not self.pipe.road.behind_reduction:
+            # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.
+            g = g.to(dtype)
+        g = g.reshape(self.pipe.road.stored_shape(leaf))
         if self.in_backward is not None:
             self.carry(leaf)
             for view in self.pipe.road.behind_reduction:

@@ -109,7 +109,7 @@ class InBackward:
         state = self.state()
         if self.under_way is None:
             self.ctx = self.context()
-            leaves = {leaf.path: state.leaves[leaf.path] for leaf in state.layout.trainable}
+            leaves = {path: state.leaves[path] for path in state.layout.trained}
             self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
         stored = state.leaves[path]
         new = self.under_way.feed({path: grad}, {path: stored}).get(path)

@@ -178,7 +178,7 @@ def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
 def _optimizers(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
     """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
     found: dict[str, tuple[Transform, list[str]]] = {}
-    trainable = [leaf.path for leaf in pipe.layout.trainable]
+    trainable = list(pipe.layout.trained)
 
     def visit(t: Transform, prefix: str, paths: list[str]) -> None:
         if not t.facts.optimizes and not t.in_turn:

@@ -149,7 +149,7 @@ def _files(directory: Path, opt: Optimizer) -> Files:
 
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
     """What the model's parameters and its optimizers keep of each leaf: by leaf and file, shape and dtype."""
-    trained = {leaf.path for leaf in opt.state.layout.trainable}
+    trained = set(opt.state.layout.trained)
     made_by = {part.name for part in opt._pipe.parts if part.facts.optimizes}
     for e in entries(opt.state):
         if e.path in trained and e.owner == "params":

@@ -123,7 +123,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
     """
     stages = pipe.road.pulled
-    paths = tuple(leaf.path for leaf in pipe.layout.trainable)
+    paths = pipe.layout.trained
     seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
     inputs = [x.detach().requires_grad_() for x in given]
     wanted = [seen[p].requires_grad_() for p in paths] + inputs
@@ -194,7 +194,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     In a graph that nobody differentiates all leaves together, before the function and after it, as everywhere else:
     over ranks a collective then carries many, and stands where it needs no derivative, which a compiler has none of.
     """
-    paths = tuple(leaf.path for leaf in pipe.layout.trainable)
+    paths = pipe.layout.trained
     views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())
     alone = {} if together else {p: view(resident[p], None) for p, view in views.items()}
     seen = pipe.road.see(stages, resident) if together else alone

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
 from ..extend import (
-    Context,
+    Layout,
     LeafStep,
     Leaves,
     ScalarOrSchedule,
@@ -62,7 +61,7 @@ def muon(
         dtype: of the iteration; that of the gradient by default. torch.bfloat16 is published, and fast on a GPU.
 
     Raises:
-        ValueError: at a step, a leaf is no matrix; every such leaf is named.
+        ValueError: where its state is made, a leaf is no matrix; every such leaf is named.
 
     >>> import torch, zerofn as zf
     >>> of = {"matrix": zf.muon(lr=0.02), "rest": zf.adamw(lr=1e-3)}
@@ -92,14 +91,16 @@ def muon(
     numbers = {"momentum": momentum, **decays}
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        wrong = [(path, f"of shape {tuple(params[path].shape)}") for path in grads if params[path].ndim != 2]
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        # Here and not at a step, where but the owner of a leaf would know, and the other ranks would wait for it.
+        shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
+        wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) != 2]
         if wrong:
             right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
             raise ValueError(bad_leaves("muon is for matrices", wrong, right))
-        return built.update_fn(grads, state, params, carry, ctx)
+        return built.init_fn(leaves, layout)
 
-    return replace(built, needs="leaf", update_fn=update)
+    return replace(built, needs="leaf", init_fn=init)
 
 
 def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
