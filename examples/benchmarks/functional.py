@@ -190,6 +190,7 @@ def main() -> None:
     if "compiled" in o.only:
         sides = {
             "written by hand, torch.compile": by_hand(loss, *at),
+            "by hand, a count for each leaf": by_hand(loss, *at, counts=True),
             "zerofn, torch.compile": zerofn_step(loss, *at, compiled=True),
         }
         table("a step, compiled", sides | {f"JAX and optax, {k}": v for k, v in jax.items() if k == "step"}, o.rounds)
@@ -197,6 +198,7 @@ def main() -> None:
         sides = {
             f"zerofn, loop over {o.members}": loop([zerofn_step(loss, *at) for _ in range(o.members)]),
             f"zerofn, vmap over {o.members}": zerofn_vmap(loss, *at, o.members, False),
+            "written by hand, vmap, torch.compile": by_hand(loss, *at, o.members),
             "zerofn, vmap, torch.compile": zerofn_vmap(loss, *at, o.members, True),
         }
         table(

@@ -30,25 +30,36 @@ def bare(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step:
     return step
 
 
-def by_hand(loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Step:
-    """A step written for the compiler by hand, its state written in place."""
-    p = {k: v.clone() for k, v in params.items()}
+def by_hand(
+    loss: Loss, params: dict[str, Tensor], x: Tensor, y: Tensor, members: int = 0, counts: bool = False
+) -> Step:
+    """A step written for the compiler by hand, its state written in place; of one model, or of some, stacked.
+
+    With a count of updates for all leaves, or one for each, as torch.optim and zerofn keep them.
+    """
+    p = {k: torch.stack([v] * members) if members else v.clone() for k, v in params.items()}
     m, v = ({k: torch.zeros_like(t) for k, t in p.items()} for _ in range(2))
-    count = torch.zeros((), dtype=torch.int64)
+    count = {k: torch.zeros((), dtype=torch.int64) for k in (p if counts else [""])}
+    first = 1 if members else 0
+
+    def differentiated(p: dict[str, Tensor]) -> Any:
+        return torch.func.grad_and_value(loss)(p, x, y)
 
     def step() -> Tensor:
-        grads, out = torch.func.grad_and_value(loss)(p, x, y)
-        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
-        factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
-        count.add_(1)
-        t = count.double()
-        size, root = (LR / (1 - BETAS[0] ** t)).float(), (1 - BETAS[1] ** t).sqrt().float()
-        for k, g in grads.items():
-            g = g * factor
+        grads, out = torch.func.vmap(differentiated)(p) if members else differentiated(p)
+        squares = [g.square().flatten(first).sum(-1) if g.ndim > first else g.square() for g in grads.values()]
+        factor = torch.clamp(CLIP / (torch.stack(squares).sum(0).sqrt() + 1e-6), max=1.0)
+        for each in count.values():
+            each.add_(1)
+        t = torch.stack(list(count.values())).double()
+        sizes, roots = (LR / (1 - BETAS[0] ** t)).float(), (1 - BETAS[1] ** t).sqrt().float()
+        for i, (k, g) in enumerate(grads.items()):
+            size, root = sizes[i if counts else 0], roots[i if counts else 0]
+            g = g * factor.view(factor.shape + (1,) * (g.ndim - first))
             m[k].copy_(BETAS[0] * m[k] + (1 - BETAS[0]) * g)
             v[k].copy_(BETAS[1] * v[k] + (1 - BETAS[1]) * g * g)
             p[k].copy_(p[k] * (1 - LR * DECAY) - size * m[k] / (v[k].sqrt() / root + EPS))
-        return out
+        return out[0] if members else out
 
     compiled = torch.compile(step, fullgraph=True)
     return lambda: float(compiled())
