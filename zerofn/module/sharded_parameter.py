@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import SHALLOW
+from .._compat import SHALLOW, traced_where_right
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, SIZES, Kind, in_place, kind_of, pointwise
@@ -66,6 +66,7 @@ class Parted(Partial):
     pieces: tuple[Piece, ...]
 
     @classmethod
+    @traced_where_right
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.

@@ -5,6 +5,7 @@ Nothing is gathered for that, so one rank may ask alone. Strides are those of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from .origins import Origin
 
-# What is asked most often needs no tensor to be told by.
+# What is asked most often needs no tensor to be told by. Not by `torch.Size.numel`, at which the compiler of torch 2.15
+# breaks its graph, to go on with a wrong number on its stack.
 BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
-    "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": torch.Size.numel,
+    "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": math.prod, "nelement": math.prod,
 }  # fmt: skip
 
 
