@@ -31,18 +31,18 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
 
     ==================  =======================================================================
     after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch. With
-                        `shard` this rank's flat part of the mean over ranks. With `reduce_scatter` or
+                        `shard` this rank's part of the mean over ranks. With `reduce_scatter` or
                         `all_reduce` before any `accumulate`, and with `in_backward`, `None`: the gradient
                         has left to be reduced, or was used
     after `step()`      the same; with `accumulate(k > 1)` it was moved into the sum, so `None`
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
-    Under `shard` a parameter is this rank's flat part to whatever looks at it or writes into it, and the full one
-    to whatever computes with it, inside of the model and outside: `loss + model.head.weight.norm()` is right.
-    torch's functions that clip gradients raise where `p.grad` is not all there, and so does what makes one number
-    of a part (`p.grad.norm()`), or puts it beside a tensor that is none. Gradients of a block may be parts of one
-    buffer: who keeps one of them longer than a step keeps all, unless it is a clone.
+    Under `shard` a parameter and its gradient have the shape of the whole, and hold this rank's piece: `p.to_local()`.
+    What computes with them, inside of the model and outside, has the whole, gathered on every rank: `p.grad.norm()`,
+    `loss + model.head.weight.norm()`. What writes into them keeps this rank's rows. torch's functions that clip
+    gradients raise where `p.grad` is not all there. Gradients of a block may be parts of one buffer: who keeps one of
+    them longer than a step keeps all, unless it is a clone.
 
     A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
     gradient of this rank. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs

@@ -1,6 +1,6 @@
 """Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
 
-Under `shard` a parameter of an attached model is this rank's flat part, and `w.norm()` of that would be a
+Under `shard` a parameter of an attached model holds this rank's flat piece, and `w.norm()` of that would be a
 wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
 the full one, gathered for the purpose and in the dtype it is stored in. `p.data`, `p.grad` and `p.detach()` are the
 part that is stored (`sharded.part`), and what writes into it writes there, of which this rank keeps its rows
