@@ -397,15 +397,6 @@ def uncompiled(fn: Fn) -> Fn:
     return fn
 
 
-def traced_where_right(fn: Fn) -> Fn:
-    """`fn`, a `__torch_function__`, which the compiler traces; of torch 2.15 on it ends graphs there.
-
-    Between two breaks of a graph 2.15 goes on with what was looked up of a tensor in the place of what was computed:
-    `(w * 2).sum() / w.numel() + w.trace()` adds the number of elements to the trace.
-    """
-    return fn if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15) else uncompiled(fn)
-
-
 class _Reinterpret(Function):
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import SHALLOW, traced_where_right
+from .._compat import SHALLOW, uncompiled
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, SIZES, Kind, in_place, kind_of, pointwise
@@ -66,13 +66,13 @@ class Parted(Partial):
     pieces: tuple[Piece, ...]
 
     @classmethod
-    @traced_where_right
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Not traced: between two breaks of a graph torch 2.11 and 2.15 go on with what was looked up of a tensor in the
+        # place of what was computed, so that `(w * 2).sum() / w.numel() + w.trace()` adds the number of elements.
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
             name, kwargs = func.__name__.partition(".")[0], kwargs or {}
-            if is_dynamo_compiling():
-                return _compiled(func, name, args, kwargs)
             attribute = func.__self__.__name__ if name == "__get__" else ""
             frame = sys._getframe(1)
             if name in SIZES or attribute in SIZES:
@@ -252,18 +252,6 @@ def _wholes(name: str, args: Iterable[Any]) -> list[Any]:
         return type(x)(map(whole, x)) if type(x) in (list, tuple) else x
 
     return [whole(x) for x in args]
-
-
-def _compiled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What a graph of the compiler's does."""
-    attribute = func.__self__.__name__ if name == "__get__" else ""
-    if name in SIZES or attribute in SIZES:
-        return sizes(func, name, args, kwargs, origin_of)
-    if name in GIVING or _looks(name, attribute):
-        return func(*args, **kwargs)
-    at = 1 if in_place(name) else 0
-    named = {k: x if at and k == "tensor" else _wholes(name, [x])[0] for k, x in kwargs.items()}
-    return BY_VALUE.get(name, func)(*args[:at], *_wholes(name, args[at:]), **named)
 
 
 def _check_data(p: Parted, value: Tensor) -> None:
