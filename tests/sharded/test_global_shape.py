@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from outside_programs import Both, attached_run, loss_of, make
+from outside_programs import attached_run, loss_of, make, plain_run
 from rank_programs import rank_and_size
 from shape_programs import PROGRAMS
 from small_parts import said
@@ -16,23 +16,10 @@ import zerofn as zf
 BY_DATA = ("reshaped", "taken_apart")
 
 
-def plain_run(program):
-    model = make()
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step():
-        opt.step()
-        opt.zero_grad()
-
-    torch.manual_seed(0)
-    return program(Both(model, step, torch.no_grad)), [p.detach() for p in model.parameters()]
-
-
 def attached(*first):
     found = {}
     for name, program in PROGRAMS.items():
         if first or name not in BY_DATA:
-            torch.manual_seed(0)
             found[name] = attached_run(program, zf.chain(*first, zf.sgd(0.1)))
     return found
 

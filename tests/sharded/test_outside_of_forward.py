@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from outside_programs import RIGHT, Both, attached_run, loss_of, make
+from outside_programs import RIGHT, Both, attached_run, loss_of, make, plain_run
 from rank_programs import rank_and_size
 from small_parts import said
 from time_limits import limit
@@ -25,18 +25,6 @@ LOOKING = ("numbers_of_parameters", "numbers_of_gradients", "products_of_hessian
 
 def sharded_runs(programs):
     return {program.__name__: attached_run(program, zf.chain(zf.shard(), zf.sgd(0.1))) for program in programs}
-
-
-def plain_run(program):
-    model = make()
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step():
-        opt.step()
-        opt.zero_grad()
-
-    value = program(Both(model, step, torch.no_grad))
-    return value, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

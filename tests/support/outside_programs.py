@@ -74,6 +74,19 @@ def attached_run(program, tx):
     return value, [p.detach() for p in model.parameters()]
 
 
+def plain_run(program):
+    """The same of a plain model in one process."""
+    model = make()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+
+    value = program(Both(model, step, torch.no_grad))
+    return value, [p.detach() for p in model.parameters()]
+
+
 # -- what is right ------------------------------------------------------------------------------------------
 
 

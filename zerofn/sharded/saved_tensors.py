@@ -46,12 +46,12 @@ class Note(NamedTuple):
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a tensor that is saved; `None` for what is no parameter."""
-    form, local = Form.of(t) if is_distributed(t) else None, _local(t)
+    local = _local(t)
     found = source.gathered.origin(local)
     if found is None or source.watch.is_elsewhere(*found):
         return None
     place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
-    return Note(source, source.age(*found), *found, *place, form)
+    return Note(source, source.age(*found), *found, *place, None if local is t else Form.of(t))
 
 
 def _local(t: Tensor) -> Tensor:

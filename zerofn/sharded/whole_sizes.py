@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .origins import Origin
 
-# What is asked most often needs no tensor to be told by. Not by `torch.Size.numel`, at which the compiler of torch 2.15
-# breaks its graph, to go on with a wrong number on its stack.
+# What is asked most often needs no tensor to be told by.
 BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
     "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": math.prod, "nelement": math.prod,
 }  # fmt: skip

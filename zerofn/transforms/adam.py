@@ -145,6 +145,11 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
+def _many(group: LeafList) -> bool:
+    """Whether a graph calls the operator on these leaves."""
+    return many_for_fused(group.params, group.grads)
+
+
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
     """Adam by either way of decay."""
     check_adam(name, lr, betas, eps, weight_decay)
@@ -180,9 +185,6 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         )
         tell_autograd(params)
 
-    def operator(group: LeafList) -> bool:
-        return many_for_fused(group.params, group.grads)
-
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
         x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
@@ -213,7 +215,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=_corrections, operator=operator, pulled=pulled)
+    more: Any = dict(settable=settable, derived=_corrections, operator=_many, pulled=pulled)
     built = optimizer(name, lr, slots, formula, kernel, numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
