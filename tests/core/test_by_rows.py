@@ -90,7 +90,7 @@ def test_rows_are_those_of_one_process(size):
         others = sum(_elsewhere(SHAPES[k], size) for k in few)
         # Of two transforms in each of ten steps: what they are given, and parameters, to owners, and one of them back;
         # and parameters for a first state.
-        assert sum(n for _, n, _ in here) == others * 8 * 2 * (10 * 3 + 1)
+        assert sum(n for _, n, _ in here) == 8 * 2 * (others * (10 * 3 + 1) + 10 * size * (size - 1))
 
 
 def _elsewhere(shape, size):

@@ -6,8 +6,8 @@ is worked on once in the whole job, and what travels is an all-to-all each way: 
 leaves and gets what others have of its own. The alternative, to gather every leaf on every rank, costs as many bytes
 times the number of ranks, and the work of each leaf on all of them.
 
-On other ranks than the owner a state has its shape and no memory: one element, expanded. So the structure of a state is
-the same on all ranks.
+With the pieces that come back each owner says whether it has them: a function that raises at one owner is known to all
+ranks in the same step, and who catches its error there waits for nobody.
 """
 
 from __future__ import annotations
@@ -19,13 +19,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat import is_shape_only
+from .._errors import explain
+from ..kernels.recording import readable
+from ..ranks.backend import gather_objects
 from ..ranks.collectives import exchange_into
-from .by_rows import Rows, by_rows, keeps_leaves_alone, rows_here
-from .groups import over_each
-from .transform import OF_LEAVES, Context, Scope, Transform, TransformState
-from .tree import Layout, Leaf, Leaves, tree_map
+from .tree import Leaf, Leaves
 from .views import Wire
+
+
+class OwnerFailed(RuntimeError):
+    """Whole leaves could not be updated somewhere. Raised on every rank.
+
+    Args:
+        lines: of each owner that failed, its rank and why.
+    """
+
+    def __init__(self, lines: Sequence[str]):
+        self.lines = list(lines)
+        why, right = (
+            "\n".join(lines),
+            "a function without that error, or on every rank: except Exception: opt.zero_grad()",
+        )
+        super().__init__(explain("an update of whole leaves that failed at their owner", why, right))
 
 
 def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
@@ -68,12 +83,15 @@ class Exchange(Protocol):
         """Whole leaves of this rank from the pieces of all. The same paths on every rank."""
         ...
 
-    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
         """This rank's pieces of all leaves from the whole ones that owners have.
 
         Args:
-            wholes: of this rank.
+            wholes: of this rank; or why there are none.
             like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+
+        Raises:
+            OwnerFailed: on every rank, if there are none on one.
         """
         ...
 
@@ -123,19 +141,42 @@ class Owners:
                 out[leaf.path] = full.view(leaf.shape) if full.numel() == leaf.numel else full
         return out
 
-    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
         for leaves in self._by_dtype(like):
             first = like[leaves[0].path]
             mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == here]
-            flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
+            if isinstance(wholes, Exception):
+                flat = {leaf.path: first.new_zeros(leaf.numel) for leaf in mine}
+            else:
+                flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
             sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
             theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
-            got = self._exchange(sent, [[self._length(here, x) for x in of_rank] for of_rank in theirs], first)
+            lengths = [[self._length(here, x) for x in of_rank] for of_rank in theirs]
+            # In a graph nobody can look, and a function has run before its graph does.
+            tells = readable(first)
+            if tells:
+                said = first.new_full((1,), float(isinstance(wholes, Exception)))
+                sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
+            got = self._exchange(sent, lengths, first)
+            if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
+                raise OwnerFailed(self._told(wholes))
             for of_rank, parts in zip(theirs, got, strict=True):
                 out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
+        if isinstance(wholes, Exception):
+            raise wholes
         return {path: out[path] for path in like}
+
+    def _told(self, wholes: Leaves | Exception) -> list[str]:
+        """What each owner that failed says of it."""
+        group = self.wire.group
+        mine: list[str] = []
+        if isinstance(wholes, OwnerFailed):
+            mine = wholes.lines
+        elif isinstance(wholes, Exception):
+            mine = [f"rank {group.ranks[group.rank]}: {type(wholes).__name__}: {wholes}"]
+        return list(dict.fromkeys(line for lines in gather_objects(mine, group) for line in lines))
 
     @property
     def _ranks(self) -> range:
@@ -192,9 +233,12 @@ class OwnersBehind:
     def to_owners(self, pieces: Leaves) -> Leaves:
         return self.first.to_owners(self.rest.to_owners(pieces))
 
-    def to_pieces(self, wholes: Leaves, like: Leaves) -> Leaves:
-        here = {path: like[path] for path in self.rest.mine(like)}
-        return self.rest.to_pieces(self.first.to_pieces(wholes, here), like)
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
+        try:
+            wholes = self.first.to_pieces(wholes, {path: like[path] for path in self.rest.mine(like)})
+        except Exception as error:  # on the ranks of the other axis, too
+            wholes = error
+        return self.rest.to_pieces(wholes, like)
 
 
 def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
@@ -217,90 +261,3 @@ def _exchange_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...], rank_of: dic
     if not rest:
         return here
     return OwnersBehind(here, _exchange_of(rest, leaves, {path: rank % size for path, rank in rank_of.items()}), size)
-
-
-def may_be_owned(t: Transform) -> bool:
-    """Whether it needs whole leaves and no more, and none of another library is inside."""
-    return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
-
-
-def _inside(t: Transform) -> list[Transform]:
-    return [x for part in t.parts for x in (part, *_inside(part))]
-
-
-def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
-    """The same transform with what needs whole leaves run at their owners.
-
-    Of a `partition` only the leaves of members that need them whole travel, and of one that needs rows only those that
-    are not cut by rows. Who owners are is told by path, for each place in the state of `t` where whole leaves have
-    theirs.
-    """
-    ranks: dict[str, dict[str, int]] = {}
-
-    def owned(part: Transform, paths: set[str], where: str) -> Transform:
-        leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
-        if not may_be_owned(part):
-            return part
-        rows: Rows = rows_here(cutting, leaves) if part.needs == "row" else {}
-        if rows and keeps_leaves_alone(part, leaves, layout):
-            part, leaves = by_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
-        if not leaves:
-            return replace(part, needs="element")
-        at = owners_of(cutting, leaves)
-        ranks[where] = at.rank_of
-        return at_owners(part, at)
-
-    return over_each(t, owned, layout), ranks
-
-
-def at_owners(part: Transform, at: Exchange) -> Transform:
-    """The same transform, run at the owners of these leaves; of others it is handed what this rank has."""
-    owned = {leaf.path for leaf in at.leaves}
-
-    def init(pieces: Leaves, layout: Layout) -> TransformState:
-        metas = {x.path: torch.empty(x.shape, dtype=pieces[x.path].dtype, device="meta") for x in at.leaves}
-        here = {path: x for path, x in pieces.items() if path not in owned}
-        if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
-            return part.init_fn({**here, **{p: pieces[p].new_empty(m.shape) for p, m in metas.items()}}, layout)
-        wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
-        # Of leaves that are not this rank's, what a state would be.
-        everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
-        device = next(iter(pieces.values())).device
-        return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
-
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        given = {path: params[path] for path in grads if path in owned}
-        theirs = {path: g for path, g in grads.items() if path in owned}
-        here = grads.keys() - owned
-        own = _of(state, {*here, *at.mine(theirs)}, owned | here)
-        wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
-        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
-        out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
-        if out is None:
-            return None, _laid_over(state, new)
-        pieces = at.to_pieces(out, given if part.facts.optimizes else theirs)
-        return {path: pieces[path] if path in owned else out[path] for path in grads}, _laid_over(state, new)
-
-    return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
-
-
-def _without_memory(x: Any, device: torch.device) -> Any:
-    if not isinstance(x, Tensor) or not x.is_meta:
-        return x
-    return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-
-
-def _of(state: Any, own: set[str], paths: set[str]) -> Any:
-    """Of every entry by path, those of some leaves."""
-    if not isinstance(state, dict):
-        return state
-    if state.keys() & paths and state.keys() <= paths:
-        return {path: x for path, x in state.items() if path in own}
-    return {key: _of(x, own, paths) for key, x in state.items()}
-
-
-def _laid_over(old: Any, new: Any) -> Any:
-    """A state with the entries that another one has."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{key: _laid_over(old[key], x) if key in old else x for key, x in new.items()}}
-    return new

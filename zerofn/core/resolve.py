@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
+from .at_owners import run_at_owners
 from .compose import as_transform, complete
 from .order import check_complete, check_pieces
-from .owners import place_in, run_at_owners
+from .owners import place_in
 from .pipeline import Pipeline
 from .road import groups_of
 from .second_cut import behind, check_axes
