@@ -61,7 +61,7 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
     >>> numbers_alone(), numbers_alone([torch.ones(2, requires_grad=True)])
     (True, False)
     """
-    return only_compiled(values) or not recorded(values)
+    return not functorch_active() and not _requires_grad(values)
 
 
 def readable(x: Any) -> bool:

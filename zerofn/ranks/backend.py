@@ -191,8 +191,16 @@ def begin_exchange(
     ins: list[int] | None = None,
     what: str = "all_to_all",
 ) -> Any:
-    sent, got = _bytes_of(inp), _bytes_of(out)
-    return outlasting(what, dist.all_to_all_single, got, sent, outs, ins, group=group.pg, async_op=True)
+    if inp.element_size() == 1:
+        out, inp = _bytes_of(out), _bytes_of(inp)
+    return outlasting(what, dist.all_to_all_single, out, inp, outs, ins, group=group.pg, async_op=True)
+
+
+def begin_swap(out: Tensor, inp: Tensor, group: Group, what: str) -> Any:
+    """Begin to send `inp` to the one other rank, and to get its own, of the same length, into `out`."""
+    n = inp.shape[0]
+    lengths = [0, n] if group.rank == 0 else [n, 0]
+    return begin_exchange(out, inp, group, lengths, lengths, what)
 
 
 def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
@@ -207,7 +215,7 @@ def _bytes_of(t: Tensor) -> Tensor:
 def barrier(group: Group) -> None:
     """Waits until every rank of the group is here."""
     if group.size > 1:
-        group.traffic.count("barrier", group.size, 0)
+        group.traffic.sent("barrier", 0)
         with ranged(WAIT, "barrier"):
             dist.barrier(group=group.pg)
 
@@ -221,7 +229,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     out: list[Any] = [None] * group.size
-    group.traffic.count("objects", group.size, 0)
+    group.traffic.sent("objects", 0)
     with beneath_functorch(), ranged(WAIT, "objects"):
         dist.all_gather_object(out, obj, group=group.pg)
     return out

@@ -20,7 +20,7 @@ from .waiting import DONE, Landing, Watched, run
 
 
 def _no_fp8(t: Tensor, what: str) -> None:
-    if t.is_floating_point() and t.element_size() == 1:
+    if t.is_floating_point():
         raise TypeError(f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)")
 
 
@@ -37,14 +37,14 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if torch.compiler.is_compiling():
         raw.gather(out, inp, group)
         return DONE if async_op else None
-    group.traffic.count(what, group.size, out.numel() * out.element_size())
+    group.traffic.sent(what, (group.size - 1) * out.nbytes // group.size)
     if group.size != 2 or group.device.type != "cpu":
         return run(raw.begin_gather(out, inp, group), what, group, async_op)
     # gloo's own gathers into memory of its own and copies all of it from there.
     rows = out.detach().chunk(2)
     if is_wrapped(out) or rows[group.rank].data_ptr() != inp.data_ptr():
         rows[group.rank].copy_(inp.detach())
-    return run(_begin_swap(rows[1 - group.rank], inp, group, what), what, group, async_op)
+    return run(raw.begin_swap(rows[1 - group.rank], inp, group, what), what, group, async_op)
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -57,18 +57,19 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
-    _no_fp8(inp, "reduce_scatter")
+    if inp.element_size() == 1:
+        _no_fp8(inp, "reduce_scatter")
     if torch.compiler.is_compiling():
         _scatter_in_graph(out, inp, group)
         return DONE if async_op else None
-    group.traffic.count("reduce_scatter", group.size, inp.numel() * inp.element_size())
+    group.traffic.sent("reduce_scatter", (group.size - 1) * inp.nbytes // group.size)
     if group.device.type != "cpu":
         return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
     if group.size == 2:
         rows = inp.detach().chunk(2)
         received = torch.empty_like(out)
-        sent = _begin_swap(received, rows[1 - group.rank], group, "reduce_scatter")
+        sent = raw.begin_swap(received, rows[1 - group.rank], group, "reduce_scatter")
         # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.
         add = lambda: torch.add(rows[group.rank], received, out=out.detach())  # noqa: E731
     else:
@@ -78,13 +79,6 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         add = lambda: torch.sum(parts, 0, dtype=out.dtype, out=out.detach())  # noqa: E731
     work = Landing(Watched(sent, "reduce_scatter", group), add)
     return work if async_op else work.wait() and None
-
-
-def _begin_swap(out: Tensor, inp: Tensor, group: Group, what: str) -> Any:
-    """Begin to send `inp` to the one other rank, and to get its own, of the same length, into `out`."""
-    n = inp.shape[0]
-    lengths = [0, n] if group.rank == 0 else [n, 0]
-    return raw.begin_exchange(out, inp, group, lengths, lengths, what)
 
 
 def _scatter_in_graph(out: Tensor, inp: Tensor, group: Group) -> None:
@@ -115,10 +109,10 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
         raise ValueError(f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)')
     if group.size == 1 or not t.numel():
         return DONE if async_op else None
-    _no_fp8(t, "all_reduce")
+    if t.element_size() == 1:
+        _no_fp8(t, "all_reduce")
     if torch.compiler.is_compiling():
         raw.reduce(t, op, group)
         return DONE if async_op else None
-    group.traffic.count("all_reduce", group.size, t.numel() * t.element_size())
-    work = raw.begin_reduce(t, op, group)
-    return run(work, "all_reduce", group, async_op)
+    group.traffic.sent("all_reduce", 2 * (group.size - 1) * t.nbytes // group.size)
+    return run(raw.begin_reduce(t, op, group), "all_reduce", group, async_op)

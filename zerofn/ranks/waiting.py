@@ -40,26 +40,23 @@ class Watched:
         self.number = group.traffic.begun
 
     def wait(self) -> bool:
-        with ranged(WAIT, self.what):
-            return self._wait()
-
-    def _wait(self) -> bool:
         reason, told = "", False
-        try:
-            while True:
-                try:
-                    return self.work.wait(_LOOK)
-                except RuntimeError as error:
-                    if self.work.is_completed() or "timed out" not in str(error).lower():
-                        raise
-                before, reason = reason, self._hopeless(tell=not told)
-                told = True
-                # Once more after the first look: what another rank sent last may still be on its way.
-                if reason and reason == before:
-                    raise RuntimeError(reason)
-        finally:
-            if told and (here := presence()) is not None:
-                _quietly(here.goes_on)
+        with ranged(WAIT, self.what):
+            try:
+                while True:
+                    try:
+                        return self.work.wait(_LOOK)
+                    except RuntimeError as error:
+                        if self.work.is_completed() or "timed out" not in str(error).lower():
+                            raise
+                    before, reason = reason, self._hopeless(tell=not told)
+                    told = True
+                    # Once more after the first look: what another rank sent last may still be on its way.
+                    if reason and reason == before:
+                        raise RuntimeError(reason)
+            finally:
+                if told and (here := presence()) is not None:
+                    _quietly(here.goes_on)
 
     def _hopeless(self, tell: bool) -> str:
         """Why this wait will not end; nothing while it may."""
