@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._errors import explain
@@ -173,9 +172,11 @@ class Pipeline:
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force: the product of all factors."""
-        if not self.factors:
-            return None
-        return reduce(torch.mul, [factor(transforms[name]) for name, factor in self.factors])
+        found = None
+        for name, factor in self.factors:
+            one = factor(transforms[name])
+            found = one if found is None else found * one
+        return found
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""

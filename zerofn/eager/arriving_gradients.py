@@ -57,6 +57,9 @@ class Arrivals:
         self.held: Leaves = {}
         self.units: Units | None = None
         self.stream = self._stream(groups, marks)
+        # What has come back reduced is to be, by path.
+        kept = () if self.stream is None else pipe.layout.trainable
+        self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
         self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
@@ -143,11 +146,11 @@ class Arrivals:
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
         """A reduced gradient: those of several backwards add up."""
-        dtype = self.pipe.dtypes.gradient(leaf)
+        dtype, shape = self.forms[leaf.path]
         if not self.pipe.road.behind_reduction:
             # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.
             g = g.to(dtype)
-        g = g.reshape(self.pipe.road.stored_shape(leaf))
+        g = g.reshape(shape)
         if self.in_backward is not None:
             self.carry(leaf)
             for view in self.pipe.road.behind_reduction:

@@ -26,6 +26,7 @@ from ..core.tree import Leaf
 from ..core.views import Like, Wire, cut
 from ..ranks.group import Group
 from .agreement_on_rounds import Question, check_marks
+from .unit_collectives import Sum
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
@@ -61,11 +62,11 @@ class Stream:
         name: str,
     ):
         self.question = Question(control, marks)
-        self.wire, self.control, self.like, self.done, self.name = wire, control, like, done, name
-        self.buckets = cut(leaves, {p: x.dtype for p, x in like.items()})
-        self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket}
+        self.wire, self.control, self.done, self.name = wire, control, done, name
+        self.buckets = [_sum_of(bucket, like) for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})]
+        self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
         self.pending: dict[str, deque[Tensor]] = {}
-        self.missing = [len(b) for b in self.buckets]
+        self.missing = [len(bucket.leaves) for bucket in self.buckets]
         self.next = 0
         self.rounds = 0
         self.patience = PATIENCE
@@ -107,18 +108,16 @@ class Stream:
 
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
-        bucket = self.buckets[self.next]
-        grads = [_oldest(self.pending, leaf.path) for leaf in bucket]
-        first, numels = self.like[bucket[0].path], self._numels(bucket)
+        leaves, numels, dtype, device = self.buckets[self.next]
         with ranged(VIEW, self.name):
             with torch.no_grad():
-                flat = [None if g is None else g.reshape(-1) for g in grads]
-                buffer = self.wire.pack(flat, bucket, numels, first.dtype, first.device)
-            del grads, flat
+                flat = [_oldest(self.pending, leaf.path) for leaf in leaves]
+                buffer = self.wire.pack(flat, leaves, numels, dtype, device)
+            del flat
             work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
-        self.missing[self.next] = sum(leaf.path not in self.pending for leaf in bucket)
+        self.missing[self.next] = sum(leaf.path not in self.pending for leaf in leaves) if self.pending else len(leaves)
         self.next = (self.next + 1) % len(self.buckets)
         self.rounds += self.next == 0
         self._hold_back()
@@ -132,17 +131,14 @@ class Stream:
     def _land(self) -> None:
         work, out, _, i = self.flying.popleft()
         work.wait()
-        bucket = self.buckets[i]
+        leaves, numels = self.buckets[i][:2]
         if self.dropping:
             return
         with torch.no_grad():
-            for leaf, g in zip(bucket, self.wire.unpack(out, bucket, self._numels(bucket)), strict=True):
+            for leaf, g in zip(leaves, self.wire.unpack(out, leaves, numels), strict=True):
                 if g is not None:
                     # Parts of one buffer, which all leaves of the bucket keep alive together.
                     self.done(leaf, g)
-
-    def _numels(self, bucket: list[Leaf]) -> list[int]:
-        return [self.like[leaf.path].numel for leaf in bucket]
 
     def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:
         """Send what is left, on every rank as many rounds, and wait for all of it.
@@ -174,7 +170,7 @@ class Stream:
     def discard(self, marks: dict[str, int]) -> None:
         """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
         self.pending.clear()
-        self.missing = [len(b) for b in self.buckets]
+        self.missing = [len(bucket.leaves) for bucket in self.buckets]
         self.dropping = True
         try:
             self.settle(marks)
@@ -192,12 +188,17 @@ def _within(seconds: float, work: Any) -> bool:
     return True
 
 
+def _sum_of(bucket: list[Leaf], like: dict[str, Like]) -> Sum:
+    first = like[bucket[0].path]
+    return Sum(bucket, [like[leaf.path].numel for leaf in bucket], first.dtype, first.device)
+
+
 def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:
-    """The first gradient of a leaf that waits, which it does no longer."""
+    """The first gradient of a leaf that waits, flat, which it does no longer."""
     queue = pending.get(path)
     if queue is None:
         return None
     grad = queue.popleft()
     if not queue:
         del pending[path]
-    return grad
+    return grad.reshape(-1)

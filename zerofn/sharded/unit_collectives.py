@@ -52,8 +52,11 @@ class UnitCollectives:
         stages = pipe.road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
-        # What parts are seen through before they are gathered, and what whole leaves are seen through after it.
-        self.of_parts, self.of_wholes = stages[at + 1 :], stages[:at]
+        # From the model to storage: what whole leaves are seen through, and what parts are before they are gathered.
+        self.of_wholes, of_parts = stages[:at], stages[at + 1 :]
+        self.pulled_by = [stage for stage in of_parts if not stage.only_dtype]
+        # What is sent is cast in any case: a cast by itself needs no view, and one between others has its place.
+        self.seen_by = of_parts[::-1] if self.pulled_by else ()
         self.dtypes = [{leaf.path: self._seen(i, leaf) for leaf in unit} for i, unit in enumerate(units)]
         self.buckets = [cut(unit, dtypes, 1 << 62) for unit, dtypes in zip(units, self.dtypes, strict=True)]
         self.sums = [
@@ -78,9 +81,16 @@ class UnitCollectives:
             parts: of this rank, by path.
         """
         sent: list[tuple[list[Leaf], Any, Tensor]] = []
+        dtypes = self.dtypes[i]
+        stages = self.seen_by if i < self.blocks else self.pulled_by[::-1]
         with ranged(VIEW, self.name):
             for bucket in self.buckets[i]:
-                mine = [self._seen_part(i, leaf, parts[leaf.path]) for leaf in bucket]
+                mine = []
+                for leaf in bucket:
+                    part = parts[leaf.path]
+                    for stage in stages:
+                        part = stage.view(part, leaf)
+                    mine.append(part.to(dtypes[leaf.path]))
                 sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
         return lambda: self._end_gather(i, sent)
 
@@ -92,14 +102,11 @@ class UnitCollectives:
             if work is not None:
                 work.wait()
             for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-                out[leaf.path] = through(reversed(self.of_wholes), full.view(leaf.shape), leaf)
+                full = full.view(leaf.shape)
+                for stage in self.of_wholes[::-1]:
+                    full = stage.view(full, leaf)
+                out[leaf.path] = full
         return [out[leaf.path] for leaf in self.units[i]]
-
-    def _seen_part(self, i: int, leaf: Leaf, part: Tensor) -> Tensor:
-        """This rank's part through the views that come before it is gathered; alone, in the dtype it is stored in."""
-        for stage in reversed(self.of_parts):
-            part = part if stage.only_dtype and i >= self.blocks else stage.view(part, leaf)
-        return part.to(self.dtypes[i][leaf.path])
 
     def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
         """Begin to sum full gradients; what is returned waits, and gives true ones of this rank's parts.
@@ -124,7 +131,6 @@ class UnitCollectives:
     def _end_scatter(self, i: int, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
         out: Leaves = {}
         scale = self.scale() if i < self.blocks else None
-        pulls = [stage for stage in self.of_parts if not stage.only_dtype]
         for sum_, work, mine in sent:
             work.wait()
             found = self.wire.unpack(mine, sum_.leaves, sum_.numels)
@@ -132,16 +138,9 @@ class UnitCollectives:
             copy = any(g is None for g in found)
             for leaf, g in zip(sum_.leaves, found, strict=True):
                 if g is not None:
-                    for stage in pulls:
+                    for stage in self.pulled_by:
                         g = stage.pull(g, leaf)
                     own = self.grad_dtypes[leaf.path]
                     # With a count of its own of what is written into it, unlike a view.
                     out[leaf.path] = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]
-
-
-def through(stages: Any, x: Tensor, leaf: Leaf) -> Tensor:
-    """A tensor through the views of stages, in the order given."""
-    for stage in stages:
-        x = stage.view(x, leaf)
-    return x

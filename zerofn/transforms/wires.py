@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from math import prod
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,22 @@ from torch import Tensor
 from .._compat import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
 from .packing import flat_to_sum, row_of, rows_to_sum, wholes_of
+
+_SHAPE = attrgetter("shape")
+
+
+class Cuts(NamedTuple):
+    """How leaves lie in one collective, by leaf.
+
+    Attributes:
+        widths: how many elements each rank's row has for it.
+        numels: how many it has.
+        spans: this rank's flat range of it.
+    """
+
+    widths: list[int]
+    numels: list[int]
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +52,8 @@ class Sharding:
     group: Group
     reduce_dtype: torch.dtype | None = None
     cuts: ClassVar[bool] = True
-    # By shape: the width of a leaf and this rank's range, which every step asks for several times.
-    _known: dict[torch.Size, tuple[int, int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # By the shapes of leaves that travel together, which every step asks for several times.
+    _known: dict[tuple[torch.Size, ...], Cuts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
         """The same over a group of the same ranks, with sums in that dtype."""
@@ -43,17 +61,16 @@ class Sharding:
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's flat range of the leaf."""
-        return self._cut(leaf)[1:]
+        return self._cut((leaf,)).spans[0]
 
-    def _cut(self, leaf: Leaf) -> tuple[int, int, int]:
-        found = self._known.get(leaf.shape)
+    def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
+        shapes = tuple(map(_SHAPE, leaves))
+        found = self._known.get(shapes)
         if found is None:
-            shape, size = leaf.shape, self.group.size
-            found = self._known[shape] = width(shape, size), *span(shape, self.group.rank, size)
+            rank, size = self.group.rank, self.group.size
+            widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
+            found = self._known[shapes] = Cuts(widths, [prod(x) for x in shapes], spans)
         return found
-
-    def _widths(self, leaves: Sequence[Leaf]) -> list[int]:
-        return [self._cut(leaf)[0] for leaf in leaves]
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
@@ -86,7 +103,7 @@ class Sharding:
             async_op: return before they are there.
         """
         tail = parts[0].shape[1:]
-        widths = self._widths(leaves)
+        widths = self._cut(leaves).widths
         if torch.compiler.is_compiling():
             mine = row_of(parts, widths)
             every = mine.new_empty((self.group.size * len(mine), *tail))
@@ -108,10 +125,10 @@ class Sharding:
             into: flat tensors to write to; new ones by default.
         """
         tail = rows.shape[2:]
-        widths = self._widths(leaves)
+        widths, numels, _ = self._cut(leaves)
         if into is None and torch.compiler.is_compiling():
-            return wholes_of(rows, widths, [leaf.numel for leaf in leaves])
-        fulls = into or [rows.new_empty((leaf.numel, *tail)) for leaf in leaves]
+            return wholes_of(rows, widths, numels)
+        fulls = into or [rows.new_empty((n, *tail)) for n in numels]
         places, blocks = [], []
         for full, block, each in zip(fulls, rows.split_with_sizes(widths, dim=1), widths, strict=True):
             n = full.shape[0]
@@ -139,20 +156,20 @@ class Sharding:
         """
         size = self.group.size
         tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
-        widths = self._widths(leaves)
+        widths, wholes, _ = self._cut(leaves)
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split_with_sizes([*widths, len(leaves)], dim=1)
-        for x, leaf, each, block in zip(grads, leaves, widths, blocks, strict=False):
-            whole = leaf.numel // each if each else 0
+        for x, numel, each, block in zip(grads, wholes, widths, blocks, strict=False):
+            whole = numel // each if each else 0
             if x is None:
                 block.zero_()
                 continue
             _over(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
             if whole < size:
                 block[whole:] = 0
-                rest = leaf.numel - whole * each
+                rest = numel - whole * each
                 _over(x[whole * each :], size, block[whole, :rest])
         _flag(blocks[-1], grads)
         return rows
@@ -164,11 +181,9 @@ class Sharding:
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
-        widths = self._widths(leaves)
+        widths, _, spans = self._cut(leaves)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
-        used = _used(flags)
-        lengths = [high - low for low, high in map(self.span, leaves)]
-        return [b[:n] if u else None for b, n, u in zip(blocks, lengths, used, strict=True)]
+        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, _used(flags), strict=True)]
 
 
 @dataclass(frozen=True)
