@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -48,9 +48,8 @@ SHALLOW = "_has_compatible_shallow_copy_type"
 LOADS_STATES = "_load_optim_state_dict"
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor's memory was written into, as autograd counts it."""
-    return x._version
+# How often a tensor's memory was written into, as autograd counts it.
+version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def base_of(x: Tensor) -> Tensor:
@@ -63,9 +62,9 @@ def schema(op: Any) -> Any:
     return op._schema
 
 
-def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A module's own dicts of parameters, submodules and buffers."""
-    return module._parameters, module._modules, module._buffers
+Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+# A module's own dicts of parameters, submodules and buffers.
+registered: Callable[[nn.Module], Registered] = attrgetter("_parameters", "_modules", "_buffers")
 
 
 def reset_of(module: nn.Module) -> Callable[[], Any] | None:
@@ -79,9 +78,8 @@ def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:
     vars(module)["_parameters"] = parameters
 
 
-def forward_hooks(module: nn.Module) -> Any:
-    """Those of one module, in the order in which they run."""
-    return module._forward_hooks
+# The forward hooks of one module, in the order in which they run.
+forward_hooks: Callable[[nn.Module], Any] = attrgetter("_forward_hooks")
 
 
 def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref: Any) -> None:
@@ -276,9 +274,8 @@ def set_local(x: Any, local: Tensor) -> None:
     x._local_tensor = local
 
 
-def graph_task() -> int:
-    """The number of the backward pass this thread is in; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+# The number of the backward pass this thread is in; -1 outside of one.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
@@ -286,9 +283,8 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-def executing() -> Any:
-    """The autograd node that this thread executes; `None` outside of backward."""
-    return torch._C._current_autograd_node()
+# The autograd node that this thread executes; `None` outside of backward.
+executing: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def after_this_node(fn: Callable[[], None]) -> bool:
@@ -308,14 +304,10 @@ def after_this_node(fn: Callable[[], None]) -> bool:
     return True
 
 
-def next_sequence() -> int:
-    """The number that the next autograd node made by this thread will have: nodes are numbered as they are made."""
-    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
-
-
-def number_of(node: Any) -> int:
-    """Of an autograd node."""
-    return node._sequence_nr()
+# The number that the next autograd node made by this thread will have: nodes are numbered as they are made.
+next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+# That of a node.
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def run_when_ready(node: Any) -> None:
@@ -436,9 +428,11 @@ def register_constant(cls: type) -> None:
     pytree.register_constant(cls)  # type: ignore[attr-defined]
 
 
-def saved_tensors_hooks() -> Any:
-    """The hooks for saved tensors that this thread has entered last, as (pack, unpack); `None` where there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+# The hooks for saved tensors that this thread has entered last, as (pack, unpack); `None` where there are none.
+saved_tensors_hooks: Callable[[], Any] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,  # type: ignore[attr-defined]
+    True,
+)
 
 
 def alias_of(x: Tensor, cls: type[Any]) -> Any:

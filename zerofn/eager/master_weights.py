@@ -53,6 +53,8 @@ class Copies:
         Raises:
             RuntimeError: something was written without being counted, after steps that were not compared.
         """
+        if not self.leaves:
+            return
         compares, late = self.sampling.next()
         compares &= self.together
         found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and compares and self._written(leaf)]

@@ -51,9 +51,10 @@ class Watch:
         with torch.DisableTorchFunctionSubclass():
             self.data = self._told()
         # Submodules as well: one that is put in later would be run and not trained.
-        self.registered = [
-            _Registry(name, m, kind) for name, m in model.named_modules() for kind in (PARAMETERS, MODULES)
-        ]
+        named = list(model.named_modules())
+        self.modules = [m for _, m in named]
+        self.ids = self._registered()
+        self.registries = [_Registry(name, m, kind) for name, m in named for kind in (PARAMETERS, MODULES)]
 
     def check(self) -> None:
         """A model that is no longer the one attached would be trained wrongly in silence.
@@ -65,14 +66,22 @@ class Watch:
             # All leaves at once: of nearly all steps there is nothing to tell.
             same = self._told() == self.data
             bad = [] if same else [(path, why) for path, why in self._reasons() if why]
-        modules = [(path, "added, removed or replaced") for registry in self.registered for path in registry.changed()]
-        frozen = any("requires_grad" in reason for _, reason in bad)
-        bad += modules
-        if bad:
+        modules: list[tuple[str, str]] = []
+        if self._registered() != self.ids:
+            found = [path for registry in self.registries for path in registry.changed()]
+            modules = [(path, "added, removed or replaced") for path in found]
+        if bad or modules:
+            frozen = any("requires_grad" in reason for _, reason in bad)
+            bad += modules
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
             if frozen or modules:
                 right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+
+    def _registered(self) -> list[list[int]]:
+        """What is registered in each module, parameters and submodules; all of it is asked in every step."""
+        # Not by its own `values`: what stands in for a dict of parameters may give views.
+        return [[*map(id, dict.values(found))] for m in self.modules for found in registered(m)[: MODULES + 1]]
 
     def _told(self) -> list[tuple[Any, ...]]:
         return [tuple(map(of, self.tensors)) for of in TOLD]
@@ -97,16 +106,13 @@ class _Registry:
 
     def __init__(self, name: str, module: nn.Module, kind: int):
         self.name, self.module, self.kind = name, module, kind
-        self.ids = [*map(id, dict.values(registered(module)[kind]))]
-        self.expected = {n: id(x) for n, x in registered(module)[kind].items() if x is not None}
-        self.trained = {n for n, x in registered(module)[kind].items() if _has_parameters(x)}
+        found = dict.items(registered(module)[kind])
+        self.expected = {n: id(x) for n, x in found if x is not None}
+        self.trained = {n for n, x in found if _has_parameters(x)}
 
     def changed(self) -> list[str]:
         """Paths of what is no longer the same. Modules without parameters may come and go."""
         found = registered(self.module)[self.kind]
-        # Not by its own `values`: what stands in for a dict of parameters may give views.
-        if [*map(id, dict.values(found))] == self.ids:
-            return []
         now = {n: id(x) for n, x in found.items() if x is not None}
         names = sorted(n for n in now.keys() | self.expected.keys() if now.get(n) != self.expected.get(n))
         return [f"{self.name}.{n}".lstrip(".") for n in names if n in self.trained or _has_parameters(found.get(n))]

@@ -66,7 +66,8 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
             only unique among the living.
     """
     door: Step | None = None
-    kinds: dict[type, int] = {}
+    # A node's kind is that of its class, of which a program has few.
+    kinds: dict[type, int] = owner.kinds
     steps: list[Step] = [(None, root, False) for root in roots]
     while steps:
         step = steps.pop()
@@ -90,7 +91,9 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
                 continue
             inside = not crossing.inward
             # What else it has edges to are the tensors that left upstream (`module.upstream`).
-            steps += [(other, n, inside) for n, _ in other.next_functions[:1] if n is not None]
+            node = other.next_functions[0][0]
+            if node is not None:
+                steps.append((other, node, inside))
             continue
         elif kind == LEAF:
             leaf = other.variable
@@ -107,7 +110,9 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
             if (other.i < owner.units.blocks) != inside:
                 door = door or step
             continue
-        steps += [(other, n, inside) for n, _ in other.next_functions if n is not None]
+        for node, _ in other.next_functions:
+            if node is not None:
+                steps.append((other, node, inside))
     return door
 
 

@@ -142,8 +142,10 @@ class Rounds:
             if not asked and meeting and place == CALL:
                 # They wait for this rank to come there too.
                 return False
-            if not asked and not meeting and min(x & 1 for x in resting.values()) >= place:
-                return len({x >> 1 for x in resting.values()}) == 1
+            if not asked and not meeting:
+                said = set(resting.values())
+                if len(said) == 1 or min(x & 1 for x in said) >= place:
+                    return len(said) == 1 or len({x >> 1 for x in said}) == 1
 
     def meet(self, what: Callable[[], int]) -> str:
         """Return once all ranks have come to the same; until then take part in what they ask for.
@@ -178,8 +180,11 @@ class Rounds:
         every = sent.new_empty(width * self.control.size)
         all_gather_into(every, sent, self.control)
         rows = every.reshape(-1, width).tolist()
-        if kind > REST and rows.count(rows[0]) == len(rows):
-            # Nearly always: all want and expect the same.
+        if rows.count(rows[0]) == len(rows):
+            # Nearly always: all want and expect the same, or all have come to the same.
+            alike = dict.fromkeys(range(len(rows)), unit)
+            if kind <= REST:
+                return Round([], *((alike, {}) if kind == REST else ({}, alike)), [])
             return Round([(kind, unit)], {}, {}, list(ahead))
         return Round(
             sorted({(k, u) for k, u, *_ in rows if k > REST}),

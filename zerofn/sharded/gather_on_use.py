@@ -63,6 +63,8 @@ class Units:
         data, control = groups
         self.units = [*units, *([leaf] for leaf in alone)]
         self.blocks = len(units)
+        # Places of leaves that are not trained, by unit.
+        self.frozen = [[j for j, leaf in enumerate(unit) if not leaf.trainable] for unit in self.units]
         self.collectives = UnitCollectives(self.units, self.blocks, pipe, data, params, scale)
         self.pipe, self.params = pipe, params
         self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
@@ -92,7 +94,7 @@ class Units:
         if found is None:
             # The same tensor in every mode, as a parameter is.
             with lasting(), torch.enable_grad():
-                found = GatherUnit.apply(self, i, PARAMETERS, *(self.params[leaf.path] for leaf in self.units[i]))
+                found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
             self.watch.give(i, found)
             if keep:
                 gathered.seen[i] = found
@@ -196,15 +198,15 @@ class GatherUnit(Function):
             return tuple(units.lazies(i))
         fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
         # No views, of which torch lets nobody use one after another has been written into.
-        return tuple(full.data for full in fulls)
+        return tuple([full.data for full in fulls])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.units, ctx.i = inputs[0], inputs[1]
         ctx.set_materialize_grads(False)
         if inputs[2] == PARAMETERS:
-            leaves = inputs[0].units[inputs[1]]
-            ctx.mark_non_differentiable(*(x for x, leaf in zip(output, leaves, strict=True) if not leaf.trainable))
+            frozen = inputs[0].frozen[inputs[1]]
+            ctx.mark_non_differentiable(*[output[j] for j in frozen])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:  # type: ignore[override]
@@ -239,5 +241,6 @@ class ScatterUnit(Function):
 
 def check_unbatched(gs: tuple[Tensor | None, ...]) -> None:
     """Several cotangents at once: each would be a message of its own, for which collectives have no rule."""
-    if any(g is not None and is_batch(g) for g in gs):
-        raise RuntimeError(BATCHED)
+    for g in gs:
+        if g is not None and is_batch(g):
+            raise RuntimeError(BATCHED)

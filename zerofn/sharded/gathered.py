@@ -34,7 +34,9 @@ class Gathered:
     """
 
     def __init__(self, units: list[list[Leaf]], blocks: int, params: Leaves, watch: Written):
-        self.units, self.blocks, self.params, self.watch = units, blocks, params, watch
+        self.units, self.blocks, self.watch = units, blocks, watch
+        # This rank's parts, by unit.
+        self.parts = [[params[leaf.path] for leaf in unit] for unit in units]
         self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
         self.coming: dict[int, Callable[[], list[Tensor]]] = {}
         self.seen: dict[int, tuple[Tensor, ...]] = {}
@@ -44,7 +46,7 @@ class Gathered:
         self.updates = 0
         # By leaf: what else was written into its part.
         self.writes = [[0] * len(unit) for unit in units]
-        self.counts = [writes([params[leaf.path] for leaf in unit]) for unit in units]
+        self.counts = [writes(parts) for parts in self.parts]
 
     def __contains__(self, i: int) -> bool:
         return i in self.live or i in self.coming
@@ -57,7 +59,7 @@ class Gathered:
 
     def get(self, i: int) -> list[Tensor] | None:
         """The unit's copy, if there is one with the values of now."""
-        if self._writes(i) != self.counts[i]:
+        if writes(self.parts[i]) != self.counts[i]:
             # Somebody has written into a part between two calls.
             for j in range(len(self.units[i])):
                 self.age(i, j)
@@ -112,7 +114,7 @@ class Gathered:
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's copy so far."""
         if i in self.live and self.watch.settle(i, self.live[i]):
-            self.counts[i] = self._writes(i)
+            self.counts[i] = writes(self.parts[i])
 
     def settle_all(self) -> None:
         """Store what forward has written; what it has been given is no longer its own."""
@@ -126,12 +128,14 @@ class Gathered:
 
     def look_again(self) -> None:
         """Store what forward has written into copies that it has and that are kept here no longer."""
-        for i in list(self.live) if self.watch.let_go.held else ():
+        if not self.watch.let_go.held:
+            return
+        for i in list(self.live):
             # While what is stored is what the newer copy was made from: that is how writes into it are told.
             self.settle(i)
         for i in self.watch.look_again():
             # What we have written into parts is no write of the user's.
-            self.counts[i] = self._writes(i)
+            self.counts[i] = writes(self.parts[i])
             self.forget(i, settled=True)
 
     def _discard(self, i: int) -> None:
@@ -147,13 +151,10 @@ class Gathered:
 
     def age(self, i: int, j: int) -> int:
         """How often a parameter has been updated, or written into by the user, or by the model in forward."""
-        (count,) = writes([self.params[self.units[i][j].path]])
+        (count,) = writes([self.parts[i][j]])
         if count != self.counts[i][j]:
             # What was borrowed may have been read alone, so that is no reason to refuse a graph.
             self.writes[i][j] += count.version != self.counts[i][j].version
             self.counts[i][j] = count
             self._discard(i)
         return self.updates + self.writes[i][j] + (self.watch.version(i, j) if i < self.blocks else 0)
-
-    def _writes(self, i: int) -> list:
-        return writes([self.params[leaf.path] for leaf in self.units[i]])
