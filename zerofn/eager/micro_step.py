@@ -11,7 +11,8 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.tree import Leaves
 from ..ranks.group import Group
-from ..sharded.agreement_on_rounds import agree_on
+from ..sharded.agreement_on_rounds import check_marks, told_by_all
+from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read
 from ..sharded.rests import KEPT
 from ..sharded.uncleared_gradients import Uncleared
@@ -22,7 +23,11 @@ from .master_weights import Copies
 from .written_by_hand import Wholes
 
 # What must be equal on all ranks at every step.
-MARKS = ("the number of steps", "what closes a window", "step() or zero_grad()", KEPT, WRITTEN)
+STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
+NO_MARKS = {KEPT: 0, WRITTEN: 0}
+MARKS = (STEPS, CLOSES, DROPPED, *NO_MARKS)
+# Of what a rank tells, where marks begin.
+FIRST = 2
 
 
 class MicroStep:
@@ -58,10 +63,9 @@ class MicroStep:
         stored = self.state().leaves[path]
         return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
 
-    def _marks(self, boundary: bool | None, dropped: bool, more: dict[str, int] | None = None) -> dict[str, int]:
+    def _marks(self, boundary: bool | None, dropped: bool, more: dict[str, int] = NO_MARKS) -> dict[str, int]:
         closes = 2 if boundary is None else int(boundary)
-        marks = dict(zip(MARKS, (int(self.state().micro_step), closes, int(dropped)), strict=False))
-        return marks | (more or {KEPT: 0, WRITTEN: 0})
+        return {STEPS: int(self.state().micro_step), CLOSES: closes, DROPPED: int(dropped), **more}
 
     def collect(self, boundary: bool | None = None) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
@@ -70,10 +74,30 @@ class MicroStep:
             boundary: what `set_boundary` says of this step; ranks must say the same.
         """
         self.copies.carry_over()
-        units = self.arrivals.units
-        marks = self._marks(boundary, dropped=False, more=None if units is None else units.rests.at_step())
+        units, stream = self.arrivals.units, self.arrivals.stream
         if units is not None:
-            self.arrivals.release()
+            return self._at_rest(units, boundary)
+        marks = self._marks(boundary, dropped=False)
+        return self._in_place(marks) if stream is None else self._streamed(marks)
+
+    def _at_rest(self, units: Units, boundary: bool | None) -> Leaves:
+        """Where ranks rest at a step: what they agree on is told there, if all that step together rest together."""
+        grads: Leaves = {}
+        marks: dict[str, int] = {}
+
+        def told() -> list[int]:
+            nonlocal grads, marks
+            grads, marks = self._grads(), self._marks(boundary, False, units.rests.marks())
+            return self._numbers(grads, marks)
+
+        assert self.control is not None
+        rows = units.rests.at_step(told)
+        self.arrivals.release()
+        if self.arrivals.stream is None and units.rounds.protocol.control.ranks == self.control.ranks:
+            return self._agreed(rows, marks, grads)
+        # Others may have had more backwards: what is to be equal is told by those that share sums.
+        alike = len({row[FIRST + MARKS.index(KEPT)] for row in rows}) == 1
+        marks[KEPT] = 0 if alike else 1 + marks[KEPT]
         return self._in_place(marks) if self.arrivals.stream is None else self._streamed(marks)
 
     def _streamed(self, marks: dict[str, int]) -> Leaves:
@@ -89,13 +113,27 @@ class MicroStep:
         rest = self.pipe.road.behind_reduction
         return self.uncleared.take(self.pipe.road.pull(rest, grads, self.state().leaves) if rest else grads)
 
-    def _in_place(self, marks: dict[str, int]) -> Leaves:
+    def _grads(self) -> Leaves:
         with torch.DisableTorchFunctionSubclass():
             params = self.arrivals.params.items()
-            grads = {path: g for path, p in params if p.requires_grad and (g := read(p)) is not None}
+            return {path: g for path, p in params if p.requires_grad and (g := read(p)) is not None}
+
+    def _in_place(self, marks: dict[str, int]) -> Leaves:
+        grads = self._grads()
         if self.control is None:
             return grads
-        some, noticed = agree_on((len(grads), self.wholes.noticed()), marks, self.control)
+        return self._agreed(told_by_all(self._numbers(grads, marks), self.control), marks, grads)
+
+    def _numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
+        """What this rank tells the others: how many gradients it has, what it has noticed, and marks."""
+        return [len(grads), self.wholes.noticed(), *marks.values()]
+
+    def _agreed(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
+        """The gradients, if any rank has some, once all have told the same marks."""
+        assert self.control is not None
+        if rows.count(rows[0]) < len(rows):
+            check_marks([row[FIRST:] for row in rows], list(marks), self.control)
+        some, noticed = map(max, zip(*[row[:FIRST] for row in rows], strict=True))
         if noticed:
             self.wholes.compare()
         return grads if some else {}

@@ -39,7 +39,7 @@ class Wholes:
 
     def noticed(self) -> bool:
         """Whether this rank has written into one, or has lent the memory of one, since."""
-        return writes(self.params.values()) != self.counts
+        return bool(self.params) and writes(self.params.values()) != self.counts
 
     def compare(self) -> None:
         """Every rank comes here if any has noticed something.

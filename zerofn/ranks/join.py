@@ -33,8 +33,9 @@ REST = 0
 NOTHING = -1
 # Instead of a kind, with what a rank has come to in the place of a unit.
 MEET = -2
-# How much is promised at most.
+# How much is promised at most, and how many numbers are told in its place at a rest.
 MOST = 8
+TOLD = 2 * MOST
 # Where a rank rests: between two calls of the model, or at a step.
 CALL, STEP = 0, 1
 
@@ -44,13 +45,13 @@ class Round(NamedTuple):
 
     Attributes:
         asked: what any of them asks for, once each in a fixed order.
-        resting: what those say that rest, by rank.
+        resting: by rank, where those rest that do, and the numbers that they tell.
         meeting: what others have come to, by rank.
         expected: what all expect next.
     """
 
     asked: list[Asked]
-    resting: dict[int, int]
+    resting: dict[int, list[int]]
     meeting: dict[int, int]
     expected: list[Asked]
 
@@ -95,7 +96,7 @@ class Rounds:
             if asked == mine:
                 return self._both(begin, early)
             self._keep(asked)
-        found = self._exchange(kind, unit, ahead(self.trust))
+        found = self._exchange(kind, unit, [*chain.from_iterable(ahead(self.trust))])
         self.together = found.asked == [mine] and not found.resting and not found.meeting
         if self.together:
             self.trust = min(MOST, self.trust + 1)
@@ -120,7 +121,7 @@ class Rounds:
         self.trust = 1
         self.join(*asked)
 
-    def rest(self, place: int = CALL, told: Callable[[], int] = lambda: 0) -> bool:
+    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
         """Return once no rank wants anything any more; until then take part.
 
         A rest at a step ends with those of the other ranks: one that is only between two calls of the
@@ -128,24 +129,23 @@ class Rounds:
 
         Args:
             place: where this rank rests.
-            told: a number, not negative, that it tells the others; what it joins meanwhile may change it.
+            told: at most `TOLD` numbers that it tells the others; what it joins meanwhile may change them.
 
         Returns:
-            Whether the others rest too and tell the same. It costs no message of its own.
+            What each rank tells, in their order, if all rest here. It costs no message of its own.
         """
         while self.promised:
             self._keep(self.promised.popleft())
         while True:
-            asked, resting, meeting, _ = self._exchange(REST, place | told() << 1)
+            numbers = told()
+            asked, resting, meeting, _ = self._exchange(REST, place, numbers)
             for kind, unit in asked:
                 self.join(kind, unit)
             if not asked and meeting and place == CALL:
                 # They wait for this rank to come there too.
-                return False
-            if not asked and not meeting:
-                said = set(resting.values())
-                if len(said) == 1 or min(x & 1 for x in said) >= place:
-                    return len(said) == 1 or len({x >> 1 for x in said}) == 1
+                return []
+            if not asked and not meeting and min(resting.values())[0] >= place:
+                return [said[1 : 1 + len(numbers)] for said in resting.values()]
 
     def meet(self, what: Callable[[], int]) -> str:
         """Return once all ranks have come to the same; until then take part in what they ask for.
@@ -167,28 +167,31 @@ class Rounds:
                 continue
             if len(set(meeting.values())) > 1:
                 return f"ranks {sorted(meeting)} have come to different ones"
-            at_step = sorted(rank for rank, x in resting.items() if x & 1)
+            at_step = sorted(rank for rank, said in resting.items() if said[0] == STEP)
             if at_step:
                 return f"ranks {sorted(meeting)} ask for it, and ranks {at_step} are at opt.step()"
             if not resting:
                 return ""
 
-    def _exchange(self, kind: int, unit: int, ahead: Sequence[Asked] = ()) -> Round:
-        mine = [kind, unit, *chain.from_iterable(ahead)]
-        width = 2 + 2 * MOST
+    def _exchange(self, kind: int, unit: int, more: Sequence[int] = ()) -> Round:
+        """Tell the others what this rank has come to; `more` are promises, or what is told at a rest."""
+        mine = [kind, unit, *more]
+        width = 2 + TOLD
         sent = torch.tensor(mine + [NOTHING] * (width - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(width * self.control.size)
         all_gather_into(every, sent, self.control)
         rows = every.reshape(-1, width).tolist()
         if rows.count(rows[0]) == len(rows):
             # Nearly always: all want and expect the same, or all have come to the same.
-            alike = dict.fromkeys(range(len(rows)), unit)
-            if kind <= REST:
-                return Round([], *((alike, {}) if kind == REST else ({}, alike)), [])
-            return Round([(kind, unit)], {}, {}, list(ahead))
+            every = range(len(rows))
+            if kind == REST:
+                return Round([], dict.fromkeys(every, rows[0][1:]), {}, [])
+            if kind == MEET:
+                return Round([], {}, dict.fromkeys(every, unit), [])
+            return Round([(kind, unit)], {}, {}, list(zip(more[::2], more[1::2], strict=True)))
         return Round(
             sorted({(k, u) for k, u, *_ in rows if k > REST}),
-            {i: u for i, (k, u, *_) in enumerate(rows) if k == REST},
+            {i: row[1:] for i, row in enumerate(rows) if row[0] == REST},
             {i: u for i, (k, u, *_) in enumerate(rows) if k == MEET},
             _common(rows),
         )
@@ -197,7 +200,7 @@ class Rounds:
 def _common(rows: list[list[int]]) -> list[Asked]:
     """What all expect next, up to where one expects something else or nothing."""
     found: list[Asked] = []
-    for i in range(2, 2 + 2 * MOST, 2):
+    for i in range(2, 2 + TOLD, 2):
         first = rows[0][i], rows[0][i + 1]
         if first[0] == NOTHING or any((row[i], row[i + 1]) != first for row in rows):
             break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .._compat import after_this_node, at_end_of_backward, graph_task, in_backward, uncompiled
 from ..ranks.join import STEP
@@ -53,16 +53,22 @@ class Rests:
             self.waiting.add(task)
             at_end_of_backward(rest)
 
-    def at_step(self) -> dict[str, int]:
-        """Wait for all ranks at a step; what must be equal on all of them, by name.
+    def marks(self) -> dict[str, int]:
+        """What must be equal on all ranks at a step, by name.
 
         A rank that has cleared gradients half-way through a micro-step of the others has dropped its parts of
         sums of which they have theirs.
         """
-        agreed = self.rounds.rest(STEP, lambda: self.rounds.kept)
-        self.waiting.clear()
+        return {KEPT: self.rounds.kept, **self.back.marks()}
+
+    def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """Wait for all ranks at a step; what each tells."""
+        # What is written into copies is known once they are let go.
         self.gathered.drop()
-        return {KEPT: 0 if agreed else 1 + self.rounds.kept, **self.back.marks()}
+        rows = self.rounds.rest(STEP, told)
+        self.waiting.clear()
+        self.back.sums.clear()
+        return rows
 
     def for_unfinished(self) -> None:
         """The rest of a backward that this rank has given up: another one may still be in it.

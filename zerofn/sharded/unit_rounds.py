@@ -7,7 +7,7 @@ next is begun early (`prefetch`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
@@ -75,7 +75,7 @@ class UnitRounds:
             self.partial.update(leaf.path for leaf in self.units[i])
         return found
 
-    def rest(self, place: int = CALL, told: Callable[[], int] = lambda: 0) -> bool:
+    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
         """Nothing follows here: take part in what others want until every rank rests; see `ranks.join`."""
         if self.course is not None:
             self.course.end()

@@ -84,10 +84,9 @@ class WriteBack:
         return True
 
     def marks(self) -> dict[str, int]:
-        """What must be the same on all ranks at a step, under one name; it counts from there anew."""
+        """What must be the same on all ranks at a step, under one name."""
         paths = ", ".join(sorted(self.sums))
         total = sum(self.sums.values()) & MASK
-        self.sums.clear()
         return {f"{WRITTEN} {paths}; average what it is computed from" if paths else WRITTEN: total}
 
     def check(self) -> None:
