@@ -98,7 +98,7 @@ def traffic(order):
     model = Wide()
     first = {"data parallel": (zf.all_reduce(),), "zero2": (zf.reduce_scatter(),), "zero3": (zf.shard(),)}[order]
     opt = zf.attach(model, zf.chain(*first, zf.sgd(0.1)))
-    groups = {id(g): g for g in (*opt._home.groups, *opt._home.pipe.groups)}
+    groups = {id(g): g for g in (*opt._home.channels.groups, *opt._home.pipe.groups)}
     for step in range(2):
         for g in groups.values():
             g.traffic.reset()

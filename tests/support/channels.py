@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import zerofn.eager.channels
 import zerofn.eager.resident_params
 import zerofn.ranks.process_groups
 
@@ -19,16 +20,15 @@ class Channels:
         self.opened: list[Any] = []
         self.next = 0
         zerofn.eager.resident_params.agree_on_start = lambda pipe, params: None
-        self.open = {name: getattr(zerofn.eager.resident_params, name) for name in ("channel", "joint_channel")}
-        for name in self.open:
-            setattr(zerofn.eager.resident_params, name, lambda groups, name=name: self.take(name, groups))
+        self.open = zerofn.eager.channels.channels
+        zerofn.eager.channels.channels = lambda joining: [self.take(groups) for groups in joining]
 
-    def take(self, name: str, groups: Any) -> Any:
+    def take(self, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""
         if self.next == len(self.opened):
             # Not the model's that comes first, which would close them.
             with zerofn.ranks.process_groups.held_by(None):
                 zerofn.ranks.process_groups.world_group("mesh"), zerofn.ranks.process_groups.world_group()
-                self.opened.append(self.open[name](groups))
+                self.opened += self.open([groups])
         self.next += 1
         return self.opened[self.next - 1]

@@ -42,12 +42,19 @@ def agree_on_chain(pipe: Pipeline) -> None:
     for group in pipe.every_group:
         # The address of a function differs between processes that run the same code.
         tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
-        agree("the pipeline", f"{', '.join(p.name for p in pipe.parts)} #{_digest(tx)}", group)
         tree = "\n".join(
-            f"{leaf.path} {tuple((leaf.within or leaf).shape)} {leaf.dtype} {leaf.trainable}"
-            for leaf in pipe.layout.leaves
+            [
+                f"{leaf.path} {tuple((leaf.within or leaf).shape)} {leaf.dtype} {leaf.trainable}"
+                for leaf in pipe.layout.leaves
+            ]
         )
-        agree("the tree of parameters", f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}", group)
+        agree_on_all(
+            {
+                "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
+                "the tree of parameters": f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}",
+            },
+            group,
+        )
 
 
 def check_finite(tensors: Leaves) -> None:
@@ -151,14 +158,19 @@ def agree(what: str, value: str | bytes, group: Group) -> None:
 
     >>> agree("the pipeline", "shard,adam", Group())
     """
-    text = value.hex() if isinstance(value, bytes) else value
-    answers = gather_objects((what, text), group)
+    agree_on_all({what: value.hex() if isinstance(value, bytes) else value}, group)
+
+
+def agree_on_all(texts: dict[str, str], group: Group) -> None:
+    """As `agree`, of several in one message: the first that differs is told."""
+    answers = gather_objects(tuple(texts.items()), group)
     if len(set(answers)) == 1:
         return
-    if len({asked for asked, _ in answers}) > 1:
-        told = _by_value([asked for asked, _ in answers], group)
+    if len({tuple(dict(answer)) for answer in answers}) > 1:
+        told = _by_value([", ".join(dict(answer)) for answer in answers], group)
         raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
-    told = _by_value([text for _, text in answers], group)
+    what = next(what for what in texts if len({dict(answer)[what] for answer in answers}) > 1)
+    told = _by_value([dict(answer)[what] for answer in answers], group)
     raise ValueError(
         f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "
         "whatever is random alike)"

@@ -17,11 +17,10 @@ from ..core.gradients import check_readable
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..core.views import Like
-from ..ranks.group import Group
-from ..ranks.process_groups import joint_channel
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read, write
 from ..sharded.reducer import Stream
+from .channels import Channels, reduction
 from .in_backward import InBackward
 
 
@@ -31,7 +30,7 @@ class Arrivals:
     Args:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
-        groups: those of the pipeline, for this model alone.
+        channels: of this model.
         marks: what must be equal on all ranks at every step.
         in_backward: uses gradients as they arrive, if they are to be.
         carry: stores what was written by hand into a parameter that is a copy.
@@ -47,7 +46,7 @@ class Arrivals:
         self,
         pipe: Pipeline,
         params: Leaves,
-        groups: tuple[Group, ...],
+        channels: Channels,
         marks: tuple[str, ...],
         in_backward: InBackward | None,
         carry: Callable[[Leaf], object],
@@ -56,7 +55,7 @@ class Arrivals:
         self.reduced: Leaves = {}
         self.held: Leaves = {}
         self.units: Units | None = None
-        self.stream = self._stream(groups, marks)
+        self.stream = self._stream(channels, marks)
         # What has come back reduced is to be, by path.
         kept = () if self.stream is None else pipe.layout.trainable
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
@@ -67,13 +66,13 @@ class Arrivals:
             hook = functools.partial(self.hand_over, leaf.path)
             self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
-    def _stream(self, groups: tuple[Group, ...], marks: tuple[str, ...]) -> Stream | None:
+    def _stream(self, channels: Channels, marks: tuple[str, ...]) -> Stream | None:
         """What reduces gradients as they arrive, where the first update half is a reduction."""
         pipe = self.pipe
-        wire, name = next(((s.wire, s.name) for s in pipe.road.after_update if s.wire is not None), (None, ""))
-        if pipe.late or wire is None or not groups:
+        view = reduction(pipe)
+        if view is None or view.wire is None or channels.more is None:
             return None
-        group = groups[pipe.groups.index(wire.group)]
+        wire, group = view.wire, channels.groups[pipe.groups.index(view.wire.group)]
         # Backward reaches the parameters that forward used last, first.
         leaves = pipe.layout.trainable[::-1]
         like = {
@@ -81,8 +80,8 @@ class Arrivals:
             for leaf in leaves
             for p in [self.params[leaf.path]]
         }
-        control = joint_channel(pipe.every_group)
-        return Stream(wire.on(group, wire.reduce_dtype), control, leaves, like, self._take, marks, name)
+        on = wire.on(group, wire.reduce_dtype)
+        return Stream(on, channels.more, leaves, like, self._take, marks, view.name)
 
     def left(self) -> bool:
         """Whether gradients of this micro-step have left to be reduced."""

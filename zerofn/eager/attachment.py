@@ -73,9 +73,9 @@ class Attachment:
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
             self.home = Residence(model, pipe, self.params, context, unchanged, start, forms)
         self.pipe = self.home.pipe
-        if self.home.control is not None:
+        if self.home.channels.control is not None:
             # The last that is undone.
-            self.home.undo.insert(0, functools.partial(channels.close, self.home.control.ranks))
+            self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
         self.averages = Averaged(self.home.refresh)
         self.groups = ParamGroups(self.pipe, self.params)
         self.watch = Watch(model, layout, self.params)
@@ -90,8 +90,8 @@ class Attachment:
 
     def meet(self, call: str, right: str) -> None:
         """Wait for the other ranks, which make the same call."""
-        if self.home.control is not None:
-            together(call, self.home.control.ranks, right)
+        if self.home.channels.control is not None:
+            together(call, self.home.channels.control.ranks, right)
 
     def check(self, what: str) -> None:
         """That `opt.what()` can be called now."""

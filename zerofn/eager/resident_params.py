@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..core.agreement import agree_on_start
 from ..core.executor import counter
 from ..core.pipeline import Pipeline
-from ..core.road import groups_of
 from ..core.state import State
 from ..core.transform import Context, TransformState
 from ..core.views import cut
@@ -28,12 +27,11 @@ from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_sight
 from ..module.guards import gathering_of, label
 from ..ranks.distributed_tensors import Form
-from ..ranks.group import Group
-from ..ranks.process_groups import channel, joint_channel
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
 from ..sharded.units import split
 from .arriving_gradients import Arrivals
+from .channels import open_channels
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
 from .master_weights import Copies
@@ -83,15 +81,14 @@ class Residence:
         self.model, self.pipe, self.params = model, pipe, params
         buffers = dtypes_of_buffers(model, pipe.dtypes)
         settle = start(pipe, params)
-        self.groups: tuple[Group, ...] = tuple(channel(g) for g in pipe.groups)
-        self.control: Group | None = joint_channel(pipe.every_group) if pipe.every_group else None
+        self.channels = channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         stored = settle()
         self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731
-        self.arrivals = Arrivals(pipe, params, self.groups, MARKS, self.in_backward, carry)
+        self.arrivals = Arrivals(pipe, params, channels, MARKS, self.in_backward, carry)
         # Before modules are hooked, which look at the dtypes of their buffers.
         self.undo: list[Callable[[], Any]] = [*self.arrivals.undo, cast_buffers(model, buffers)]
         # Modules whose parameters are gathered.
@@ -103,9 +100,9 @@ class Residence:
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
             self.undo.append(install(model, self.sight, paths, self.blocks))
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
-        self.wholes = Wholes(params, _of_equals(pipe, self.control) if context is None else None)
+        self.wholes = Wholes(params, channels.equals if context is None else None)
         self.micro_step = MicroStep(
-            pipe, self.arrivals, self.control, self.copies, self.wholes, lambda: self.state, self._gave_up
+            pipe, self.arrivals, channels.control, self.copies, self.wholes, lambda: self.state, self._gave_up
         )
         ends = self.micro_step
         asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
@@ -128,14 +125,13 @@ class Residence:
         return self.state
 
     def _units(self) -> Units | None:
-        pipe = self.pipe
-        if self.control is None or pipe.gathering is None:
+        pipe, channels = self.pipe, self.channels
+        if pipe.gathering is None or channels.wanted is None:
             return None
-        group = self.groups[pipe.groups.index(pipe.gathering.group)]
+        groups = channels.groups[pipe.groups.index(pipe.gathering.group)], channels.wanted
         units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
-        control = channel(pipe.gathering.group)
         takes, ended = self.arrivals.accept, self.arrivals.release
-        return Units(units, pipe, self.params, (group, control), self.scale, takes, ended, pipe.layout.leaves)
+        return Units(units, pipe, self.params, groups, self.scale, takes, ended, pipe.layout.leaves)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -212,12 +208,3 @@ def _state_now(home: Residence | None, name: str) -> TransformState:
     """What a view that reads its transform's state is given: what it is when a leaf is seen."""
     assert home is not None
     return home.state.transforms[name]
-
-
-def _of_equals(pipe: Pipeline, control: Group | None) -> Group | None:
-    """A channel between the ranks that have one and the same parameter, of which each stores a part."""
-    if pipe.sharding is pipe.gathering:
-        return None
-    if pipe.gathering is None and not pipe.model:
-        return control
-    return joint_channel(groups_of(pipe.road.after_update))

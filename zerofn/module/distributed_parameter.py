@@ -25,13 +25,13 @@ from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import SIZES, in_place
+from ..sharded.kinds_of_functions import PRIVATE
 from ..sharded.origins import Origin
 from ..sharded.part import handed, part_of, plain
 from ..sharded.whole_sizes import printed, sizes
 
 # What a parameter itself answers, as a leaf of a graph.
 BEGINNINGS = ("is_", "has_", "register_post", "requires_grad", "retain")
-PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
 ITSELF = PRIVATE | {"__set__", "__delete__", "__hash__", "__dir__", "backward", "get_device", "type"}
 # What asks for sizes, or for numbers in another order.
 GLOBAL = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})

@@ -27,6 +27,7 @@ from .._compat import SHALLOW, uncompiled
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, SIZES, Kind, in_place, kind_of, pointwise
+from ..sharded.kinds_of_functions import PRIVATE
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.origins import Origin, check_sizes
 from ..sharded.part import handed, kept, named_first, own_rows, part_of, plain, written
@@ -44,7 +45,6 @@ LOOKING = frozenset({
 # What torch leaves to subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
-PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
 # What gives out this rank's part, or the gradient of it.
 GIVING = frozenset({"detach", "grad", "register_hook"})
 # What asks a tensor for its sizes alone.

@@ -7,6 +7,7 @@ what must not mix.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import sys
@@ -180,34 +181,39 @@ def channel(group: Group) -> Group:
     >>> channel(world_group()).size
     1
     """
-    if group.size == 1:
-        return group
-    return _open_channel(group.ranks, group.device.type)
+    return channels([[group]])[0]
 
 
-def _open_channel(ranks: tuple[int, ...], device_type: str) -> Group:
-    _registry.opened += 1
-    opened = _registry.get(_registry.opened, "channel", lambda: _open_row(ranks, device_type, "channel"))
-    assert opened is not None
+def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
+    """A channel for each of these, between all ranks that any of its groups connects, directly or through one another.
+
+    Several groups are the axes of a mesh. Every rank of the world must call it; they wait for each other once.
+
+    >>> [group.size for group in channels([[Group()], [Group(), Group()]])]
+    [1, 1]
+    """
+    wanted = [_joined(groups) for groups in joining]
+    if not any(size > 1 for size in map(len, wanted)):
+        return [groups[0] for groups in joining]
+    every = _of_all_ranks(wanted)
+    opened: list[Group] = []
+    for n, (groups, ranks) in enumerate(zip(joining, wanted, strict=True)):
+        group: Group | None = groups[0]
+        if len(ranks) > 1:
+            rows, device = _rows([each[n] for each in every]), raw.device_of(groups[0].device.type)
+            _registry.opened += 1
+            group = _registry.get(_registry.opened, "channel", functools.partial(_open_all, rows, device, "channel"))
+        assert group is not None
+        opened.append(group)
     return opened
 
 
-def joint_channel(groups: Sequence[Group]) -> Group:
-    """A channel between all ranks that any of the groups connects, directly or through one another.
-
-    For the axes of a mesh. Every rank of the world must call it.
-
-    >>> joint_channel([Group()]).size
-    1
-    """
+def _joined(groups: Sequence[Group]) -> tuple[int, ...]:
     joined = {r for g in groups for r in g.ranks}
-    several = [g for g in groups if g.size > 1]
-    if len(several) < 2:
-        return channel(several[0] if several else groups[0])
-    for group in several[1:]:
+    for group in [g for g in groups if g.size > 1][1:]:
         for found in raw.gather_objects(sorted(joined), group):
             joined.update(found)
-    return _open_channel(tuple(sorted(joined)), several[0].device.type)
+    return tuple(sorted(joined))
 
 
 def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
@@ -231,7 +237,12 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
 def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
     """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
     ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""
-    rows = sorted(set(_of_all_ranks(ranks)))
+    return _open_all(_rows(_of_all_ranks(ranks)), raw.device_of(device_type), purpose)
+
+
+def _rows(of_all: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The rows of a mesh, from that of each rank."""
+    rows = sorted(set(of_all))
     members = Counter(itertools.chain.from_iterable(rows))
     shared = sorted(rank for rank, n in members.items() if n > 1)
     if shared:
@@ -239,7 +250,7 @@ def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Gr
             f"the ranks disagree on the mesh: {[list(row) for row in rows]} overlap in ranks {shared}; "
             "build the same mesh on every rank and cut it along the same axis"
         )
-    return _open_all(rows, raw.device_of(device_type), purpose)
+    return rows
 
 
 def _of_all_ranks(obj: Any) -> list[Any]:

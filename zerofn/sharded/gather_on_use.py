@@ -145,7 +145,7 @@ class Units:
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters before anything is computed with them."""
-        dtypes = self.collectives.dtypes[i]
+        dtypes = self.collectives.plan(i).dtypes
         metas = [torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i]]
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 

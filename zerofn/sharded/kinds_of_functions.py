@@ -51,7 +51,7 @@ SIZES = frozenset({
     "shape", "size", "storage_offset", "stride",
 })
 BEGINNINGS = ("is_", "has_", "register_")
-PRIVATE = frozenset(name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__"))
+PRIVATE = frozenset({name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__")})
 # Attributes that are computed.
 COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 BY_NAME = {

@@ -12,7 +12,7 @@ from .._ranges import VIEW, ranged
 from ..core.linear_map import over
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
-from ..core.views import cut, summed_in
+from ..core.views import View, cut, summed_in
 from ..ranks.group import Group
 
 
@@ -23,6 +23,24 @@ class Sum(NamedTuple):
     numels: list[int]
     dtype: torch.dtype
     device: torch.device
+
+
+class Plan(NamedTuple):
+    """What is sent for a unit.
+
+    Attributes:
+        stages: what parts are seen through before they are gathered.
+        dtypes: in which they are, by path.
+        buckets: leaves of one dtype, which one collective gathers.
+        sums: of gradients.
+        kept: the dtypes of gradients that are true ones, by path.
+    """
+
+    stages: Sequence[View]
+    dtypes: dict[str, torch.dtype]
+    buckets: list[list[Leaf]]
+    sums: list[Sum]
+    kept: dict[str, torch.dtype]
 
 
 class UnitCollectives:
@@ -53,20 +71,24 @@ class UnitCollectives:
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
         # From the model to storage: what whole leaves are seen through, and what parts are before they are gathered.
-        self.of_wholes, of_parts = stages[:at], stages[at + 1 :]
-        self.pulled_by = [stage for stage in of_parts if not stage.only_dtype]
-        # What is sent is cast in any case: a cast by itself needs no view, and one between others has its place.
-        self.seen_by = of_parts[::-1] if self.pulled_by else ()
-        self.dtypes = [{leaf.path: self._seen(i, leaf) for leaf in unit} for i, unit in enumerate(units)]
-        self.buckets = [cut(unit, dtypes, 1 << 62) for unit, dtypes in zip(units, self.dtypes, strict=True)]
-        self.sums = [
-            [self._sum_of(bucket, dtypes) for bucket in cut([x for x in unit if x.trainable], dtypes, 1 << 62)]
-            for unit, dtypes in zip(units, self.dtypes, strict=True)
-        ]
-        self.grad_dtypes = {leaf.path: pipe.road.resident_grad_dtype(leaf) for unit in units for leaf in unit}
+        self.of_wholes, self.of_parts = stages[:at], stages[at + 1 :]
+        self.pulled_by = [stage for stage in self.of_parts if not stage.only_dtype]
+        self.plans: list[Plan | None] = [None] * len(units)
 
-    def _seen(self, i: int, leaf: Leaf) -> torch.dtype:
-        return self.pipe.dtypes.stored(leaf) if i >= self.blocks else self.pipe.dtypes.seen(leaf)
+    def plan(self, i: int) -> Plan:
+        """What is sent for a unit, found at its first use: most leaves never travel alone."""
+        found = self.plans[i]
+        if found is None:
+            unit, alone = self.units[i], i >= self.blocks
+            # What is sent is cast in any case: a cast by itself needs no view, and one between others has its place.
+            stages = self.pulled_by if alone or not self.pulled_by else self.of_parts
+            of = self.pipe.dtypes.stored if alone else self.pipe.dtypes.seen
+            dtypes = {leaf.path: of(leaf) for leaf in unit}
+            summed = cut([leaf for leaf in unit if leaf.trainable], dtypes, 1 << 62)
+            kept = {leaf.path: self.pipe.road.resident_grad_dtype(leaf) for leaf in unit}
+            sums = [self._sum_of(bucket, dtypes) for bucket in summed]
+            found = self.plans[i] = Plan(stages[::-1], dtypes, cut(unit, dtypes, 1 << 62), sums, kept)
+        return found
 
     def _sum_of(self, bucket: list[Leaf], dtypes: dict[str, torch.dtype]) -> Sum:
         first = bucket[0].path
@@ -81,10 +103,9 @@ class UnitCollectives:
             parts: of this rank, by path.
         """
         sent: list[tuple[list[Leaf], Any, Tensor]] = []
-        dtypes = self.dtypes[i]
-        stages = self.seen_by if i < self.blocks else self.pulled_by[::-1]
+        stages, dtypes, buckets, *_ = self.plan(i)
         with ranged(VIEW, self.name):
-            for bucket in self.buckets[i]:
+            for bucket in buckets:
                 mine = []
                 for leaf in bucket:
                     part = parts[leaf.path]
@@ -117,7 +138,7 @@ class UnitCollectives:
         """
         named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
         sent: list[tuple[Sum, Any, Tensor]] = []
-        for sum_ in self.sums[i]:
+        for sum_ in self.plan(i).sums:
             bucket = sum_.leaves
             for leaf in bucket if self.of_wholes else ():
                 for stage in self.of_wholes if leaf.path in named else ():
@@ -131,6 +152,7 @@ class UnitCollectives:
     def _end_scatter(self, i: int, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
         out: Leaves = {}
         scale = self.scale() if i < self.blocks else None
+        kept = self.plan(i).kept
         for sum_, work, mine in sent:
             work.wait()
             found = self.wire.unpack(mine, sum_.leaves, sum_.numels)
@@ -140,7 +162,7 @@ class UnitCollectives:
                 if g is not None:
                     for stage in self.pulled_by:
                         g = stage.pull(g, leaf)
-                    own = self.grad_dtypes[leaf.path]
+                    own = kept[leaf.path]
                     # With a count of its own of what is written into it, unlike a view.
                     out[leaf.path] = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
         return [out.get(leaf.path) for leaf in self.units[i]]

@@ -1,0 +1,54 @@
+"""The channels of an attached model: what ranks send each other in one of them waits for nothing in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..core.pipeline import Pipeline
+from ..core.road import groups_of
+from ..core.views import View
+from ..ranks.group import Group
+from ..ranks.process_groups import channels
+
+
+class Channels(NamedTuple):
+    """Those of one model; none on one process.
+
+    Attributes:
+        groups: for what is gathered and reduced, one for each group of the pipeline.
+        control: for what ranks tell each other at a step.
+        wanted: for what they say of parameters that they want next, where these are gathered on use.
+        more: for whether they have more gradients, where these leave as they arrive.
+        equals: between ranks that have one and the same parameter, of which each stores a part.
+    """
+
+    groups: tuple[Group, ...] = ()
+    control: Group | None = None
+    wanted: Group | None = None
+    more: Group | None = None
+    equals: Group | None = None
+
+
+def open_channels(pipe: Pipeline) -> Channels:
+    """Those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
+    if not pipe.every_group:
+        return Channels()
+    joining: dict[str, Sequence[Group]] = {"control": pipe.every_group}
+    if pipe.gathering is not None:
+        joining["wanted"] = [pipe.gathering.group]
+    if reduction(pipe) is not None:
+        joining["more"] = pipe.every_group
+    stored_in_parts = pipe.sharding is not pipe.gathering
+    if stored_in_parts and (pipe.gathering is not None or pipe.model):
+        joining["equals"] = groups_of(pipe.road.after_update)
+    opened = channels([*([group] for group in pipe.groups), *joining.values()])
+    n = len(pipe.groups)
+    found = Channels(tuple(opened[:n]), **dict(zip(joining, opened[n:], strict=True)))
+    # Where all ranks have the same they compare it after a step's message, in the same channel.
+    return found if found.equals is not None or not stored_in_parts else found._replace(equals=found.control)
+
+
+def reduction(pipe: Pipeline) -> View | None:
+    """The view whose wire reduces gradients as they arrive, where the first update half is a reduction."""
+    return None if pipe.late else next((view for view in pipe.road.after_update if view.wire is not None), None)
