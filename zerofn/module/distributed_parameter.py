@@ -24,8 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.kinds_of_functions import SIZES, in_place
-from ..sharded.kinds_of_functions import PRIVATE
+from ..sharded.kinds_of_functions import PRIVATE, SIZES, in_place
 from ..sharded.origins import Origin
 from ..sharded.part import handed, part_of, plain
 from ..sharded.whole_sizes import printed, sizes

@@ -26,8 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import SHALLOW, uncompiled
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, SIZES, Kind, in_place, kind_of, pointwise
-from ..sharded.kinds_of_functions import PRIVATE
+from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.origins import Origin, check_sizes
 from ..sharded.part import handed, kept, named_first, own_rows, part_of, plain, written

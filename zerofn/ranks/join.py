@@ -183,11 +183,11 @@ class Rounds:
         rows = every.reshape(-1, width).tolist()
         if rows.count(rows[0]) == len(rows):
             # Nearly always: all want and expect the same, or all have come to the same.
-            every = range(len(rows))
+            said: list[int] = rows[0][1:]
             if kind == REST:
-                return Round([], dict.fromkeys(every, rows[0][1:]), {}, [])
+                return Round([], dict.fromkeys(range(len(rows)), said), {}, [])
             if kind == MEET:
-                return Round([], {}, dict.fromkeys(every, unit), [])
+                return Round([], {}, dict.fromkeys(range(len(rows)), unit), [])
             return Round([(kind, unit)], {}, {}, list(zip(more[::2], more[1::2], strict=True)))
         return Round(
             sorted({(k, u) for k, u, *_ in rows if k > REST}),
