@@ -147,9 +147,9 @@ class Layout:
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "at", tuple(None if i < 0 else self.leaves[i].path for i in self.places))
-        object.__setattr__(self, "trainable", tuple(leaf for leaf in self.leaves if leaf.trainable))
-        object.__setattr__(self, "trained", tuple(leaf.path for leaf in self.trainable))
+        object.__setattr__(self, "at", tuple([None if i < 0 else self.leaves[i].path for i in self.places]))
+        object.__setattr__(self, "trainable", tuple([leaf for leaf in self.leaves if leaf.trainable]))
+        object.__setattr__(self, "trained", tuple([leaf.path for leaf in self.trainable]))
         object.__setattr__(self, "numbered", optree.tree_unflatten(self.spec, list(range(len(self.places)))))
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:

@@ -128,12 +128,14 @@ class Dtypes:
 
     def seen(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf in the model."""
-        return self.of(leaf).param_dtype or self.stored(leaf)
+        own = self.of(leaf)
+        return own.param_dtype or own.store_dtype or leaf.dtype
 
     def gradient(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf's gradient once it is pulled back."""
-        stored = self.stored(leaf)
-        return self.of(leaf).grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+        own = self.of(leaf)
+        stored = own.store_dtype or leaf.dtype
+        return own.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
 
     def summed(self, leaf: Leaf) -> torch.dtype:
         """The dtype in which gradients of the leaf are summed over ranks."""
@@ -274,12 +276,13 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
 
 def cutting(views: Sequence[View]) -> tuple[Wire, ...]:
     """What cuts leaves over ranks, one after the other."""
-    return tuple(view.wire for view in views if view.wire is not None and view.wire.cuts)
+    return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
 
 
 def cutter(views: Sequence[View]) -> Wire | None:
     """The last wire that cuts leaves over ranks, if one does: what it leaves of them is what there is behind all."""
-    return next(reversed(cutting(views)), None)
+    wires = cutting(views)
+    return wires[-1] if wires else None
 
 
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.agreement import agree_on_start
@@ -20,7 +19,6 @@ from ..core.executor import counter
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.transform import Context, TransformState
-from ..core.views import cut
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
@@ -34,6 +32,7 @@ from .arriving_gradients import Arrivals
 from .channels import open_channels
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
+from .made_anew import Anew
 from .master_weights import Copies
 from .micro_step import MARKS, MicroStep
 from .resident_form import move_out, settle_in
@@ -99,6 +98,7 @@ class Residence:
             paths = {id(p): path for path, p in params.items()}
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
             self.undo.append(install(model, self.sight, paths, self.blocks))
+        self.anew = Anew(pipe, params)
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(params, channels.equals if context is None else None)
         self.micro_step = MicroStep(
@@ -133,26 +133,17 @@ class Residence:
         takes, ended = self.arrivals.accept, self.arrivals.release
         return Units(units, pipe, self.params, groups, self.scale, takes, ended, pipe.layout.leaves)
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Resident parameters from the stored ones, one bucket at a time."""
+        """Resident parameters from the stored ones."""
         if self.in_backward is not None:
             # Of a step under way when a state was loaded nothing is left in what is stored.
             self.in_backward.forget()
         if self.units is not None:
             self.units.gathered.renew()
-        stages = self.pipe.road.after_update
-        if not stages:
-            return
-        leaves = self.state.leaves
-        for bucket in cut(self.pipe.layout.leaves, {p: x.dtype for p, x in self.params.items()}):
-            here = {leaf.path: leaves[leaf.path] for leaf in bucket}
-            seen = self.pipe.road.see(stages, here, bucket, {leaf.path: self.params[leaf.path] for leaf in bucket})
-            for path, x in seen.items():
-                if x.data_ptr() != self.params[path].data_ptr():
-                    self.params[path].copy_(x)
-        self.copies.note()
-        self.wholes.note()
+        if self.anew.buckets:
+            self.anew.make(self.state.leaves)
+            self.copies.note()
+            self.wholes.note()
 
     def _gave_up(self, state: State) -> None:
         self.state = state

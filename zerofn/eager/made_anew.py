@@ -1,0 +1,32 @@
+"""Resident parameters made anew from the stored ones after an update, one bucket at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.pipeline import Pipeline
+from ..core.tree import Leaves
+from ..core.views import cut
+
+
+class Anew:
+    """The way from what is stored of one attached model to what it keeps, where that is another tensor.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form, which they keep.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves):
+        self.road = pipe.road
+        buckets = cut(pipe.layout.leaves, {p: x.dtype for p, x in params.items()}) if pipe.road.after_update else []
+        self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
+
+    @torch.no_grad()
+    def make(self, stored: Leaves) -> None:
+        """Write what `stored` is seen as into the parameters."""
+        for bucket, into in self.buckets:
+            seen = self.road.see(self.road.after_update, {path: stored[path] for path in into}, bucket, into)
+            for path, x in seen.items():
+                if x.data_ptr() != into[path].data_ptr():
+                    into[path].copy_(x)
