@@ -180,6 +180,48 @@ def test_a_held_or_skipped_step_has_the_same_metrics(name):
                 assert (value == 0.0) == (x["updated"] == 0.0), (key, x)
 
 
+MOVING = {
+    "momentum": zf.chain(zf.accumulate(3), zf.trace(0.5), CLIP(1.0), zf.adamw(0.1)),
+    "looked at": zf.chain(zf.skip_nonfinite(), zf.accumulate(2), zf.trace(0.5), zf.skip_nonfinite(), zf.rmsprop(0.1)),
+    "group": zf.chain(
+        zf.accumulate(2),
+        zf.trace(0.5),
+        zf.partition({"a": zf.chain(CLIP(1.0), zf.adamw(0.1)), "b": zf.sgd(0.2)}, lambda p: "a" if p == "w" else "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("how", ["compiled", "batched"])
+def test_a_held_step_that_is_computed_and_not_chosen_has_the_same_metrics(name, how):
+    """Behind a momentum gradients of a held step are not zero, and yet nothing has come."""
+    tx, seen = MOVING[name], []
+
+    def loss(params, x):
+        return sum((params[k] * g).sum() for k, g in GRADS.items()) * x
+
+    step = plain = zf.make_step(loss, tx)
+    if how == "compiled":
+        if torch.__version__ < "2.13":
+            pytest.skip("a step runs uncompiled in a graph")
+        torch._dynamo.reset()
+        step = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    if how == "batched":
+        step = torch.func.vmap(plain)
+    state = zf.init(tx, PARAMS)
+    one = state
+    if how == "batched":
+        state = torch.func.vmap(lambda x: zf.init(tx, {k: p * x for k, p in PARAMS.items()}))(torch.ones(2))
+    for i in range(7):
+        x = torch.tensor(float("nan") if i == 4 else 1.0)
+        one, wanted = plain(one, x)
+        state, metrics = step(state, x.expand(2) if how == "batched" else x)
+        last = {k: v[-1] if how == "batched" else v for k, v in metrics.items()}
+        assert zf.floats(last) == pytest.approx(zf.floats(wanted), rel=1e-6, nan_ok=True), i
+        seen.append(float(wanted["updated"]))
+    assert set(seen) == {0.0, 1.0}
+
+
 def test_steps_left_out_are_counted_in_held_steps_too():
     tx = zf.chain(zf.accumulate(2), zf.skip_nonfinite(), zf.sgd(0.1))
     state, seen = zf.init(tx, PARAMS), []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._ranges import UPDATE, listener, ranged, told
-from .held import report_held
+from .held import report_held, standing
 from .stretches import Stretch
 from .transform import Context, Prepared, Scope, Transform, TransformState, select
 from .tree import Leaves, flatten
@@ -93,9 +93,11 @@ class Segment:
         self.told = told()
         self.prepared: list[Prepared] = []
         self.held = False
+        # To a member of a group comes what comes to the group.
+        self.comes = comes = ctx.comes if emitted is True else emitted
         for part in parts.parts:
             look = grads if part is first and part.scope is not Scope.LEAF else None
-            given = self.old[part.name], look, params, ctx
+            given = self.old[part.name], look, params, self._told_of(part, comes)
             self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
             if ctx.donate_members and not isinstance(self.prepared[-1].emit, bool):
                 # What comes after it is chosen from old and new for each member.
@@ -103,6 +105,7 @@ class Segment:
             self.held = self.prepared[-1].emit is False
             if self.held:
                 break
+            comes = both(comes, self.prepared[-1].emit)
         self.parts = parts.parts[: len(self.prepared)]
         self.changed: dict[str, TransformState] = {part.name: {} for part in self.parts}
 
@@ -128,14 +131,14 @@ class Segment:
         return out
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
-        emitted = self.emitted
+        emitted, comes = self.emitted, self.comes
         for part, p in zip(self.parts, self.prepared, strict=True):
             if part.facts.watches:
                 # A leaf without a gradient in this step has kept its value, and that is watched too.
                 signal = {**params, **signal}
             old = self.old[part.name]
             state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
-            given = part, signal, state, params, p.carry, self.ctx
+            given = part, signal, state, params, p.carry, self._told_of(part, comes)
             out, own = updated(*given) if self.told else part.update_fn(*given[1:])
             _merge(self.changed[part.name], own, old)
             if p.emit is False or out is None:
@@ -143,9 +146,15 @@ class Segment:
             signal = out
             if not isinstance(p.emit, bool):
                 # A window that closes in a step which is skipped has the sum of the steps before.
-                emitted = p.emit if emitted is True else emitted & p.emit
+                emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
                 signal = passed(emitted, out)
         return signal
+
+    def _told_of(self, part: Transform, comes: bool | Tensor) -> Context:
+        """What a transform is told, of whether anything comes to it too."""
+        if comes is True:
+            return self.ctx
+        return replace(self.ctx, comes=comes, standing=standing(part, self.old[part.name]))
 
     def close(self) -> None:
         """All leaves have been fed."""
@@ -165,7 +174,7 @@ class Segment:
             old = new[part.name]
             merged = {**old, **self.changed[part.name], **p.state}
             new[part.name] = select(emitted, merged, old) if emitted is not True else merged
-            emitted = p.emit if emitted is True else emitted & p.emit
+            emitted = both(emitted, p.emit)
         return self.stretch.spread(new, self.given), emitted
 
 
@@ -195,6 +204,11 @@ def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
         by_leaf = isinstance(entry, dict) and entry.keys() <= params.keys()
         found += flatten(slice_entry(entry, grads) if by_leaf else entry)[0]
     return found
+
+
+def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
+    """Whether something goes on behind a transform to which something has come or not."""
+    return emit if emitted is True else emitted & emit
 
 
 def passed(emit: Tensor, signal: Leaves) -> Leaves:

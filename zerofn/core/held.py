@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .transform import Context, Scope, Transform
+from .transform import Context, Scope, Transform, TransformState
 from .tree import Leaves
 
 
@@ -13,8 +13,8 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
     """Have transforms that a step does not reach report what they would have: rates, and 0 for what they measure.
 
     A rate is that of the update to come; what a transform counts is as it stands in its state, under the metric's name.
-    Zero is what a compiled step finds as well, which computes everything and gives what lies behind a hold gradients of
-    zero.
+    A step that computes everything and chooses, in a graph or a batch, shows the same: `Context.report` puts it in the
+    place of what they then report of gradients of zero.
 
     Args:
         parts: those behind the hold.
@@ -23,8 +23,8 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
         ctx: where they report.
     """
     for part in parts:
-        for name in part.facts.reports:
-            ctx.report(name, states.get(part.name, {}).get(name, 0.0))
+        for name, value in standing(part, states.get(part.name, {})).items():
+            ctx.report(name, value)
         if part.members_fn is not None:
             for prefix, (member, paths) in part.members_fn(ctx.layout).items():
                 label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
@@ -35,3 +35,8 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
             report_held(part.parts, states[part.name], params, ctx)
         elif part.facts.optimizes and part.scope is not Scope.WHOLE:
             part.prepare_fn(states[part.name], None, params, ctx)
+
+
+def standing(part: Transform, state: TransformState) -> dict[str, Any]:
+    """What a transform shows of a step that does not reach it, by the names of its metrics."""
+    return {name: state.get(name, 0.0) for name in part.facts.reports}

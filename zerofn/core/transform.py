@@ -155,6 +155,8 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
+        comes: whether anything comes to this transform, or the step is held before it: a tensor in a graph or a batch.
+        standing: by name, what `report` shows of it in a step that is held before it.
         under_way: filled by `before_the_end`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
     """
@@ -172,6 +174,8 @@ class Context:
     reduction: Reduction = field(default_factory=OneProcess)
     micro_step: Any = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    comes: bool | Tensor = True
+    standing: Mapping[str, Any] = field(default_factory=dict)
     under_way: list[Callable[[], None]] = field(default_factory=list)
     prefix: str = ""
 
@@ -214,7 +218,11 @@ class Context:
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        self.metrics.setdefault(self.prefix + name, torch.as_tensor(value))
+        value = torch.as_tensor(value)
+        if isinstance(self.comes, Tensor) and name in self.standing:
+            held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
+            value = torch.where(self.comes.to(value.device), value, held)
+        self.metrics.setdefault(self.prefix + name, value)
 
     def before_the_end(self, wait: Callable[[], None]) -> None:
         """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
