@@ -380,18 +380,20 @@ class Transform:
 
     def __repr__(self) -> str:
         if self.in_turn:
-            inner = ",\n".join(repr(p) for p in self.parts)
+            inner = ",\n".join(map(repr, self.parts))
             return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
-        arguments = ", ".join(f"{k}={_show(v)}" for k, v in self._given().items())
+        arguments = ", ".join([f"{k}={_show(v)}" for k, v in self._given().items()])
         function = getattr(self.factory, "__name__", self.name)
         name = self.base or self.name
-        suffix = "" if name in (function, *(p.base or p.name for p in self.parts)) else f".named({name!r})"
+        suffix = "" if name in (function, *[p.base or p.name for p in self.parts]) else f".named({name!r})"
         return f"{function}({arguments}){suffix}"
 
     def _given(self) -> dict[str, Any]:
         """The arguments that are not what they would be if one left them out."""
         known = {} if self.factory is None else inspect.signature(self.factory).parameters
-        return {k: v for k, v in self.config.items() if k not in known or not _same(v, known[k].default)}
+        default = {k: p.default for k, p in known.items()}
+        left_out = [k for k, v in self.config.items() if k in default and (v is default[k] or _same(v, default[k]))]
+        return {k: v for k, v in self.config.items() if k not in left_out}
 
     def _repr_html_(self) -> str:
         parts = self.parts if self.in_turn else (self,)
@@ -411,8 +413,8 @@ def _rebuild(
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether two arguments are one; a tensor is never a default."""
-    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
+    """Whether two arguments are equal; a tensor is never a default."""
+    return type(value) is type(default) and not isinstance(value, Tensor) and value == default
 
 
 def _show(value: Any) -> str:

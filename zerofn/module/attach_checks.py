@@ -18,9 +18,6 @@ from ..core.tree import Layout, Leaves
 # What must stay of a parameter; asked of all in every step, and so from C.
 TOLD = (Tensor.data_ptr, *map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
 
-# Places in what `registered` gives.
-PARAMETERS, MODULES = 0, 1
-
 
 class Owner:
     """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
@@ -51,10 +48,9 @@ class Watch:
         with torch.DisableTorchFunctionSubclass():
             self.data = self._told()
         # Submodules as well: one that is put in later would be run and not trained.
-        named = list(model.named_modules())
-        self.modules = [m for _, m in named]
-        self.ids = self._registered()
-        self.registries = [_Registry(name, m, kind) for name, m in named for kind in (PARAMETERS, MODULES)]
+        self.modules = dict(model.named_modules())
+        self.registered = self._registered()
+        self.ids = self._ids()
 
     def check(self) -> None:
         """A model that is no longer the one attached would be trained wrongly in silence.
@@ -67,8 +63,9 @@ class Watch:
             same = self._told() == self.data
             bad = [] if same else [(path, why) for path, why in self._reasons() if why]
         modules: list[tuple[str, str]] = []
-        if self._registered() != self.ids:
-            found = [path for registry in self.registries for path in registry.changed()]
+        if self._ids() != self.ids:
+            pairs = zip(self.registered, self._registered(), strict=True)
+            found = [path for (name, before), (_, now) in pairs for path in _changed(name, before, now)]
             modules = [(path, "added, removed or replaced") for path in found]
         if bad or modules:
             frozen = any("requires_grad" in reason for _, reason in bad)
@@ -78,10 +75,15 @@ class Watch:
                 right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
 
-    def _registered(self) -> list[list[int]]:
-        """What is registered in each module, parameters and submodules; all of it is asked in every step."""
-        # Not by its own `values`: what stands in for a dict of parameters may give views.
-        return [[*map(id, dict.values(found))] for m in self.modules for found in registered(m)[: MODULES + 1]]
+    # Not by the methods of what is registered in, here and below: what stands in for a dict of parameters may give views.
+
+    def _registered(self) -> list[tuple[str, dict[str, Any]]]:
+        """What each module has registered of parameters, and of submodules."""
+        return [(name, dict.copy(found)) for name, m in self.modules.items() for found in registered(m)[:2]]
+
+    def _ids(self) -> list[list[int]]:
+        """Of all that is registered, which every step asks for."""
+        return [[*map(id, dict.values(found))] for m in self.modules.values() for found in registered(m)[:2]]
 
     def _told(self) -> list[tuple[Any, ...]]:
         return [tuple(map(of, self.tensors)) for of in TOLD]
@@ -101,21 +103,11 @@ def _moved(
     return f"requires_grad became {p.requires_grad}" if p.requires_grad != trainable else ""
 
 
-class _Registry:
-    """Where a module registers its parameters, or its submodules: what to look at to see that it is still the same."""
-
-    def __init__(self, name: str, module: nn.Module, kind: int):
-        self.name, self.module, self.kind = name, module, kind
-        found = dict.items(registered(module)[kind])
-        self.expected = {n: id(x) for n, x in found if x is not None}
-        self.trained = {n for n, x in found if _has_parameters(x)}
-
-    def changed(self) -> list[str]:
-        """Paths of what is no longer the same. Modules without parameters may come and go."""
-        found = registered(self.module)[self.kind]
-        now = {n: id(x) for n, x in found.items() if x is not None}
-        names = sorted(n for n in now.keys() | self.expected.keys() if now.get(n) != self.expected.get(n))
-        return [f"{self.name}.{n}".lstrip(".") for n in names if n in self.trained or _has_parameters(found.get(n))]
+def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Paths of what a module no longer registers as it did. Modules without parameters may come and go."""
+    names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
+    of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
+    return [f"{name}.{n}".lstrip(".") for n in of_parameters]
 
 
 def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
