@@ -75,7 +75,7 @@ class Watch:
                 right += ":\n         attach after freezing, and after adding adapters"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
 
-    # Not by the methods of what is registered in, here and below: what stands in for a dict of parameters may give views.
+    # Not by the own methods of what is registered in: what stands in for a dict of parameters may give views.
 
     def _registered(self) -> list[tuple[str, dict[str, Any]]]:
         """What each module has registered of parameters, and of submodules."""
