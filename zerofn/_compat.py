@@ -258,6 +258,11 @@ def has_hooks(p: Any) -> bool:
     return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
+def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
+    """The hooks on the gradient of a tensor, by number; one that is exchanged here is called in its place."""
+    return p._backward_hooks or {}  # type: ignore[return-value]
+
+
 def local_of(x: Any) -> Tensor:
     """What one of torch's distributed tensors has on this rank, itself and no view of it."""
     return x._local_tensor

@@ -45,7 +45,8 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     them longer than a step keeps all, unless it is a clone.
 
     A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
-    gradient of this rank. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs
+    gradient of this rank. What is linear in it makes the same step of both; what is not (a clamp) is refused under
+    `shard`. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs
     before `attach`; later it finds `None`, and whoever reads that is warned.
 
     Raises:

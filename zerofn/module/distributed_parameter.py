@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from .._compat import in_backward
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, in_memory, ours
@@ -90,7 +91,7 @@ class Distributed(Partial):
         return functools.partial(_handed, self.form, hook)
 
     def _origin(self, how: str, gradient: bool) -> Origin:
-        return Origin(how, self.path, gradient, (), self.form.shape)
+        return Origin(how, self.path, gradient, (), self.form.shape, gradient and in_backward())
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         self._check_copied("copy.deepcopy(model)")

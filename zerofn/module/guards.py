@@ -19,7 +19,7 @@ from ..sharded.part import part_of
 from ..sharded.whole_of_part import Gathering, piece_of
 from .accelerate import prepare
 from .distributed_parameter import Distributed
-from .sharded_parameter import Parted
+from .sharded_parameter import Parted, tell_hooks
 from .sharded_state_dict import mark
 
 
@@ -77,6 +77,7 @@ def label(
         )
         for path, p in others.items()
     ]
+    undo += [tell_hooks(p) for p in others.values() if isinstance(p, Parted)]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
     local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
 

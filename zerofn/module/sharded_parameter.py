@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import SHALLOW, uncompiled
+from .._compat import SHALLOW, gradient_hooks, in_backward, uncompiled
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.origins import Origin, check_sizes
-from ..sharded.part import handed, kept, named_first, own_rows, part_of, plain, written
+from ..sharded.part import Handed, handed, kept, named_first, own_rows, part_of, plain, written
 from ..sharded.part import origin_of as of_part
 from ..sharded.part_functions import FOREACH, HANDLERS, OF_IMAGES, columns_of, draws, likes, reshapes, tensors_in
 from ..sharded.read_only import check_unwritten
@@ -108,7 +108,7 @@ class Parted(Partial):
         # Gradients from before are parts while the parameter is whole, too.
         if is_dynamo_compiling() or (self.is_whole() and not (gradient and x.shape != self.full)) or ours(frame):
             return x
-        return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full))
+        return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full, gradient and in_backward()))
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         if ours(frame) or self.is_whole():
@@ -147,8 +147,7 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
     if name == "register_hook":
         p, hook = args
-        of = Origin("what a hook is given", p.path, True, p.pieces, p.full)
-        return func(p, hook if ours(frame) else handed(hook, of))
+        return func(p, hook if ours(frame) else handed(hook, _of_hooks(p)))
     found = func(*args, **kwargs)
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = inputs if isinstance(inputs, Sequence) else [inputs]
@@ -156,6 +155,23 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
         p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
         for p, g in zip(inputs, found, strict=True)
     )
+
+
+def _of_hooks(p: Parted) -> Origin:
+    return Origin("what a hook is given", p.path, True, p.pieces, p.full)
+
+
+def tell_hooks(p: Parted) -> Callable[[], None]:
+    """Hooks from before are given parts as later ones are; what is returned gives all of them plain gradients again."""
+    hooks = gradient_hooks(p)
+    hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
+
+    def undo() -> None:
+        # Those that were registered in the meantime as well.
+        hooks = gradient_hooks(p)
+        hooks.update((number, hook.hook) for number, hook in hooks.items() if isinstance(hook, Handed))
+
+    return undo
 
 
 def _looks(name: str, attribute: str) -> bool:

@@ -75,8 +75,8 @@ RANDOM = frozenset({
 })
 # `__radd__`, `__iadd__` and `__add__` are one operation.
 DUNDERS = frozenset({
-    "abs", "add", "and", "eq", "floordiv", "ge", "gt", "invert", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "or",
-    "pow", "rshift", "sub", "truediv", "xor",
+    "abs", "add", "and", "div", "eq", "floordiv", "ge", "gt", "invert", "le", "lshift", "lt", "mod", "mul", "ne", "neg",
+    "or", "pow", "rshift", "sub", "truediv", "xor",
 })
 WRITING = frozenset({
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",

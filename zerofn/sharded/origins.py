@@ -11,6 +11,9 @@ from .._compat import in_backward
 from .._errors import explain
 from .whole_of_part import Piece, cut, gathered
 
+# By which the whole is asked for as such.
+EXPLICIT = "full_tensor"
+
 
 class Origin(NamedTuple):
     """Of what something is a part.
@@ -21,6 +24,7 @@ class Origin(NamedTuple):
         gradient: whether it is a gradient.
         pieces: of which leaves, one behind the other; nothing where it cannot be gathered.
         shape: of the whole.
+        in_hook: whether a hook is given it, or it is made from that: other stages have this rank's own there.
     """
 
     how: str
@@ -28,6 +32,7 @@ class Origin(NamedTuple):
     gradient: bool
     pieces: tuple[Piece, ...] = ()
     shape: torch.Size = torch.Size()
+    in_hook: bool = False
 
     def __str__(self) -> str:
         return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
@@ -42,6 +47,8 @@ class Origin(NamedTuple):
         """All of it, for a function that has that name; differentiable."""
         if not self.pieces or in_backward():
             refuse(name, self)
+        if self.in_hook and name != EXPLICIT:
+            refuse_in_hook(name, self)
         return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
 
     def rows(self, full: Tensor) -> Tensor:
@@ -72,6 +79,20 @@ def refuse(name: str, of: Origin) -> Any:
             f"{name} of {of}",
             why,
             f"{of_gradients if of.gradient else of_values}\nx.to_local() for this rank's piece by itself",
+        )
+    )
+
+
+def refuse_in_hook(name: str, of: Origin) -> Any:
+    """Of what a hook is given, what is not linear in it."""
+    raise RuntimeError(
+        explain(
+            f"{name.strip('_')} of {of}, in a hook or of what it kept",
+            "under shard a hook is given this rank's part of the mean over ranks, at all other stages the rank's own\n"
+            "gradient. What is linear in it makes the same step of both, and this is not",
+            "zf.clip_by_value(max_value), or a zf.leafwise function, in the chain: of the mean, at every stage\n"
+            "p.grad.clamp_(...) after backward, on parts of the mean\n"
+            "x.to_local() for this rank's piece of the mean by itself; after backward x.full_tensor() for all of it",
         )
     )
 

@@ -20,7 +20,7 @@ to anybody.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,15 @@ from torch.compiler import is_dynamo_compiling
 from .._compat import alias_of
 from .._errors import explain
 from .kinds_of_functions import Kind, in_place, kind_of
-from .origins import Origin, Stay, check_sizes, refuse
-from .part_functions import HANDLERS, OriginOf
+from .linear_functions import check_linear, from_hooks
+from .origins import Origin, Stay, check_sizes, refuse, refuse_in_hook
+from .part_functions import HANDLERS, OriginOf, tensors_in
 from .read_only import PLAIN, ReadOnly, check_unwritten
 from .writes_into_parts import into_out, into_plain, write
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
+# Made beside a part, and of nothing that is in it.
+BESIDE = (Kind.LIKE, Kind.DRAWS)
 # What functions of torch call their first argument.
 FIRST = ("input", "tensors", "tensor", "self")
 
@@ -77,8 +80,13 @@ def function(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     kind = kind_of(name, attribute)
     if (kind in WRITTEN and in_place(name)) or kwargs.get("out") is not None:
         return written(func, name, args, kwargs, origin_of)
+    hooked = from_hooks(args, kwargs, origin_of)
+    if hooked:
+        check_linear(name, kwargs, hooked)
     # Of one argument it gives indices.
-    return HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 else kind](func, name, args, kwargs, origin_of)
+    handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 else kind]
+    out = handler(func, name, args, kwargs, origin_of)
+    return in_hook(out, name) if hooked and kind not in BESIDE else out
 
 
 def named_first(kwargs: dict) -> tuple[tuple, dict]:
@@ -90,11 +98,29 @@ def named_first(kwargs: dict) -> tuple[tuple, dict]:
 def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """A function that writes into its first argument, or into `out`."""
     check_unwritten(name, args, kwargs)
-    if kwargs.get("out") is not None:
-        return into_out(func, name, args, kwargs, origin_of)
-    target = args[0]
-    into = write if type(target) in (list, tuple) or origin_of(target) is not None else into_plain
-    return into(func, name, args, kwargs, origin_of)
+    hooked = from_hooks(args, kwargs, origin_of)
+    if hooked:
+        check_linear(name, kwargs, hooked)
+    given = kwargs.get("out")
+    target = args[0] if given is None else given
+    if given is not None:
+        out = into_out(func, name, args, kwargs, origin_of)
+    else:
+        into = write if type(target) in (list, tuple) or origin_of(target) is not None else into_plain
+        out = into(func, name, args, kwargs, origin_of)
+    for x in tensors_in([target]) if hooked else ():
+        if isinstance(x, Part):
+            x.of = x.of._replace(in_hook=True)
+    return out
+
+
+def in_hook(out: Any, name: str) -> Any:
+    """What a function gave, as made from what a hook is given."""
+    if type(out) is not Stay:
+        return type(out)(in_hook(x, name) for x in out) if type(out) in (list, tuple) else out
+    if not (out.part.is_floating_point() or out.part.is_complex()):
+        refuse_in_hook(name, out.of)
+    return Stay(out.part, out.of._replace(in_hook=True))
 
 
 def origin_of(x: Any) -> Origin | None:
@@ -155,9 +181,24 @@ def set_data(part: Part, value: Any) -> None:
         mine.copy_(value)
 
 
-def handed(hook: Callable[[Tensor], Any], of: Origin) -> Callable[[Tensor], Any]:
+class Handed(NamedTuple):
+    """A hook of the user's, which is given parts.
+
+    Attributes:
+        hook: the user's.
+        of: of what it is given.
+    """
+
+    hook: Callable[[Tensor], Any]
+    of: Origin
+
+    def __call__(self, g: Tensor) -> Any:
+        return own_rows(g, self.of, self.hook(part_of(g, self.of)), "what a hook returns")
+
+
+def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:
     """A hook of the user's, which is given parts."""
-    return lambda g: own_rows(g, of, hook(part_of(g, of)), "what a hook returns")
+    return Handed(hook, of._replace(in_hook=True))
 
 
 def kept(out: Any) -> Any:

@@ -1,0 +1,388 @@
+"""Hooks on parameters make the same step at every stage, or are refused: under `shard` they are given the mean's part.
+
+At all other stages, as under DistributedDataParallel, they are given this rank's own gradient, and the mean is taken of
+what they return.
+"""
+
+import re
+
+import pytest
+import rank_programs as P
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_parts import rows, said, two
+from time_limits import limit
+
+import zerofn as zf
+from zerofn.sharded.origins import Origin  # inside: parts without ranks
+from zerofn.sharded.part import part_of  # inside: as above
+
+WITHIN = 0.05
+MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
+
+
+# -- what is linear ----------------------------------------------------------------------------------------------
+
+
+def times(g, p):
+    return 2 * g.neg() / -3
+
+
+def decayed(g, p):
+    return torch.add(g, p.detach(), alpha=0.1)
+
+
+def by_the_parameter(g, p):
+    return torch.addcmul(g, g, p.detach(), value=0.5).addcdiv(g, p.detach() + 7) + p.detach() * g
+
+
+def averaged(g, p):
+    return torch.lerp(g, p.detach(), 0.25)
+
+
+def by_signs_of_the_parameter(g, p):
+    negative = p.detach() < 0
+    return torch.where(negative, 2 * g, g).masked_fill(p.detach() > 0.3, 0.0)
+
+
+def in_place(g, p):
+    g.mul_(3).sub_(p.detach(), alpha=0.5)
+
+
+def flat_and_back(g, p):
+    return (g.view(-1) * 2).clone().reshape(g.shape)
+
+
+def in_a_list(g, p):
+    (doubled,) = torch._foreach_mul([g], 2.0)
+    torch._foreach_add_([doubled], [g])
+    return doubled
+
+
+def through_a_buffer(g, p, buffer=None):
+    buffer = torch.zeros_like(p.detach())
+    buffer[:] = g
+    return buffer.mul_(0.9).add_(g).to(torch.float64)
+
+
+def into_out(g, p):
+    out = torch.empty_like(p.detach())
+    return torch.mul(g, 3.0, out=out)
+
+
+LINEAR = (
+    times,
+    decayed,
+    by_the_parameter,
+    averaged,
+    by_signs_of_the_parameter,
+    in_place,
+    flat_and_back,
+    in_a_list,
+    through_a_buffer,
+    into_out,
+)
+
+
+# -- what is not -------------------------------------------------------------------------------------------------
+
+
+def clamped(g, p):
+    return g.clamp(-WITHIN, WITHIN)
+
+
+def clamped_in_place(g, p):
+    g.clamp_(-WITHIN, WITHIN)
+
+
+def signs(g, p):
+    return g.sign()
+
+
+def squared(g, p):
+    return g * g
+
+
+def of_powers(g, p):
+    return g**3
+
+
+def inverted(g, p):
+    return 1e-4 / (g + 1)
+
+
+def over_its_size(g, p):
+    return g / (g.abs() + 1)
+
+
+def soft(g, p):
+    return torch.where(g > 0, g, 0.5 * g)
+
+
+def rounded(g, p):
+    return torch.div(g, WITHIN, rounding_mode="floor")
+
+
+def of_a_buffer(g, p):
+    return torch.zeros_like(p.detach()).add_(g).tanh()
+
+
+def in_a_list_of_squares(g, p):
+    return torch._foreach_mul([g], [g])[0]
+
+
+def sorts(g, p):
+    return g.to(torch.int64).to(g.dtype)
+
+
+OTHERS = (
+    clamped,
+    clamped_in_place,
+    signs,
+    squared,
+    of_powers,
+    inverted,
+    over_its_size,
+    soft,
+    rounded,
+    of_a_buffer,
+    in_a_list_of_squares,
+    sorts,
+)
+
+
+def on_tensor(p, change):
+    return p.register_hook(lambda g: change(g, p))
+
+
+def on_accumulated(p, change):
+    def hook(p):
+        changed = change(p.grad, p)
+        if changed is not None:
+            p.grad.copy_(changed)
+
+    return p.register_post_accumulate_grad_hook(hook)
+
+
+def moved(stage, change, register, before):
+    """What one step with a hook moves, or what is said; and the step after it, without the hook."""
+    rank, _ = P.rank_and_size()
+    model = two()
+    start = model.w.weight.detach().clone()
+    handle = register(model.w.weight, change) if before else None
+    opt = zf.attach(model, P.pipe_of(stage, zf.sgd(1.0)))
+    handle = handle or register(model.w.weight, change)
+    told = said(lambda: model(rows(0, rank)).square().sum().backward())
+    if isinstance(told, str):
+        handle.remove()
+        opt.zero_grad()
+        model(rows(0, rank)).square().sum().backward()
+    opt.step()
+    opt.detach()
+    return told, model.w.weight.detach() - start
+
+
+def cells():
+    """A hook after `zf.attach` finds `None` where gradients have left by then."""
+    return [
+        (stage, register, before)
+        for stage in P.FIRST
+        for register, before in ((on_tensor, True), (on_tensor, False), (on_accumulated, True))
+    ] + [(3, on_accumulated, False)]
+
+
+def moved_everywhere(changes):
+    return {
+        (f.__name__, stage, register.__name__, before): moved(stage, f, register, before)
+        for f in changes
+        for stage, register, before in cells()
+    }
+
+
+def own_gradients(ranks):
+    found = []
+    for rank in range(ranks):
+        model = two()
+        model(rows(0, rank)).square().sum().backward()
+        found.append(model.w.weight.grad)
+    return found
+
+
+def of_one(change, g):
+    """What the hook makes of a plain gradient."""
+    g, p = g.clone(), two().w.weight
+    changed = change(g, p)
+    return g if changed is None else changed
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_linear_makes_the_same_step_at_every_stage(ranks):
+    own = own_gradients(ranks)
+    for found in zf.launch(moved_everywhere, ranks, LINEAR, timeout=limit()):
+        assert len(found) == len(LINEAR) * len(cells())
+        for (name, *cell), (told, step) in found.items():
+            assert told is None, (name, cell, told)
+            change = globals()[name]
+            want = sum(of_one(change, g) for g in own) / ranks
+            assert (want - sum(own) / ranks).abs().max() > 1e-2, f"{name} changes nothing"
+            # float64, sums over ranks in another order.
+            torch.testing.assert_close(step, -want, rtol=1e-10, atol=1e-13, msg=lambda m, c=(name, cell): f"{c}: {m}")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_not_linear_is_refused_under_shard_and_of_each_ranks_own_elsewhere(ranks):
+    own = own_gradients(ranks)
+    mean = sum(own) / ranks
+    for found in zf.launch(moved_everywhere, ranks, OTHERS, timeout=limit()):
+        assert len(found) == len(OTHERS) * len(cells())
+        for (name, stage, *where), (told, step) in found.items():
+            of_own = sum(of_one(globals()[name], g) for g in own) / ranks
+            assert (of_own - of_one(globals()[name], mean)).abs().max() > 1e-5, f"{name} is as good as linear"
+            if stage == 3:
+                right = r"of the sharded parameter w.weight, in a hook(.|\n)*the mean over ranks(.|\n)*clip_by_value"
+                assert re.search(right, str(told)), (name, where, told)
+            # After the refusal a step without the hook is as ever.
+            want = mean if stage == 3 else of_own
+            message = lambda m, c=(name, stage, where): f"{c}: {m}"  # noqa: E731
+            torch.testing.assert_close(step, -want, rtol=1e-10, atol=1e-13, msg=message)
+
+
+# -- what a hook keeps -------------------------------------------------------------------------------------------
+
+
+def kept():
+    rank, _ = P.rank_and_size()
+    model, seen = two(), {}
+    model.w.bias.register_hook(lambda g: seen.update(early=g))
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    w = model.w.weight
+    total = torch.zeros_like(w.detach())
+
+    def keeps(g):
+        seen.update(g=g.clone())
+        total.add_(g.view_as(total))
+
+    w.register_hook(keeps)
+    for _ in range(2):
+        model(rows(0, rank)).square().sum().backward()
+    g = seen["g"]
+    asked = {
+        "norm": said(lambda: g.norm().item()),
+        "sum": said(lambda: g.sum().item()),
+        "abs": said(lambda: g.abs()),
+        "joined": said(lambda: torch.cat([g.view(-1), w.grad.view(-1)])[: g.numel()].exp()),
+        "a total": said(lambda: total.sign()),
+        "early": said(lambda: seen["early"].square()),
+    }
+    made = {
+        "whole": g.full_tensor(),
+        "of the whole": g.full_tensor().norm(),
+        "total": total.full_tensor(),
+        "bias": seen["early"].full_tensor(),
+        "p.grad": w.grad.abs().full_tensor() / 2,
+    }
+    local = g.to_local().abs()
+    opt.detach()
+    return asked, made, local
+
+
+def test_what_a_hook_keeps_is_the_means_and_says_so():
+    own = own_gradients(2)
+    mean = (own[0] + own[1]) / 2
+    for rank, (asked, made, local) in enumerate(zf.launch(kept, 2, timeout=limit())):
+        for name, told in asked.items():
+            assert "in a hook or of what it kept" in str(told), (name, told)
+        want = {"whole": mean, "of the whole": mean.norm(), "total": 2 * mean, "p.grad": mean.abs()}
+        for name, x in want.items():
+            torch.testing.assert_close(made[name], x, rtol=1e-12, atol=1e-15, msg=name)
+        assert made["bias"].shape == (2,)
+        torch.testing.assert_close(local, mean.abs().view(-1).split(4)[rank], rtol=1e-12, atol=1e-15)
+
+
+def before_and_after():
+    """Hooks from before `zf.attach` and from after it are given parts, and plain gradients after `opt.detach()`."""
+    rank, _ = P.rank_and_size()
+    model, seen = two(), []
+    w = model.w.weight
+    w.register_hook(lambda g: seen.append((type(g).__name__, tuple(g.shape))))
+    gone = w.register_hook(lambda g: seen.append("gone"))
+    for stage in (3, 3, 0):
+        opt = zf.attach(model, P.pipe_of(stage, zf.sgd(0.1)))
+        gone.remove()
+        handle = w.register_hook(lambda g: seen.append((type(g).__name__, tuple(g.shape))))
+        model(rows(0, rank)).square().sum().backward()
+        opt.detach()
+        model(rows(0, rank)).square().sum().backward()
+        handle.remove()
+    return seen
+
+
+def test_hooks_from_before_are_told():
+    plain, part = ("Tensor", (2, 4)), ("Part", (2, 4))
+    for seen in zf.launch(before_and_after, 2, timeout=limit()):
+        assert seen == 2 * [part, part, plain, plain] + 4 * [plain]
+
+
+# -- the law -----------------------------------------------------------------------------------------------------
+
+ONE = (
+    torch.neg, torch.abs, torch.sign, torch.square, torch.tanh, torch.relu, torch.clone, torch.nan_to_num,
+    lambda x: x * 2.5, lambda x: 2.5 / (x + 9), lambda x: x - 1.5, lambda x: 1.5 - x, lambda x: x**2, lambda x: x**1,
+    lambda x: x.clamp(-0.5, 0.5), lambda x: x.to(torch.float32).double(), lambda x: x.double(), lambda x: x.view(-1),
+    lambda x: x.masked_fill(MASK.view(-1)[: x.numel()], 0.5) if x.dim() == 0 else x, torch.zeros_like,
+    lambda x: torch.floor(x * 4), lambda x: x.round(), lambda x: x.exp(), lambda x: x.sigmoid(),
+)  # fmt: skip
+TWO = (
+    torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum, torch.hypot, torch.atan2, torch.fmod,
+    lambda x, y: x / (y.detach() + 11), lambda x, y: torch.lerp(x, y, 0.3), lambda x, y: torch.where(x > y, x, y),
+    lambda x, y: x.clone().add_(y), lambda x, y: x.clone().mul_(y), lambda x, y: x.clone().copy_(y),
+    lambda x, y: torch.addcmul(x, x, y), lambda x, y: torch.addcdiv(x, y, x + 11), lambda x, y: torch.rsub(x, y),
+    lambda x, y: torch.mul(input=x, other=y), lambda x, y: torch.lerp(x, y, weight=y), torch.remainder, torch.copysign,
+    lambda x, y: torch.mul(x, y, out=torch.zeros_like(x)), lambda x, y: torch._foreach_mul([x], [y])[0],
+    lambda x, y: torch._foreach_addcmul([x], [x], [y], 0.5)[0], lambda x, y: torch._foreach_maximum([x], [y])[0],
+    lambda x, y: torch._foreach_lerp([x], [y], 0.5)[0], lambda x, y: torch.heaviside(x, y), lambda x, y: x.xlogy(y + 9),
+)  # fmt: skip
+
+PROGRAMS = st.lists(
+    st.tuples(st.integers(0, len(ONE) + len(TWO) - 1), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5
+)
+
+
+def run(program, g, p):
+    """The last of what a list of operations makes of a gradient and a parameter."""
+    values = [g, p]
+    for op, i, j in program:
+        x, y = values[i % len(values)], values[j % len(values)]
+        values.append(ONE[op](x) if op < len(ONE) else TWO[op - len(ONE)](x, y))
+    return values[-1]
+
+
+@settings(max_examples=400, deadline=None)
+@given(PROGRAMS, st.integers(0, 2**16))
+def test_what_is_not_refused_commutes_with_the_mean(program, seed):
+    draws = torch.Generator().manual_seed(seed)
+    own, p = (torch.randn(*shape, generator=draws, dtype=torch.float64) for shape in ((3, 6), (6,)))
+    mean = own.mean(0)
+    how = ("w", True, (), torch.Size((6,)))
+    as_part = part_of(mean.clone(), Origin("what a hook is given", *how, in_hook=True))
+    beside = part_of(p.clone(), Origin("the values", "w", False, (), torch.Size((6,))))
+    try:
+        made = run(program, as_part, beside)
+    except RuntimeError as error:
+        assert "of the sharded parameter w, in a hook" in str(error)
+        return
+    want = torch.stack([run(program, x.clone(), p.clone()) for x in own]).mean(0)
+    # float32 in between, of numbers up to some hundreds.
+    torch.testing.assert_close(made.to_local(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PROGRAMS, st.integers(0, 2**16))
+def test_nothing_is_refused_beside_hooks(program, seed):
+    """What is made of parameters, and of gradients after backward, is as ever."""
+    draws = torch.Generator().manual_seed(seed)
+    g, p = torch.randn(2, 6, generator=draws, dtype=torch.float64)
+    parts = [part_of(x.clone(), Origin("p.grad", "w", True, (), torch.Size((6,)))) for x in (g, p)]
+    want = run(program, g.clone(), p.clone())
+    torch.testing.assert_close(run(program, *parts).to_local(), want, rtol=0, atol=0, equal_nan=True)
