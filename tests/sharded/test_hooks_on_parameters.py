@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_parts import rows, said, two
 from time_limits import limit
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import zerofn as zf
 from zerofn.sharded.origins import Origin  # inside: parts without ranks
@@ -322,6 +323,27 @@ def test_hooks_from_before_are_told():
     plain, part = ("Tensor", (2, 4)), ("Part", (2, 4))
     for seen in zf.launch(before_and_after, 2, timeout=limit()):
         assert seen == 2 * [part, part, plain, plain] + 4 * [plain]
+
+
+def on_several():
+    rank, _ = P.rank_and_size()
+    model, seen = two(), []
+    opt = zf.attach(model, P.pipe_of(3, zf.sgd(0.1)))
+    first = list(model.parameters())[:2]
+    refused = said(lambda: register_multi_grad_hook(first, seen.append))
+    edge = said(lambda: get_gradient_edge(first[1]))
+    by_hand = said(lambda: first[0].expand_as(first[0]).grad_fn.next_functions[0][0].register_hook(print))
+    register_multi_grad_hook(first, lambda g: seen.append(type(g).__name__), mode="any")
+    model(rows(0, rank)).square().sum().backward()
+    opt.detach()
+    return refused, edge, by_hand, seen
+
+
+def test_a_hook_on_several_parameters_is_refused_where_it_would_never_be_called():
+    for refused, edge, by_hand, seen in zf.launch(on_several, 2, timeout=limit()):
+        assert re.search(r"view_as\(p\) of the sharded parameter w.weight(.|\n)*mode='any'", refused)
+        assert "sharded parameter w.bias" in edge and "expand_as(p) of the sharded parameter w.weight" in by_hand
+        assert seen == ["Part"]
 
 
 # -- the law -----------------------------------------------------------------------------------------------------

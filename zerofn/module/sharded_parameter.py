@@ -92,6 +92,8 @@ class Parted(Partial):
             if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
             if name in BESIDE:
+                if len(args) > 1 and args[1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
+                    _refuse_edge(name, args[0])
                 if not isinstance(args[0], Parted):
                     return _beside(func, name, args, kwargs)
                 if frame.f_globals.get("__name__") == INIT and not args[0].is_whole():
@@ -154,6 +156,20 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
     return tuple(
         p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
         for p, g in zip(inputs, found, strict=True)
+    )
+
+
+def _refuse_edge(name: str, p: Parted) -> None:
+    """A view of a parameter as itself is made to find the node at which its gradient ends, for a hook on that.
+
+    It would never be called: the graph of a block ends at what was gathered for it.
+    """
+    raise RuntimeError(
+        explain(
+            f"p.{name}(p) of the sharded parameter {p.path}, as register_multi_grad_hook(params, fn) looks for an edge",
+            "under shard its gradient is reduced where its block ends, and comes to no such edge of a graph",
+            "p.register_hook(fn) of each, or register_multi_grad_hook(params, fn, mode='any')",
+        )
     )
 
 
