@@ -92,10 +92,10 @@ class Parted(Partial):
             if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
             if name in BESIDE:
-                if len(args) > 1 and args[1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
-                    _refuse_edge(name, args[0])
                 if not isinstance(args[0], Parted):
                     return _beside(func, name, args, kwargs)
+                if args[1:] and args[-1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
+                    _refuse_edge(name, args[0])
                 if frame.f_globals.get("__name__") == INIT and not args[0].is_whole():
                     return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
