@@ -54,20 +54,35 @@ def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    wholes: dict[int, Tensor] = {}
+    wholes = Wholes(name, origin_of)
+    out = func(*wholes.of(args), **wholes.of(kwargs))
+    return read_only(out, list(wholes.found.values()))
 
-    def whole(x: Any) -> Any:
+
+class Wholes:
+    """What a function of wholes is given in the place of parts, each gathered once.
+
+    Args:
+        name: of the function.
+        origin_of: of what something is a part.
+    """
+
+    def __init__(self, name: str, origin_of: OriginOf):
+        self.name, self.origin_of = name, origin_of
+        self.found: dict[int, Tensor] = {}
+
+    def of(self, x: Any) -> Any:
+        """A part's whole; of what is none itself; of a list each of its elements."""
         if type(x) in (list, tuple):
-            return type(x)(map(whole, x))
-        of = origin_of(x)
+            return type(x)(map(self.of, x))
+        if type(x) is dict:
+            return {k: self.of(y) for k, y in x.items()}
+        of = self.origin_of(x)
         if of is None:
             return x
-        if id(x) not in wholes:
-            wholes[id(x)] = of.whole(x, name)
-        return wholes[id(x)]
-
-    out = func(*map(whole, args), **{k: whole(x) for k, x in kwargs.items()})
-    return read_only(out, list(wholes.values()))
+        if id(x) not in self.found:
+            self.found[id(x)] = of.whole(x, self.name)
+        return self.found[id(x)]
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .kinds_of_functions import RANDOM, from_init, pointwise
 from .origins import Origin, check_sizes, refuse
-from .part_functions import FOREACH, OriginOf, all_of_it, all_stay, beside, columns_of, stays, tensors_in
+from .part_functions import FOREACH, OriginOf, Wholes, all_of_it, all_stay, beside, columns_of, stays, tensors_in
 
 
 def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -29,7 +29,7 @@ def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
             return args[0]
         for column in columns_of(args):
             if origin_of(column[0][0]) is None:
-                func(*_wholes(column, name, origin_of), **kwargs)
+                func(*Wholes(name, origin_of).of(column), **kwargs)
             else:
                 _write_one(func, name, column, kwargs, origin_of)
         return args[0]
@@ -40,7 +40,8 @@ def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
     """The same into a tensor that is no part: what is written is the whole."""
     target: Tensor = args[0]
     _check_target(name, target, args[1:], origin_of)
-    func(target, *_wholes(args[1:], name, origin_of), **{k: _whole(x, name, origin_of) for k, x in kwargs.items()})
+    wholes = Wholes(name, origin_of)
+    func(target, *wholes.of(args[1:]), **wholes.of(kwargs))
     return target
 
 
@@ -62,8 +63,8 @@ def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
     if of is None:
         _check_target(name, target, args, origin_of)
     into = target if of is None else torch.empty(of.shape, dtype=target.dtype, device=target.device)
-    named = {k: into if k == "out" else _whole(x, name, origin_of) for k, x in kwargs.items()}
-    func(*_wholes(args, name, origin_of), **named)
+    wholes = Wholes(name, origin_of)
+    func(*wholes.of(args), **wholes.of(kwargs | {"out": into}))
     if of is not None:
         with torch.no_grad():
             target.copy_(of.rows(into))
@@ -87,8 +88,9 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
             whole = torch.empty(of.shape, dtype=target.dtype, device=target.device)
         else:
             whole = of.whole(target.detach(), name)
-        others = {k: whole if x is target else _whole(x, name, origin_of) for k, x in kwargs.items()}
-        func(whole, *_wholes(args[1:], name, origin_of), **others)
+        wholes = Wholes(name, origin_of)
+        others = {k: whole if x is target else wholes.of(x) for k, x in kwargs.items()}
+        func(whole, *wholes.of(args[1:]), **others)
     if whole.shape != of.shape:
         refuse(name, of)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not from_init(func)):
@@ -126,14 +128,3 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
     if own is not None:
         return of.rows(own.whole(x, name))
     return x if beside(x, target, of, name) else of.rows(x)
-
-
-def _wholes(args: tuple, name: str, origin_of: OriginOf) -> tuple:
-    return tuple(_whole(x, name, origin_of) for x in args)
-
-
-def _whole(x: Any, name: str, origin_of: OriginOf) -> Any:
-    if type(x) in (list, tuple):
-        return type(x)(_whole(y, name, origin_of) for y in x)
-    of = origin_of(x)
-    return x if of is None else of.whole(x, name)
