@@ -123,6 +123,10 @@ def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+# The same as a function of C, `None` outside, for who has asked whether the compiler traces, which cannot read it.
+innermost_transform = _functorch.peek_interpreter_stack
+
+
 @while_traced
 def functorch_active() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
@@ -169,7 +173,7 @@ beneath_functorch = temporarily_clear_interpreter_stack
 
 def innermost(x: Tensor) -> Tensor:
     """The plain tensor inside of those that transforms of torch.func have wrapped around it."""
-    while is_wrapped(x):
+    while _functorch.maybe_get_level(x) != -1:
         x = _functorch.get_unwrapped(x)
     return x
 

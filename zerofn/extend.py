@@ -34,7 +34,7 @@ from .core.compose import as_transform, chain
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.groups import of_members, values_by_path
-from .core.leaf_steps import LeafList, LeafStep, plain, typed
+from .core.leaf_steps import LeafList, LeafStep, alike, plain, typed
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer
 from .core.rows import span, width
@@ -105,6 +105,7 @@ __all__ = [
     "adam_",
     "adam_operator",
     "adam_update",
+    "alike",
     "all_gather_into",
     "all_reduce_",
     "as_it_is",

@@ -3,6 +3,7 @@
 By `aot_eager`, which traces all and generates no code: that takes a minute for each pipeline.
 """
 
+import itertools
 import shutil
 
 import pytest
@@ -207,6 +208,58 @@ def test_many_leaves_are_updated_by_the_fused_kernel_with_its_own_bits(make):
         assert same_bits(state, want)
     assert look.calls("zerofn.fused_adam_") == 1
     assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
+
+
+def test_in_a_graph_the_kernel_writes_a_donated_state_itself_where_nothing_is_chosen_after_it():
+    copies = {}
+    for donate, holds in itertools.product((False, True), repeat=2):
+        look, tx = Looking(), zf.chain(*[zf.accumulate(2)] * holds, zf.adamw(0.1))
+        fast = torch.compile(zf.make_step(loss_of_many, tx, donate=donate), fullgraph=True, backend=look)
+        fast(zf.init(tx, many()), batches(1)[0])
+        copies[donate, holds] = look.calls("clone(")
+    # Parameters and both moments; of a hold the sums as well, and they are written at the end of the graph.
+    assert copies == {(False, False): 120, (False, True): 120, (True, False): 0, (True, True): 120}
+
+
+class Dot(torch.autograd.Function):
+    """Its backward gives what it has saved: a gradient that is another parameter itself."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return b, a
+
+
+@needs_compiler
+def test_gradients_that_are_parameters_are_read_before_they_are_written_in_a_graph():
+    names = [f"{i:02}" for i in range(32)]
+
+    def loss(p, x):
+        return sum(Dot.apply(p[a], p[b]) for a, b in zip(names[::2], names[1::2], strict=True))
+
+    tx = zf.adamw(0.1)
+    step, fast = zf.make_step(loss, tx), compiled(zf.make_step(loss, tx, donate=True))
+    want, state = (zf.init(tx, {name: torch.arange(1.0, 5.0) * int(name) for name in names}) for _ in range(2))
+    for _ in range(3):
+        want, state = step(want, torch.ones(1))[0], fast(state, torch.ones(1))[0]
+        assert same_bits(state, want)
+
+
+def test_the_operator_of_many_leaves_keeps_the_rules_of_torch():
+    tensors = [[torch.rand(3, i) + 1 for i in (2, 3)] for _ in range(4)]
+    steps, numbers = torch.tensor([1, 4]), torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.1], dtype=torch.float64)
+    operator = torch.ops.zerofn.fused_adam_.default
+    torch.library.opcheck(operator, (*tensors, steps, numbers, True), test_utils=("test_schema", "test_faketensor"))
+    # A backward that has saved one of them must notice.
+    before = [x._version for xs in tensors for x in xs]
+    operator(*tensors, steps, numbers, True)
+    written = [x._version > old for x, old in zip((x for xs in tensors for x in xs), before, strict=True)]
+    assert written == [True, True, False, False, True, True, True, True]
 
 
 def test_many_leaves_have_the_formula_where_derivatives_are_recorded():

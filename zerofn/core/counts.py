@@ -27,7 +27,7 @@ def one_more(counts: list[Tensor], recorded: bool) -> list[Tensor]:
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
     """Leaves that have had equally many updates, which is nearly always all of them."""
     # They are on the CPU: one by one they are read in a third of the time of a copy of all.
-    numbers = [n.item() for n in counts.values()]
+    numbers = list(map(Tensor.item, counts.values()))
     if len(set(numbers)) == 1:
         return {numbers[0]: list(counts)}  # type: ignore[dict-item]
     groups: dict[int, list[str]] = {}

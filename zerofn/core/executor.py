@@ -36,7 +36,7 @@ def run(
     """
     signal: Leaves = grads
     emitted: bool | Tensor = True
-    if ctx.donate:
+    if ctx.donate and len(parts) > 1:
         # A schedule that fails must do so before the first write: a state is whole after an error. Of the first stretch
         # all is prepared before any of it is run.
         for part in (part for later in parts[1:] for part in later.given):
@@ -85,7 +85,7 @@ class Segment:
     ):
         self.given, self.ctx, self.leaves, self.stretch = states, ctx, len(params), parts
         self.emitted = emitted
-        first, self.old = parts.parts[0], parts.states(states)
+        first, self.old = parts.parts[0], parts.states(states) if parts.joined else states
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
@@ -97,17 +97,19 @@ class Segment:
         self.comes = comes = ctx.comes if emitted is True else emitted
         for part in parts.parts:
             look = grads if part is first and part.scope is not Scope.LEAF else None
-            given = self.old[part.name], look, params, self._told_of(part, comes)
+            # What keeps no state, such as the norm among the metrics, may have no entry.
+            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._told_of(part, comes)
             self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
-            if ctx.donate_members and not isinstance(self.prepared[-1].emit, bool):
+            if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
                 # What comes after it is chosen from old and new for each member.
-                self.ctx = ctx = replace(ctx, donate_members=False)
+                self.ctx = ctx = replace(ctx, donate_to_kernels=False)
             self.held = self.prepared[-1].emit is False
             if self.held:
                 break
-            comes = both(comes, self.prepared[-1].emit)
+            if self.prepared[-1].emit is not True:
+                comes = both(comes, self.prepared[-1].emit)
         self.parts = parts.parts[: len(self.prepared)]
-        self.changed: dict[str, TransformState] = {part.name: {} for part in self.parts}
+        self.changed: dict[str, TransformState] = {}
 
     @property
     def behind(self) -> list[Transform]:
@@ -136,11 +138,13 @@ class Segment:
             if part.facts.watches:
                 # A leaf without a gradient in this step has kept its value, and that is watched too.
                 signal = {**params, **signal}
-            old = self.old[part.name]
+            old = self.old.get(part.name, {})
             state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
-            given = part, signal, state, params, p.carry, self._told_of(part, comes)
+            ctx = self.ctx if comes is True else self._told_of(part, comes)
+            given = part, signal, state, params, p.carry, ctx
             out, own = updated(*given) if self.told else part.update_fn(*given[1:])
-            _merge(self.changed[part.name], own, old)
+            if own is not state:
+                _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
                 return {}
             signal = out
@@ -151,10 +155,8 @@ class Segment:
         return signal
 
     def _told_of(self, part: Transform, comes: bool | Tensor) -> Context:
-        """What a transform is told, of whether anything comes to it too."""
-        if comes is True:
-            return self.ctx
-        return replace(self.ctx, comes=comes, standing=standing(part, self.old[part.name]))
+        """What a transform is told where only a tensor knows whether anything comes to it."""
+        return replace(self.ctx, comes=comes, standing=standing(part, self.old.get(part.name, {})))
 
     def close(self) -> None:
         """All leaves have been fed."""
@@ -171,11 +173,12 @@ class Segment:
         """
         new = dict(self.old)
         for part, p in zip(self.parts, self.prepared, strict=True):
-            old = new[part.name]
-            merged = {**old, **self.changed[part.name], **p.state}
-            new[part.name] = select(emitted, merged, old) if emitted is not True else merged
-            emitted = both(emitted, p.emit)
-        return self.stretch.spread(new, self.given), emitted
+            if changed := {**self.changed.get(part.name, {}), **p.state}:
+                old = new[part.name]
+                merged = {**old, **changed}
+                new[part.name] = select(emitted, merged, old) if emitted is not True else merged
+            emitted = emitted if p.emit is True else both(emitted, p.emit)
+        return self.stretch.spread(new, self.given) if self.stretch.joined else new, emitted
 
 
 def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) -> Any:
@@ -253,15 +256,8 @@ def buckets(leaves: Leaves) -> list[list[str]]:
 
 
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
-    """The parameters after the run: the new ones, or the old ones where the step was held."""
-    if signal is None:
-        return params
-    if emitted is True:
-        return {**params, **signal}
-    return {
-        **params,
-        **{p: select(emitted, new, params[p]) for p, new in signal.items()},
-    }
+    """What is new of the parameters after a run that something may have held: nothing, or by what a tensor knows."""
+    return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}
 
 
 def counter(x: int = 0) -> Tensor:

@@ -13,9 +13,9 @@ def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, c
 
     def close() -> None:
         if ctx.recorded:
-            ctx.report("grad_norm", root(ctx.total(added, found)))
+            ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
         else:
-            ctx.report("grad_norm", ctx.total(sum_of_squares, found).sqrt())
+            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, found).sqrt())
 
     return Prepared(found, close=close)
 

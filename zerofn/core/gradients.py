@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._compat import functorch_active, is_shape_only, is_wrapped
+from .._compat import is_shape_only, is_wrapped
 from .._errors import bad_leaves
 from .tree import Layout, Leaves, Tree
 
@@ -86,7 +86,7 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
     Raises:
         ValueError: every such gradient is named.
     """
-    if not torch.compiler.is_compiling() and not functorch_active() and _all_readable(grads, stored):
+    if not torch.compiler.is_compiling() and _all_readable(grads, stored):
         return
     bad = []
     for path, g in grads.items():
@@ -101,11 +101,11 @@ def _all_readable(grads: Leaves, stored: Leaves) -> bool:
     """Whether all are plain tensors on the CPU that have memory, as nearly always: told from C, not which."""
     found = list(grads.values())
     try:
-        # Of what has no memory the address is 0, or an error.
+        # Of what has no memory, and of what torch.func has wrapped, the address is 0 or an error.
         return (
             set(map(type, found)) <= {Tensor}
             and all(map(_IS_CPU, found))
-            and all(map(_IS_CPU, [stored[path] for path in grads]))
+            and all(map(_IS_CPU, map(stored.__getitem__, grads)))
             and all(map(Tensor.data_ptr, found))
         )
     except RuntimeError:

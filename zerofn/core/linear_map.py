@@ -260,12 +260,12 @@ def differentiable(x: Tensor) -> bool:
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One output of a model on its way out."""
-    return _crossed(times, y, scale, dtype)
+    return y if scale is None and dtype is None else _crossed(times, y, scale, dtype)
 
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """One input of a model on its way in."""
-    return _crossed(over, x, scale, dtype)
+    return x if scale is None and dtype is None else _crossed(over, x, scale, dtype)
 
 
 def _crossed(by: Callable[..., Tensor], x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:

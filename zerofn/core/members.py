@@ -71,8 +71,8 @@ def kernel_on_members(
     if not members.plain:
         return None
     with beneath_functorch(), torch.no_grad():
-        new = {p: members.own(params[p], ctx.donate_members) for p in grads}
-        own = {slot: {p: members.own(old[p], ctx.donate_members) for p in grads} for slot, old in slots.items()}
+        new = {p: members.own(params[p], ctx.donate_to_kernels) for p in grads}
+        own = {slot: {p: members.own(old[p], ctx.donate_to_kernels) for p in grads} for slot, old in slots.items()}
         for group in _lists(members, grads, new, own, counts, told, ctx):
             kernel(group)
         back = {slot: {p: as_batch(x, level) for p, x in of_leaf.items()} for slot, of_leaf in own.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.recording import only_compiled
 from ..kernels.terms import once
-from .arguments import learning_rate
+from .arguments import LARGEST, learning_rate
 from .counts import Derived, by_count, each, one_more
 from .derivatives import Pulled, by_hand, updated_by
 from .executor import counter
@@ -82,22 +83,31 @@ def optimizer(
             state[slot] = {p: start(x) for p, x in leaves.items()}
         return state
 
+    # What is checked here need not be in each step: of one value a rate is refused once.
+    sure = isinstance(lr, float) and 0.0 <= lr <= LARGEST
+
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One optimizer per group, so where it stands names it, whatever the user calls it.
-        rate = learning_rate(name, ctx.lr.get(ctx.prefix, lr), ctx.read(state["step"]))
+        rate = ctx.lr.get(ctx.prefix, lr)
+        if rate is not lr or not sure:
+            rate = learning_rate(name, rate, ctx.read(state["step"]))
         ctx.report("lr", rate)
         told = ctx.numbers.get(ctx.prefix)
         now = {**numbers, **_by_number(told, numbers)} if told else numbers
-        found = {key: ctx.replicated(x) for key, x in now.items()} if ctx.recorded else now
-        (rate,) = once(rate)
-        return Prepared(carry=(ctx.replicated(rate), found), state={"step": state["step"] + 1})
+        if ctx.recorded:
+            (rate,) = once(rate)
+            rate, now = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in now.items()}
+        return Prepared(carry=(rate, now), state={"step": state["step"] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        counts = dict(zip(grads, one_more([state["count"][p] for p in grads], ctx.recorded), strict=True))
-        common = {key: state[key] for key in shared if key in state}
+        before = list(map(state["count"].__getitem__, grads))
+        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
+        common = {key: state[key] for key in shared if key in state} if shared else {}
         given = (grads, params, {slot: state[slot] for slot in slots}, counts, (*carry, common), ctx)
-        if kernel is not None and (groups := _groups(operator, *given)) is not None:
-            new, own = _in_place(kernel, groups, *given)
+        if kernel is not None and not ctx.recorded:
+            new, own = _in_place(kernel, by_count(counts).items(), *given)
+        elif kernel is not None and (groups := _groups(operator, *given)) is not None:
+            new, own = _in_place(kernel, groups, *given[:-1], replace(ctx, donate=ctx.donate_to_kernels))
         elif kernel is not None and pulled is not None and _pulled_back(*given):
             new, own = _with_derivative(kernel, pulled, derived, *given)
         elif kernel is not None and (made := kernel_on_members(kernel, *given)) is not None:
@@ -123,12 +133,10 @@ def _groups(
     told: Shared,
     ctx: Context,
 ) -> list[tuple[Any, list[str]]] | None:
-    """Lists of leaves that a kernel is to be called on, each with its count; `None` where the formula is computed."""
-    if not ctx.recorded:
-        return list(by_count(counts).items())
+    """The list of leaves that a kernel is called on in a graph, with counts; `None` where the formula is computed."""
     if operator is None or not counts:
         return None
-    leaves = _listed(list, list(grads), None, grads, params, slots, told, ctx)
+    leaves = _listed(list(grads), None, grads, params, slots, told, replace(ctx, donate=True))
     tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
     if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and operator(leaves):
         return [(torch.stack(list(counts.values())), leaves.paths)]
@@ -136,7 +144,6 @@ def _groups(
 
 
 def _listed(
-    own: Callable[[list[Tensor]], list[Tensor]],
     group: list[str],
     count: Any,
     grads: Leaves,
@@ -145,16 +152,21 @@ def _listed(
     told: Shared,
     ctx: Context,
 ) -> LeafList:
-    """Leaves as a kernel takes them; `own` makes of tensors what may be written."""
+    """Leaves as a kernel takes them: what it writes in the memory of the old where that is donated."""
     lr, numbers, common = told
-    written = own([params[p] for p in group]), {k: own([x[p] for p in group]) for k, x in slots.items()}
+    # Listed from C, as all that is asked of every leaf in every step.
+    columns = {}
+    for name, x in {"": params, **slots}.items():
+        column = list(map(x.__getitem__, group))
+        columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
-    return LeafList(written[0], [grads[p] for p in group], written[1], count, lr, group, offsets, numbers, common)
+    given, written = list(map(grads.__getitem__, group)), columns.pop("")
+    return LeafList(written, given, columns, count, lr, group, offsets, numbers, common)
 
 
 def _in_place(
     kernel: Kernel,
-    groups: list[tuple[Any, list[str]]],
+    groups: Iterable[tuple[Any, list[str]]],
     grads: Leaves,
     params: Leaves,
     slots: TransformState,
@@ -164,13 +176,13 @@ def _in_place(
 ) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
     new: Leaves = {}
-    own: TransformState = {slot: {} for slot in slots}
+    own: TransformState = {}
     for count, group in groups:
-        leaves = _listed(ctx.owned, group, count, grads, params, slots, told, ctx)
+        leaves = _listed(group, count, grads, params, slots, told, ctx)
         kernel(leaves)
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
-            own[slot].update(zip(group, tensors, strict=True))
+            own.setdefault(slot, {}).update(zip(group, tensors, strict=True))
     return new, own
 
 
@@ -203,7 +215,7 @@ def _with_derivative(
     def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         columns = [dict(zip(paths, given[i : i + len(paths)], strict=True)) for i in range(0, len(given), len(paths))]
         olds = dict(zip(slots, columns[2:], strict=True))
-        groups = list(by_count(counts).items())
+        groups = by_count(counts).items()
         new, own = _in_place(kernel, groups, columns[1], columns[0], olds, counts, told, ctx)
         return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
 
@@ -262,7 +274,8 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        counts = dict(zip(grads, one_more([state["count"][p] for p in grads], ctx.recorded), strict=True))
+        before = list(map(state["count"].__getitem__, grads))
+        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
         old = {slot: state[slot] for slot in slots}
         out, own = _by_formula(formula, derived, grads, params, old, counts, (None, found, {}), ctx)
         return out, {**own, "count": counts}

@@ -36,7 +36,7 @@ def pipeline(
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    views = [_named(part.view_fn(layout, ranks), part.name) for part in parts]
+    views = [_settled(part.view_fn(layout, ranks), part.name, layout) for part in parts]
     factors = tuple((view.name, view.factor) for view in views if view is not None and view.factor is not None)
     views = [view if view is not None and view.of_leaves else None for view in views]
     dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
@@ -64,8 +64,12 @@ def pipeline(
     return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, model)
 
 
-def _named(view: View | None, name: str) -> View | None:
-    return None if view is None else replace(view, name=name)
+def _settled(view: View | None, name: str, layout: Layout) -> View | None:
+    """With its name, and with what it says of leaves asked once: each step asks of every leaf whether it is touched."""
+    if view is None:
+        return None
+    touched = frozenset(leaf.path for leaf in layout.leaves if view.changes(leaf))
+    return replace(view, name=name, changes=lambda leaf: leaf.path in touched)
 
 
 def _with_owners(

@@ -186,11 +186,14 @@ class Road:
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
     leaves = road.layout.trainable
-    like = _arriving(road, leaves, stages, stored) if stages else {}
+    # What a gradient is on its way matters to buffers alone, in which wires pack many.
+    packed = any([stage.wire is not None for stage in stages])
+    like = _arriving(road, leaves, stages, stored) if packed else {}
     for stage in stages:
         if scale is None or not stage.only_dtype:
             grads = pull_all(stage, grads, leaves, like)
-        like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
+        if packed:
+            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
     return grads
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import innermost, register_pytree_node
-from .._errors import explain
+from .._compat import innermost, innermost_transform, register_pytree_node
+from .._errors import bad_leaves, explain
 from .leaf_tensors import LeafTensors, assign
 from .pictures import bars
 from .transform import TransformState
@@ -51,8 +51,9 @@ class State:
         innermost(self.micro_step)._zerofn_given_away = True  # type: ignore[attr-defined]
 
     def check_kept(self, where: str) -> None:
-        """Raise a RuntimeError if it was given away."""
-        if getattr(innermost(self.micro_step), "_zerofn_given_away", False):
+        """Raise a RuntimeError if it was given away. Not for the compiler."""
+        mine = self.micro_step if innermost_transform() is None else innermost(self.micro_step)
+        if getattr(mine, "_zerofn_given_away", False):
             raise RuntimeError(
                 explain(
                     f"{where} of a state that was donated",
@@ -61,6 +62,13 @@ class State:
                     "zf.make_step(loss_fn, tx), without donate, to keep both",
                 )
             )
+
+    def check_data(self, where: str) -> None:
+        """Raise a ValueError for meta tensors: counters would go on, and there is nothing that could change."""
+        if any([x.is_meta for x in self.leaves.values()]):
+            bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in self.leaves.items() if x.is_meta]
+            right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
+            raise ValueError(bad_leaves(f"{where} of a state on the meta device", bad, right))
 
     @property
     def params(self) -> Tree:

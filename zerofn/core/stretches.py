@@ -25,9 +25,7 @@ class Stretch:
     joined: Mapping[str, tuple[Transform, ...]]
 
     def states(self, given: States) -> States:
-        """States by the names of the parts as they are run."""
-        if not self.joined:
-            return given
+        """States by the names of the parts as they are run, where one stands for several."""
         apart = {p.name for members in self.joined.values() for p in members}
         kept = {name: state for name, state in given.items() if name not in apart}
         for name, members in self.joined.items():
@@ -37,8 +35,6 @@ class Stretch:
 
     def spread(self, states: States, before: States) -> States:
         """The states by the names of the parts as they stand in the chain, in the order of `before`."""
-        if not self.joined:
-            return states
         new = dict(states)
         for name, members in self.joined.items():
             whole = new.pop(name)

@@ -142,8 +142,8 @@ class Context:
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
-        donate_members: whether kernels may write those of the members of a batch, where `donate` is false: they are
-            donated, and no member's new state is still to be chosen from the two.
+        donate_to_kernels: whether kernels may write in place where `donate` is false: in a graph, and in a batch the
+            memory of its members. It is donated, and nothing new is still to be chosen from what was and what is.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         weight: weight of this micro-batch, for instance its number of tokens.
@@ -163,7 +163,7 @@ class Context:
 
     layout: Layout
     donate: bool = False
-    donate_members: bool = False
+    donate_to_kernels: bool = False
     recorded: bool = False
     weight: Any = None
     boundary: bool | None = None
@@ -435,7 +435,7 @@ def concrete(x: Any) -> bool:
 
 def number(x: Tensor) -> Any:
     """The Python number in a 0-d tensor; the tensor itself where Python cannot read it."""
-    return x.item() if concrete(x) else x
+    return x.item() if readable(x) else x
 
 
 def select(pred: bool | Tensor, new: Any, old: Any) -> Any:

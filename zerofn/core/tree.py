@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -30,6 +31,8 @@ DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), o
 
 # The structure of a tree that is one leaf.
 ONE_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 Tree = Any
 Leaves = dict[str, Tensor]
@@ -154,7 +157,7 @@ class Layout:
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""
-        flat = [leaves.get(path) for path in self.at]  # type: ignore[arg-type]
+        flat = list(map(leaves.get, self.at))  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return pytree.tree_map(lambda i: flat[i], self.numbered)
         return optree.tree_unflatten(self.spec, flat)
@@ -270,6 +273,32 @@ def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
     if set(map(type, found)) <= {Tensor}:
         return found
     return [t for x in found for t in ([x] if isinstance(x, Tensor) else flatten(x)[0]) if isinstance(t, Tensor)]
+
+
+def followed(trees: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether autograd follows a tensor of nested dicts, asked from C: there are many, of which hardly ever one is.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> followed([{"a": torch.ones(2)}, {"b": {"c": 1.0, "d": (w, w)}}]), followed([{"a": w.detach()}])
+    (True, False)
+    """
+    todo = list(trees) if torch.is_grad_enabled() else []
+    while todo:
+        values = todo.pop().values()
+        try:
+            if any(map(_REQUIRES_GRAD, values)):
+                return True
+        except AttributeError:  # of a dict, or of a container of a user's
+            for x in values:
+                if isinstance(x, dict):
+                    todo.append(x)
+                elif x.requires_grad if type(x) is Tensor else _any_requires_grad(x):
+                    return True
+    return False
+
+
+def _any_requires_grad(tree: Tree) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in flatten(tree)[0])
 
 
 def _endless(tree: Tree, error: RecursionError) -> Exception:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
-from .._ranges import PHASE, ranged
 from .executor import finish, run
 from .gradients import check_readable, misshapen
 from .order import effect
@@ -44,14 +43,6 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
                 "not reduced yet as those of a bound function are"
             )
         raise ValueError(bad_leaves("gradients do not fit the parameters", bad, right))
-
-
-def check_data(state: State, where: str) -> None:
-    """Refuse to train a state of meta tensors: its counters would go on, and there is nothing that could change."""
-    bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in state.leaves.items() if x.is_meta]
-    if bad:
-        right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
-        raise ValueError(bad_leaves(f"{where} of a state on the meta device", bad, right))
 
 
 def check_stored(pipe: Pipeline, stored: Tree) -> None:
@@ -87,11 +78,45 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     Where `ctx.recorded` says so nothing is written, and new tensors are functions of gradients, state and rates to
     whoever records.
     """
-    with ranged(PHASE, "update"):
-        return _apply(pipe, grads, state, ctx)
+    if not grads or ctx.weight is not None:
+        _check_useful(pipe, grads, ctx)
+    check_readable(grads, state.leaves)
+    donated = False
+    if ctx.recorded:
+        check_vmap(pipe, ctx.weight, grads, state)
+        _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
+        if torch.compiler.is_compiling():
+            donated = ctx.donate and not functorch_active()
+            ctx = replace(ctx, donate=False, donate_to_kernels=donated)
+        elif functorch_active():
+            state, ctx = _in_batch(pipe, grads, state, ctx)
+    trained = pipe.layout.trained
+    trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
+    try:
+        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
+            signal, states, emitted = run(pipe.stretches, grads, state.transforms, trainable, ctx)
+            new = signal or {} if emitted is True else finish(signal, trainable, emitted)
+    except (KeyError, RuntimeError) as error:
+        if wrong := misfits(pipe, state):
+            right = "state = zf.init(tx, params) with this very tx"
+            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
+        raise
+    finally:
+        if ctx.under_way:
+            ctx.settle()
+    step = state.step + 1
+    step = step if emitted is True else select(emitted, step, state.step)
+    after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout)
+    if donated:
+        after = tree_map(_into, state, after)
+    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
+    if "skipped" not in ctx.metrics:
+        shown["skipped"] = torch.full((), False)
+    return after, {**shown, **ctx.metrics}
 
 
-def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
+def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
+    """Refuse a step that would have no effect, or a weight that would have none."""
     if not grads and not (pipe.late and pipe.groups):
         raise ValueError(
             explain(
@@ -108,38 +133,6 @@ def _apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[S
                 "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
             )
         )
-    check_readable(grads, state.leaves)
-    donated = False
-    if ctx.recorded:
-        check_vmap(pipe, ctx.weight, grads, state)
-        _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
-        if torch.compiler.is_compiling():
-            donated = ctx.donate and not functorch_active()
-            ctx = replace(ctx, donate=False)
-        elif functorch_active():
-            state, ctx = _in_batch(pipe, grads, state, ctx)
-    trainable = {p: state.leaves[p] for p in pipe.layout.trained}
-    # A transform that only looks at gradients, such as the norm among the metrics, has no entry.
-    given = {p.name: state.transforms.get(p.name, {}) for p in pipe.updates}
-    try:
-        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
-            signal, states, emitted = run(pipe.stretches, grads, {**state.transforms, **given}, trainable, ctx)
-            leaves = {**state.leaves, **finish(signal, trainable, emitted)}
-    except (KeyError, RuntimeError) as error:
-        if wrong := misfits(pipe, state):
-            right = "state = zf.init(tx, params) with this very tx"
-            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
-        raise
-    finally:
-        ctx.settle()
-    step = select(emitted, state.step + 1, state.step)
-    new = State(leaves, {p.name: states[p.name] for p in pipe.parts}, step, state.micro_step + 1, state.layout)
-    if donated:
-        new = tree_map(_into, state, new)
-    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
-    if "skipped" not in ctx.metrics:
-        shown["skipped"] = torch.full((), False)
-    return new, {**shown, **ctx.metrics}
 
 
 def _into(old: Any, new: Any) -> Any:
@@ -232,7 +225,7 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
             )
         return torch.where(flag.to(x.device), x, x)
 
-    ctx_of_batch = replace(ctx, donate=False, donate_members=ctx.donate)
+    ctx_of_batch = replace(ctx, donate=False, donate_to_kernels=ctx.donate)
     frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
     leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
     return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), ctx_of_batch

@@ -40,6 +40,8 @@ class Window:
         """Whether the next step closes it."""
         if self.forced is not None:
             return self.forced
+        if not self.parts:
+            return True
         own = [(p, self.state().transforms[p.name]) for p in self.parts]
         return all(int(state["count"]) + 1 >= p.facts.window for p, state in own if state)
 

@@ -74,6 +74,8 @@ class MicroStep:
             boundary: what `set_boundary` says of this step; ranks must say the same.
         """
         self.copies.carry_over()
+        if self.control is None:
+            return self._grads()
         units, stream = self.arrivals.units, self.arrivals.stream
         if units is not None:
             return self._at_rest(units, boundary)
@@ -120,8 +122,7 @@ class MicroStep:
 
     def _in_place(self, marks: dict[str, int]) -> Leaves:
         grads = self._grads()
-        if self.control is None:
-            return grads
+        assert self.control is not None
         return self._agreed(told_by_all(self._numbers(grads, marks), self.control), marks, grads)
 
     def _numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:

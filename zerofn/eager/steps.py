@@ -79,7 +79,8 @@ class Steps:
         # What was set may be refused, and what is collected cannot be put back.
         window, given = self.window, self._set()
         grads = self.home.micro_step.collect(window.forced)
-        check_weight(self.pipe, weight)
+        if weight is not None:
+            check_weight(self.pipe, weight)
         closes, old = window.closes(), self.home.state
         given |= dict(weight=weight, boundary=window.forced, averaged=window.averaged is not False)
         ctx = self.pipe.context(donate=True, recorded=recorded(), micro_step=old.micro_step, **given)

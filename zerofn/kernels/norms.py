@@ -18,7 +18,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
 # Asked of every leaf in every step, and so from C.
-_DTYPE = attrgetter("dtype")
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
@@ -69,7 +69,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if recorded():
         # No kernel, and nothing to differentiate: of all formulas the one that a compiler fuses with what is beside it.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
-    if all(t.device.type == "cpu" for t in tensors):
+    if all(map(_IS_CPU, tensors)):
         return torch.stack([x.to(torch.float32) for t in tensors for x in _bounds(t)]).mul(0.0).sum()
     return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).mul(0.0).sum()
 
@@ -107,7 +107,7 @@ def added(squares_by_path: dict[str, Tensor]) -> Tensor:
 
 def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
     """Numbers in the order of paths, and what they are added in: fp64 where every leaf is, else fp32."""
-    found = [by_path[p] for p in sorted(by_path)]
+    found = list(map(by_path.__getitem__, sorted(by_path)))
     return found, torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
 
 

@@ -9,15 +9,21 @@ Elsewhere only where somebody has said what is recorded: a derivative by hand, o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat import beneath_functorch, differentiating, functorch_active, is_wrapped, levels, only_vmap, stacked
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from .._compat import (
+    beneath_functorch,
+    differentiating,
+    functorch_active,
+    innermost_transform,
+    is_wrapped,
+    levels,
+    only_vmap,
+    stacked,
+)
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -27,12 +33,9 @@ def recorded(values: Iterable[Any] = ()) -> bool:
     >>> recorded([w]), recorded([w.detach(), 0.1]), torch.func.grad(lambda x: x * recorded())(torch.ones(()))
     (True, False, tensor(1.))
     """
-    return torch.compiler.is_compiling() or functorch_active() or _requires_grad(values)
-
-
-def followed(tensors: Iterable[Tensor]) -> bool:
-    """Whether autograd follows any of these, asked from C: a state has many, of which hardly ever one is."""
-    return torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors))
+    if torch.compiler.is_compiling() or innermost_transform() is not None:
+        return True
+    return bool(values) and _requires_grad(values)
 
 
 def differentiated(*values: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._compat import functorch_active
 from .._errors import explain
+from .._ranges import PHASE, ranged
 from ..core.agreement import agree_on_start, check_finite, check_weight
 from ..core.arguments import check_function, check_positional
 from ..core.averages import averages_of
@@ -21,11 +22,11 @@ from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaf, Tree, make_layout, tensors_of, tree_map, unflatten
-from ..core.update import Metrics, apply, check_data, check_grads, check_stored
-from ..kernels.recording import followed, recorded
+from ..core.tree import Leaf, Leaves, Tree, followed, make_layout, tree_map, unflatten
+from ..core.update import Metrics, apply, check_grads, check_stored
+from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
-from .linearize import check_graph, check_recording, cotangents_of, linearize
+from .linearize import check_graph, cotangents_of, evaluate
 from .seeing import seeing
 
 
@@ -244,8 +245,7 @@ def vjp(
     check_function("zf.vjp", fn)
     check_graph("zf.vjp", create_graph)
     pipe = pipe_of(tx, state, "zf.vjp")
-    check_recording("zf.vjp")
-    ran = linearize(pipe, fn, state, inputs, keep=True, record=create_graph or recorded())
+    ran = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
 
     def pullback(cotangents: Any) -> tuple:
         grads, given = ran.pull(cotangents_of(ran, cotangents))
@@ -296,20 +296,21 @@ def update(
     ({'w': tensor([0.5000])}, True)
     """
     pipe = pipe_of(tx, state, "zf.update")
-    check_data(state, "zf.update")
+    state.check_data("zf.update")
     leaves = pieces(split_grads(state.layout, grads))
     check_grads(pipe, leaves, state.leaves)
     if not functorch_active():
         check_weight(pipe, weight)
-    record = asked("zf.update", create_graph, leaves.values(), state)
+    record = asked("zf.update", create_graph, leaves, state)
     ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step)
-    return apply(pipe, leaves, state, ctx)
+    with ranged(PHASE, "update"):
+        return apply(pipe, leaves, state, ctx)
 
 
-def asked(where: str, create_graph: bool | None, gradients: Iterable[Tensor], state: State) -> bool:
+def asked(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
     """Whether a step is recorded: if it says so, or by what its gradients and its state are, or by whoever runs it."""
     if create_graph is not None:
         check_graph(where, create_graph)
     if create_graph or recorded():
         return True
-    return create_graph is None and followed((*gradients, *state.leaves.values(), *tensors_of(state.transforms)))
+    return create_graph is None and followed((gradients, state.leaves, state.transforms))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,7 @@ from ..core.tree import Leaves, flatten, unflatten
 from ..kernels.recording import only_compiled, recorded
 from ..sharded.lazy_tensor import settled
 
-
-def check_recording(where: str) -> None:
-    """Refuse to differentiate where autograd records nothing."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not functorch_active():
-        raise RuntimeError(
-            explain(
-                f"{where} inside torch.inference_mode()",
-                "autograd records nothing there, so no parameter would have a gradient",
-                f"{where} outside of it; torch.no_grad() around it is fine",
-            )
-        )
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def check_graph(where: str, create_graph: Any) -> None:
@@ -46,69 +37,91 @@ def check_graph(where: str, create_graph: Any) -> None:
         )
 
 
-class Evaluation(NamedTuple):
-    """A function at the parameters of a state.
-
-    Attributes:
-        out: what it returned.
-        pull: from a cotangent of each tensor among that, and whether they count, to gradients by path and those of the
-            leaves of its inputs.
-        tensors: which leaves of `out` have cotangents.
-        spec: the structure of its inputs.
-    """
-
-    out: Any
-    pull: Callable[..., tuple[Leaves, list[Any]]]
-    tensors: list[int]
-    spec: Any
+# From cotangents of what came out, and whether they count, to gradients by path and those of inputs.
+Pull = Callable[[list[Tensor], bool | Tensor], tuple[Leaves, list[Any]]]
 
 
 def linearize(
-    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, keep: bool, record: bool
-) -> Evaluation:
-    """`fn` at the state's parameters and its pullback onto leaves by path.
+    where: str,
+    pipe: Pipeline,
+    fn: Callable[[Leaves, list[Tensor]], list[Tensor]],
+    state: State,
+    given: list[Tensor],
+    scale: Tensor | None,
+    keep: bool,
+    record: bool,
+) -> tuple[list[Tensor], Pull]:
+    """`fn` at the state's parameters, by path as the model sees them, and its pullback onto leaves by path.
 
     Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
     activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
     composes.
 
     Args:
-        keep: whether inputs have cotangents, and the pullback may be called again.
+        where: who asks, for messages.
+        fn: from lists of tensors to one, which are all that crosses to torch.func.
+        given: what it is given besides.
+        scale: the loss scale, which its edges have on cotangents, but where all is recorded.
+        keep: whether the pullback may be called again.
         record: whether all of it is recorded, so that what is returned can be differentiated.
+
+    Raises:
+        RuntimeError: in inference mode.
     """
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not functorch_active():
+        why = "autograd records nothing there, so no parameter would have a gradient"
+        right = f"{where} outside of it; torch.no_grad() around it is fine"
+        raise RuntimeError(explain(f"{where} inside torch.inference_mode()", why, right))
+    resident = _resident(pipe, state.leaves, record) if pipe.late or pipe.gathering is not None else state.leaves
+    ran = _recorded if record else _with_autograd if pipe.gathering is None else _with_blocks
+    return ran(fn, pipe, resident, given, scale, keep)
+
+
+class Evaluation(NamedTuple):
+    """A function of trees at the parameters of a state.
+
+    Attributes:
+        out: what it returned.
+        pull: from a cotangent of each tensor among that to gradients by path and those of the leaves of its inputs.
+        tensors: which leaves of `out` have cotangents.
+        spec: the structure of its inputs.
+    """
+
+    out: Any
+    pull: Callable[[list[Tensor]], tuple[Leaves, list[Any]]]
+    tensors: list[int]
+    spec: Any
+
+
+def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool) -> Evaluation:
+    """`fn(params, *inputs)`, from trees to a tree, at the state's parameters, and its pullback, between their edges."""
     scale = pipe.scale_of(state.transforms)
     # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
     inside = None if record else scale
-    # Nothing to take apart in a batch of tensors; containers are made anew, lest the function changes the caller's.
-    bare = not keep and set(map(type, inputs)) <= {Tensor}
-    flat, spec = ([], None) if bare else flatten(inputs)
-    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)] if keep else []
+    flat, spec = flatten(inputs)
+    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)]
     outer: dict[str, Any] = {}
 
     def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
-        """`fn` between the edges, on lists of tensors, which are all that crosses to torch.func."""
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, inside, None)
-        out = settled(fn(pipe.layout.join(seen), *(inputs if bare else unflatten(spec, args))))
+        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
         outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
         return [leave(leaves[i], inside, pipe.dtypes.output_dtype) for i in outer["tensors"]]
 
-    given = [flat[i] for i in chosen]
-    resident = _resident(pipe, state.leaves, record)
-    ran = _recorded if record else _with_blocks if pipe.gathering is not None else _with_autograd
     with ranged(PHASE, "forward"):
-        primals, pull_flat = ran(inner, pipe, resident, given, scale, keep)
+        primals, pull_flat = linearize("zf.vjp", pipe, inner, state, [flat[i] for i in chosen], scale, True, record)
     leaves = list(outer["out"])
     for i, y in zip(outer["tensors"], primals, strict=True):
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
-    def pull(vectors: list[Tensor], counts: bool | Tensor = True) -> tuple[Leaves, list[Any]]:
+    def pull(vectors: list[Tensor]) -> tuple[Leaves, list[Any]]:
         with ranged(PHASE, "backward"):
-            grads, rest = pull_flat(vectors, counts)
+            grads, rest = pull_flat(vectors, True)
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g
@@ -122,24 +135,35 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
 
     So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
     """
-    stages = pipe.road.pulled
+    stages, dtypes = pipe.road.pulled, pipe.road.grad_dtypes
     paths = pipe.layout.trained
-    seen = {p: x.detach() for p, x in pipe.road.see(stages, resident).items()}
-    inputs = [x.detach().requires_grad_() for x in given]
-    wanted = [seen[p].requires_grad_() for p in paths] + inputs
+    seen = pipe.road.see(stages, resident) if stages else resident
+    # Of every leaf in every step, and so from C.
+    seen = dict(zip(seen, map(Tensor.detach, seen.values()), strict=True))
+    inputs = list(map(Tensor.detach, given))
+    wanted = list(map(Tensor.requires_grad_, [*map(seen.__getitem__, paths), *inputs]))
     with torch.enable_grad():
         primals = inner(seen, inputs)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
-        found: Any = [None] * len(wanted)
-        if pairs:
-            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            found = torch.autograd.grad(ys, wanted, vs, retain_graph=keep, allow_unused=True)
-        grads = {p: g for p, g in zip(paths, found, strict=False) if g is not None and counts}
-        return pipe.road.pull(stages, grads, resident, scale), list(found[len(paths) :])
+        found = pulled_back(primals, wanted, vectors, keep)
+        rest, found = list(found[len(paths) :]), zip(paths, found, strict=False) if counts else ()
+        if stages or scale is not None:
+            grads = {p: g for p, g in found if g is not None}
+            return pipe.road.pull(stages, grads, resident, scale), rest
+        return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in found if g is not None}, rest
 
     return primals, pull
+
+
+def pulled_back(outputs: list[Tensor], inputs: list[Tensor], vectors: list[Tensor], keep: bool) -> Sequence[Any]:
+    """By plain autograd, from cotangents of outputs to those of inputs; `None` where nothing depends on one."""
+    if not all(map(_REQUIRES_GRAD, outputs)):
+        pairs = [(y, v) for y, v in zip(outputs, vectors, strict=True) if y.requires_grad]
+        outputs, vectors = [y for y, _ in pairs], [v for _, v in pairs]
+    if not outputs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(outputs, inputs, vectors, retain_graph=keep, allow_unused=True)
 
 
 def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
@@ -158,15 +182,8 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
         primals = inner(blocks.handles(anchor), inputs)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
-        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad and counts]
-
-        def run() -> Any:
-            if not pairs:
-                return [None] * len(given)
-            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            return torch.autograd.grad(ys, [anchor, *inputs], vs, retain_graph=keep, allow_unused=True)[1:]
-
-        grads, rest = blocks.pull(run)
+        ys, vs = (primals, vectors) if counts else ([], [])
+        grads, rest = blocks.pull(lambda: pulled_back(ys, [anchor, *inputs], vs, keep)[1:])
         return grads, list(rest)
 
     return primals, pull
@@ -175,8 +192,7 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
     if not record:
-        whole = not pipe.late and pipe.gathering is None
-        return stored if whole else pipe.road.see(pipe.road.after_update, stored)
+        return pipe.road.see(pipe.road.after_update, stored)
     if not pipe.late:
         return stored
     if only_compiled(stored.values()):

@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 
 from .._compat import COMPILES_STATES, functorch_active, uncompiled, while_traced
-from .._errors import explain
+from .._errors import explain, kind_of
+from .._ranges import PHASE, ranged
 from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
+from ..core.linear_map import leave
 from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform, number
-from ..core.tree import Layout, Tree, apart, flatten, tree_map
-from ..core.update import Metrics, apply, check_data, check_vmap
+from ..core.tree import Layout, Leaves, Tree, apart, flatten, tree_map
+from ..core.update import Metrics, apply, check_vmap
 from ..kernels.recording import only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import asked, resolved
-from .linearize import check_recording, linearize
+from .linearize import linearize
 from .seeing import seeing
 
 
@@ -67,16 +69,17 @@ def make_step(
     pipes = Pipelines(tx, "step")
 
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
-        check_positional("step(state", keywords)
+        if keywords:
+            check_positional("step(state", keywords)
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(step, state, batch, weight)
         pipe = pipes.of(state, tracing)
-        if tracing and pipe.reads:
-            return step_with_states_in_views(step, state, batch, weight)
-        pipe = seeing(pipe, state, "a step")
-        check_recording("step")
-        check_data(state, "a step")
+        if pipe.reads:
+            if tracing:
+                return step_with_states_in_views(step, state, batch, weight)
+            pipe = seeing(pipe, state, "a step")
+        state.check_data("a step")
         if tracing and pipe.groups:
             if not pipe.traceable:
                 return step_by_own_wire(step, state, batch, weight)
@@ -87,28 +90,40 @@ def make_step(
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
             state.check_kept("a step")
-        record = asked("make_step", create_graph, (), state)
-        check_vmap(pipe, weight, state, batch)
+        record = asked("make_step", create_graph, {}, state)
+        if pipe.groups:
+            check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
 
     def run(pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
         aux: dict[str, Any] = {}
+        scale = pipe.scale_of(state.transforms) if pipe.factors else None
+        # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
+        edge = (None if record else scale, pipe.dtypes.output_dtype)
+        # Containers are made anew, lest the function changes the caller's.
+        inputs = batch if set(map(type, batch)) <= {Tensor} else tree_map(lambda x: x, batch)
 
-        def scalar(params: Tree, *inputs: Tree) -> Any:
-            out = loss_fn(params, *inputs)
-            if isinstance(out, tuple) and len(out) == 2:
-                out, aux["aux"] = out[0], settled(out[1])
-            _check_loss(out)
-            return out
+        def scalar(seen: Leaves, _: list[Tensor]) -> list[Tensor]:
+            loss = loss_fn(pipe.layout.join(seen), *inputs)
+            if isinstance(loss, tuple) and len(loss) == 2:
+                loss, aux["aux"] = loss[0], loss[1] if pipe.gathering is None else settled(loss[1])
+            if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+                raise _no_loss(loss)
+            loss = loss if pipe.gathering is None else settled(loss)
+            return [loss] if edge == (None, None) else [leave(loss, *edge)]
 
-        ran = linearize(pipe, scalar, state, batch, keep=False, record=record)
-        weight, share = (weight, None) if functorch_active() else shared_weight(pipe, weight)
-        loss, share = ran.out, None if share is None else number(share)
+        with ranged(PHASE, "forward"):
+            (loss,), pull = linearize("step", pipe, scalar, state, [], scale, False, record)
+        loss, share = loss if record else loss.detach(), None
+        if weight is not None and not functorch_active():
+            weight, share = shared_weight(pipe, weight)
+            share = None if share is None else number(share)
         unit = torch.ones_like(loss)
-        # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
-        grads, _ = ran.pull([unit if share is None else unit * share], share is None or share > 0)
-        del ran
+        with ranged(PHASE, "backward"):
+            # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
+            grads, _ = pull([unit if share is None else unit * share], share is None or share > 0)
+        del pull
         if aux and not record:
             aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         if donate and not tracing:
@@ -116,7 +131,8 @@ def make_step(
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
-        new, metrics = apply(pipe, grads, state, ctx)
+        with ranged(PHASE, "update"):
+            new, metrics = apply(pipe, grads, state, ctx)
         if donate and not tracing:
             state.give_away()
         return new, {"loss": loss, **metrics, **aux}
@@ -203,17 +219,7 @@ def step_before_torch_2_13(step: Callable, state: State, batch: tuple, weight: A
     return step(state, *batch, weight=weight)
 
 
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
-        got = (
-            f"a {type(loss).__name__}"
-            if not isinstance(loss, Tensor)
-            else f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}"
-        )
-        raise ValueError(
-            explain(
-                f"loss_fn returned {got}",
-                "a step differentiates one number",
-                "return loss.mean(), or (loss, aux); for other outputs zf.vjp with cotangents of your own",
-            )
-        )
+def _no_loss(loss: Any) -> ValueError:
+    got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else kind_of(loss)
+    right = "return loss.mean(), or (loss, aux); for other outputs zf.vjp with cotangents of your own"
+    return ValueError(explain(f"loss_fn returned {got}", "a step differentiates one number", right))

@@ -20,6 +20,7 @@ from ..extend import (
     ScalarOrSchedule,
     Transform,
     TransformState,
+    alike,
     check_betas,
     check_lr,
     check_number,
@@ -29,7 +30,6 @@ from ..extend import (
     many_for_fused,
     moment_root,
     optimizer,
-    plain,
     plus,
     plus_product,
     plus_quotient,
@@ -163,7 +163,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
             fused_operator(params, group.grads, slots["exp_avg"], slots["exp_avg_sq"], **how)
             return
         grads = typed(params, group.grads)
-        if not plain(params):
+        if not alike(params):
             for kind in {(p.dtype, p.device) for p in params}:
                 kernel(group.where([(p.dtype, p.device) == kind for p in params]))
             return
