@@ -235,7 +235,8 @@ _CDATA = attrgetter("_cdata")
 
 def memory(x: Tensor) -> int:
     """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
-    if is_wrapped(x) or is_wrapper(x) or x.layout is not torch.strided:
+    other = type(x) is not Tensor and is_wrapper(x)
+    if other or _functorch.maybe_get_level(x) != -1 or x.layout is not torch.strided:
         return 0
     return x.untyped_storage()._cdata
 

@@ -536,8 +536,8 @@ def test_a_world_of_one_needs_nothing():
 
 def test_traffic():
     traffic = Traffic()
-    traffic.count("all_reduce", 4, 400)
-    traffic.count("reduce_scatter", 4, 400)
+    traffic.sent("all_reduce", 600)
+    traffic.sent("reduce_scatter", 300)
     assert traffic.by_op == {"all_reduce": 600, "reduce_scatter": 300}
     assert "all_reduce" in repr(traffic)
     traffic.reset()

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class _Weights(list):
 
 
 GONE = weakref.ref(_Weights())
+_MODULE = attrgetter("module")
 
 
 class _Begin(Hook):
@@ -90,7 +92,7 @@ class _Begin(Hook):
             local = self.sight.local
             # Only ours is at the end of the call: no hook of the user's is to be shown anything.
             quiet = not self.sight.scaled or not (_others(self.sight, module) or backward_hooks(module))
-            if quiet and local.calls and not any(call.module is module for call in local.calls):
+            if quiet and local.calls and module not in map(_MODULE, local.calls):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
                 return None

@@ -19,7 +19,7 @@ class Traffic:
     barriers count as calls without bytes.
 
     >>> t = Traffic()
-    >>> t.count("all_gather", 4, 800)
+    >>> t.sent("all_gather", 3 * 800 // 4)
     >>> t.bytes, t.calls, t.by_op
     (600, 1, {'all_gather': 600})
     """
@@ -32,10 +32,6 @@ class Traffic:
         # Never reset: the number of the last collective, by which ranks tell whether they are in the same one, and
         # the thread that began it.
         self.begun, self.thread = 0, 0
-
-    def count(self, op: str, size: int, full_bytes: int) -> None:
-        """A collective of parts of one length."""
-        self.sent(op, (2 if op == "all_reduce" else 1) * (size - 1) * full_bytes // size)
 
     def sent(self, op: str, sent: int) -> None:
         """A collective in which this rank sends so many bytes to others."""

@@ -18,6 +18,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from ..ranks.distributed_tensors import Form, is_distributed
 from .gather_on_use import Units
 
 NEVER = 1 << 64
+_NODE = itemgetter(0)
 
 
 class Note(NamedTuple):
@@ -46,7 +48,7 @@ class Note(NamedTuple):
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a tensor that is saved; `None` for what is no parameter."""
-    local = _local(t)
+    local = t if type(t) is Tensor else _local(t)
     found = source.gathered.origin(local)
     if found is None or source.watch.is_elsewhere(*found):
         return None
@@ -163,7 +165,7 @@ class Walks:
                 continue
             for saved in saved_by(node):
                 self._exchange(saved)
-            nodes += [n for n, _ in node.next_functions]
+            nodes += map(_NODE, node.next_functions)
         return older
 
     def _exchange(self, saved: Any) -> None:

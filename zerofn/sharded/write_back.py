@@ -48,12 +48,16 @@ class WriteBack:
 
     def __init__(self, params: Leaves, span: Callable[[Leaf], tuple[int, int]], exact: bool):
         self.params, self.span, self.exact = params, span, exact
+        # Of leaves that were looked at: this rank's range.
+        self.spans: dict[str, tuple[int, int]] = {}
         self.lost: dict[str, str] = {}
         self.sums: dict[str, int] = {}
 
     def rows(self, leaf: Leaf, full: Tensor) -> Tensor:
         """This rank's rows of a leaf's copy, flat."""
-        low, high = self.span(leaf)
+        if leaf.path not in self.spans:
+            self.spans[leaf.path] = self.span(leaf)
+        low, high = self.spans[leaf.path]
         return full.reshape(-1)[low:high]
 
     def note(self, leaf: Leaf, full: Tensor) -> None:

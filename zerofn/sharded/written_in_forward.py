@@ -39,7 +39,19 @@ class Given:
 
     def version(self, j: int) -> int:
         """How often the leaf has been written into by way of them, as far as autograd would know."""
-        return sum(0 if v[j].is_inference() else version(v[j]) for v in self.views)
+        count = 0
+        for views in self.views:
+            if not views[j].is_inference():
+                count += version(views[j])
+        return count
+
+    def recorded(self, j: int) -> bool:
+        """Whether the leaf has been written into while autograd recorded it."""
+        for views in self.views:
+            node = views[j].grad_fn
+            if node is not None and node not in self.nodes:
+                return True
+        return False
 
     def is_elsewhere(self, j: int) -> bool:
         """Whether forward has put other data in the place of the leaf's."""
@@ -93,7 +105,8 @@ class Written:
 
     def is_elsewhere(self, i: int, j: int) -> bool:
         """Whether forward has put other data in the place of a leaf's: a note would be of those that were gathered."""
-        return i in self.given and self.given[i].is_elsewhere(j)
+        given = self.given.get(i)
+        return given is not None and given.is_elsewhere(j)
 
     def version(self, i: int, j: int) -> int:
         """How often a leaf has been written into: what autograd compares between forward and backward."""
@@ -114,7 +127,7 @@ class Written:
                 if other is not None and self.back.fits(leaf, other, fulls[j]):
                     fulls[j] = given.own[j] = other.detach()
                     self.counts[i][j] += 1
-                if any(v[j].grad_fn is not None and v[j].grad_fn not in given.nodes for v in given.views):
+                if given.recorded(j):
                     self.back.lost[leaf.path] = "written with gradients enabled"
                 changed |= self.back.store(leaf, fulls[j], self.began[i][j] if i in self.began else None)
                 if other is not None or given.version(j):
