@@ -41,11 +41,12 @@ class Copies:
         dtypes = {path: x.dtype for path, x in stored().items()}
         self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]
         self.sampling = Sampling()
+        self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
         self.note()
 
     def note(self) -> None:
         """They are what the masters say."""
-        self.counts = {leaf.path: self._count(leaf) for leaf in self.leaves}
+        self.counts = self._counts()
 
     def carry_over(self) -> None:
         """Store what was written since.
@@ -56,8 +57,10 @@ class Copies:
         if not self.leaves:
             return
         compares, late = self.sampling.next()
-        compares &= self.together
-        found = [leaf for leaf in self.leaves if not self.carry_leaf(leaf) and compares and self._written(leaf)]
+        counted = self.leaves if self._counts() != self.counts else []
+        carried = {leaf.path for leaf in counted if self.carry_leaf(leaf)}
+        looks = self.leaves if compares and self.together else []
+        found = [leaf for leaf in looks if leaf.path not in carried and self._written(leaf)]
         for leaf in found:
             self._carry(leaf)
         if found and late:
@@ -70,10 +73,11 @@ class Copies:
 
     def carry_leaf(self, leaf: Leaf) -> bool:
         """Store what was written into one of them since, if it is one; whether a write was counted."""
-        if self.counts.get(leaf.path) in (None, self._count(leaf)):
+        copy = self.copies.get(leaf.path)
+        if copy is None or writes([copy]) == [self.counts[leaf.path]]:
             return False
         self._carry(leaf)
-        self.counts[leaf.path] = self._count(leaf)
+        (self.counts[leaf.path],) = writes([copy])
         return True
 
     @torch.no_grad()
@@ -97,5 +101,5 @@ class Copies:
             told = stage.view(told, leaf) if stage.wire is None else told
         return copy, told.to(copy.dtype)
 
-    def _count(self, leaf: Leaf) -> list[Writes]:
-        return writes([self.params[leaf.path]])
+    def _counts(self) -> dict[str, Writes]:
+        return dict(zip(self.copies, writes(self.copies.values()), strict=True))

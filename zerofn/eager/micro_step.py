@@ -134,7 +134,7 @@ class MicroStep:
         assert self.control is not None
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
-        some, noticed = map(max, zip(*[row[:FIRST] for row in rows], strict=True))
+        some, noticed, *_ = map(max, zip(*rows, strict=True))
         if noticed:
             self.wholes.compare()
         return grads if some else {}

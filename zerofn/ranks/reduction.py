@@ -58,7 +58,9 @@ class OverRanks:
         return x
 
     def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
-        return self._sum(number({path: _nothing(x) if path in self.elsewhere else x for path, x in leaves.items()}))
+        if self.elsewhere:
+            leaves = {path: _nothing(x) if path in self.elsewhere else x for path, x in leaves.items()}
+        return self._sum(number(leaves))
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)

@@ -164,7 +164,8 @@ class Stream:
         while self.flying:
             self._land()
         self.rounds, question.allowed = 0, 1
-        check_marks([row[1:] for row in rows], list(marks), self.control)
+        if rows.count(rows[0]) < len(rows):
+            check_marks([row[1:] for row in rows], list(marks), self.control)
         return any(row[0] & 2 for row in rows)
 
     def discard(self, marks: dict[str, int]) -> None:

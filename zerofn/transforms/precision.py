@@ -30,8 +30,9 @@ def _cast(dtypes: Dtypes) -> View:
         return x.to(dtypes.stored(leaf))
 
     def changes(leaf: Leaf) -> bool:
-        stored = dtypes.stored(leaf)
-        return dtypes.seen(leaf) != stored or dtypes.gradient(leaf) != stored
+        own = dtypes.of(leaf)
+        stored = own.store_dtype or leaf.dtype
+        return own.param_dtype not in (None, stored) or dtypes.gradient(leaf) != stored
 
     return View(view, pull, store, changes, dtypes=dtypes)
 
