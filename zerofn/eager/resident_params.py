@@ -28,13 +28,14 @@ from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
 from ..sharded.units import split
+from .agreement_at_step import MARKS, Agreement
 from .arriving_gradients import Arrivals
 from .channels import open_channels
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
 from .made_anew import Anew
 from .master_weights import Copies
-from .micro_step import MARKS, MicroStep
+from .micro_step import MicroStep
 from .resident_form import move_out, settle_in
 from .shown_states import ShownStates
 from .written_by_hand import Wholes
@@ -101,9 +102,9 @@ class Residence:
         self.anew = Anew(pipe, params)
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(params, channels.equals if context is None else None)
-        self.micro_step = MicroStep(
-            pipe, self.arrivals, channels.control, self.copies, self.wholes, lambda: self.state, self._gave_up
-        )
+        now = lambda: self.state  # noqa: E731
+        agreement = Agreement(channels.control, self.wholes, now)
+        self.micro_step = MicroStep(pipe, self.arrivals, agreement, self.copies, now, self._gave_up)
         ends = self.micro_step
         asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
         gathering = None if self.units is None else gathering_of(self.units)

@@ -46,8 +46,7 @@ class Sight:
         self.local = Local(units)
         self.views = ParameterViews(pipe, units, self.local, self._crossing, forms)
         self.spans = Spans()
-        # Of classes of autograd nodes, what a search of a graph has found out (`closed_graph`).
-        self.kinds: dict[type, int] = {}
+        self.kinds: dict[type, int] = {}  # of autograd nodes by class, as far as `closed_graph` has met them
         self.attributes = Attributes(self, list(model.modules()))
         # The hook that ends each module's calls, and the one that shows the user's hooks an output.
         self.ends: dict[int, int] = {}

@@ -1,0 +1,66 @@
+"""What ranks of an attached model tell each other at a step: that it is the same one, and what only some have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..core.state import State
+from ..core.tree import Leaves
+from ..ranks.group import Group
+from ..sharded.agreement_on_rounds import check_marks, told_by_all
+from ..sharded.rests import KEPT
+from ..sharded.write_back import WRITTEN
+from .written_by_hand import Wholes
+
+# What must be equal on all ranks at every step.
+STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
+NO_MORE = {KEPT: 0, WRITTEN: 0}
+MARKS = (STEPS, CLOSES, DROPPED, *NO_MORE)
+# Of the numbers that a rank tells, where marks begin.
+FIRST = 2
+
+
+class Agreement:
+    """The agreement of one model's ranks.
+
+    Args:
+        control: their group; none on one process.
+        wholes: whole parameters of which each rank stores a part.
+        state: gives the state in force.
+    """
+
+    def __init__(self, control: Group | None, wholes: Wholes, state: Callable[[], State]):
+        self.control, self.wholes, self.state = control, wholes, state
+
+    def marks(self, boundary: bool | None, dropped: bool = False, more: dict[str, int] = NO_MORE) -> dict[str, int]:
+        """What must be equal on all ranks, by name; `more` is what rests tell of it."""
+        closes = 2 if boundary is None else int(boundary)
+        return {STEPS: int(self.state().micro_step), CLOSES: closes, DROPPED: int(dropped), **more}
+
+    def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
+        """What this rank tells: how many gradients it has, what it has noticed, and marks."""
+        return [len(grads), self.wholes.noticed(), *marks.values()]
+
+    def shared(self, rows: list[list[int]], marks: dict[str, int]) -> dict[str, int]:
+        """Marks for all ranks, from those that rest together: only these share sums, of which each has its parts."""
+        alike = len({row[FIRST + MARKS.index(KEPT)] for row in rows}) == 1
+        return {**marks, KEPT: 0 if alike else 1 + marks[KEPT]}
+
+    def ask(self, marks: dict[str, int], grads: Leaves) -> Leaves:
+        """As `found`, by a message of its own."""
+        assert self.control is not None
+        return self.found(told_by_all(self.numbers(grads, marks), self.control), marks, grads)
+
+    def found(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
+        """The gradients of a step, if any rank has some, once all ranks have told the same marks.
+
+        Raises:
+            RuntimeError: on every rank, if a mark differs, or what was written by hand into whole parameters.
+        """
+        assert self.control is not None
+        if rows.count(rows[0]) < len(rows):
+            check_marks([row[FIRST:] for row in rows], list(marks), self.control)
+        some, noticed, *_ = map(max, zip(*rows, strict=True))
+        if noticed:
+            self.wholes.compare()
+        return grads if some else {}
