@@ -114,6 +114,28 @@ def traffic(order):
     return total
 
 
+def messages_of_a_step():
+    """By channel, the collectives of one `opt.step()`."""
+    rank, _ = P.rank_and_size()
+    torch.manual_seed(0)
+    model = Wide()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    for step in range(2):
+        x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().sum().backward()
+        channels = opt._home.channels
+        for group in (channels.control, channels.wanted):
+            group.traffic.reset()
+        opt.step()
+        opt.zero_grad()
+    return channels.control.traffic.calls_by_op, channels.wanted.traffic.calls_by_op
+
+
+def test_a_step_is_agreed_on_where_ranks_rest():
+    for control, wanted in zf.launch(messages_of_a_step, 2, timeout=limit()):
+        assert control == {} and wanted == {"all_gather": 1}, (control, wanted)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_sent_are_those_of_the_formula(size):
     one = WIDTH * WIDTH * 8 * (size - 1) // size
