@@ -381,7 +381,7 @@ _OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_f
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def uncompiled(fn: Fn) -> Fn:
+def uncompiled(fn: Fn, why: str | None = None) -> Fn:
     """`fn` as what the compiler leaves alone, with all that it calls: graphs end before it.
 
     As `torch.compiler.disable`, which imports the compiler at once and makes each call 1 us longer. The one mark is for
@@ -389,12 +389,12 @@ def uncompiled(fn: Fn) -> Fn:
     `fn` asked by itself whether it is traced, a graph was made of that question, for each kind of argument anew; at
     the eighth the compiler gives `fn` up, and what `fn` calls is compiled all the same.
 
-    Whoever asks for a whole graph (`fullgraph=True`) is told the docstring of `fn`.
+    Whoever asks for a whole graph (`fullgraph=True`) is told why, else the docstring of `fn`.
     """
     # What a decorator of torch's makes has the code of all that it makes, torch's optimizers among them.
     fn.__code__ = fn.__code__.replace()
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
-    fn._torchdynamo_disable_msg = fn.__doc__  # type: ignore[attr-defined]
+    fn._torchdynamo_disable_msg = why or fn.__doc__  # type: ignore[attr-defined]
     _eval_frame.set_code_exec_strategy(fn.__code__, _OUTSIDE)
     return fn
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import functorch_active
+from .._compat import functorch_active, uncompiled
 from .._errors import explain
 from .._ranges import PHASE, ranged
 from ..core.agreement import agree_on_start, check_finite, check_weight
@@ -26,10 +26,12 @@ from ..core.tree import Leaf, Leaves, Tree, followed, make_layout, tree_map, unf
 from ..core.update import Metrics, apply, check_grads, check_stored
 from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
-from .linearize import check_graph, cotangents_of, evaluate
+from .linearize import Evaluation, check_graph, cotangents_of, evaluate
+from .outside_of_graphs import outside_of_graphs
 from .seeing import seeing
 
 
+@outside_of_graphs
 def init(
     tx: Transform,
     params: Tree,
@@ -101,6 +103,7 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@outside_of_graphs
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
 
@@ -150,6 +153,7 @@ def resolved(tx: Transform, state: Any, where: str) -> Pipeline:
     return pipe
 
 
+@outside_of_graphs
 def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., Any]:
     """`fn` as a function of *stored* parameters, differentiable by any torch.func transform.
 
@@ -195,12 +199,24 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         # Autograd may return one tensor for two places, which would look like one gradient given twice.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
+    @uncompiled
+    def given(stored: Tree, inputs: tuple) -> tuple[Tree, list]:
+        """A function that zf.bind has made is no whole graph: it resolves a tree, and crosses the edge of a pipeline.
+
+        write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step; or zf.bind and zf.vjp of
+        torch.compile(fn, fullgraph=True), outside of what is compiled
+        """
+        check_stored(pipe, stored)
+        return state.layout.map_places(see, stored), [_edges(enter, x, scale, None) for x in inputs]
+
+    @uncompiled
+    def made(out: Any) -> Any:
+        return _edges(leave, out, scale, pipe.dtypes.output_dtype)
+
     def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
         check_positional("fn(stored", keywords)
-        check_stored(pipe, stored)
-        params = state.layout.map_places(lambda leaf, x: see(leaf, x), stored)
-        inputs = tuple(_edges(enter, x, scale, None) for x in inputs)
-        return _edges(leave, fn(params, *inputs), scale, pipe.dtypes.output_dtype)
+        params, inner = given(stored, inputs)
+        return made(fn(params, *inner))
 
     return fn_stored
 
@@ -209,6 +225,7 @@ def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype 
     return tree_map(lambda t: edge(t, scale, dtype) if isinstance(t, Tensor) else t, tree)
 
 
+@outside_of_graphs
 def vjp(
     fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree, create_graph: bool = False
 ) -> tuple[Any, Callable[[Any], tuple]]:
@@ -248,12 +265,22 @@ def vjp(
     ran = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
 
     def pullback(cotangents: Any) -> tuple:
-        grads, given = ran.pull(cotangents_of(ran, cotangents))
-        return state.layout.join_once(grads), *unflatten(ran.spec, given)
+        return _pulled(ran, state, cotangents)
 
     return ran.out, pullback
 
 
+@uncompiled
+def _pulled(ran: Evaluation, state: State, cotangents: Any) -> tuple:
+    """The pullback of zf.vjp is no graph: what it goes back through was recorded before.
+
+    write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
+    """
+    grads, given = ran.pull(cotangents_of(ran, cotangents))
+    return state.layout.join_once(grads), *unflatten(ran.spec, given)
+
+
+@outside_of_graphs
 def update(
     tx: Transform, grads: Tree, state: State, *, weight: Any = None, create_graph: bool | None = None
 ) -> tuple[State, Metrics]:

@@ -24,9 +24,11 @@ from ..kernels.recording import only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import asked, resolved
 from .linearize import linearize
+from .outside_of_graphs import outside_of_graphs
 from .seeing import seeing
 
 
+@outside_of_graphs
 def make_step(
     loss_fn: Callable[..., Any], tx: Transform, donate: bool = False, *, create_graph: bool | None = None
 ) -> Callable[..., tuple[State, Metrics]]:
