@@ -64,13 +64,19 @@ class Sharding:
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
+        if torch.compiler.is_compiling():
+            # It cannot read an `attrgetter`, and what is looked up while a graph is made would be a guard of it.
+            return self._found([leaf.shape for leaf in leaves])
         shapes = tuple(map(_SHAPE, leaves))
         found = self._known.get(shapes)
         if found is None:
-            rank, size = self.group.rank, self.group.size
-            widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
-            found = self._known[shapes] = Cuts(widths, [prod(x) for x in shapes], spans)
+            found = self._known[shapes] = self._found(shapes)
         return found
+
+    def _found(self, shapes: Sequence[torch.Size]) -> Cuts:
+        rank, size = self.group.rank, self.group.size
+        widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
+        return Cuts(widths, [prod(x) for x in shapes], spans)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
