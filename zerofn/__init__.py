@@ -75,9 +75,9 @@ if _TYPE_CHECKING:
     from .storage.checkpoint import save as save
     from .storage.checkpoints import Checkpoints as Checkpoints
     from .storage.describe import describe as describe
-    from .storage.describe import plan as plan
     from .storage.load_safetensors import load_safetensors as load_safetensors
     from .storage.loading import load as load
+    from .storage.plan import plan as plan
     from .storage.safetensors import export_safetensors as export_safetensors
 
 __version__ = "0.1.0"
@@ -102,7 +102,7 @@ _LATER = {
     "save": "storage.checkpoint",
     "Checkpoints": "storage.checkpoints",
     "describe": "storage.describe",
-    "plan": "storage.describe",
+    "plan": "storage.plan",
     "load_safetensors": "storage.load_safetensors",
     "load": "storage.loading",
     "export_safetensors": "storage.safetensors",

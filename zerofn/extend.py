@@ -37,6 +37,7 @@ from .core.groups import of_members, values_by_path
 from .core.leaf_steps import LeafList, LeafStep, alike, plain, typed
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer
+from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .core.rows import span, width
 from .core.spec import (
     ONE_OF_TWO,
@@ -79,10 +80,12 @@ __all__ = [
     "FORMAT_ENTRY",
     "ONE_OF_TWO",
     "TINY",
+    "AxisPlacement",
     "Context",
     "Conveyor",
     "Dtypes",
     "Facts",
+    "Flat",
     "Group",
     "Layout",
     "Leaf",
@@ -91,10 +94,14 @@ __all__ = [
     "Leaves",
     "Like",
     "Misplaced",
+    "Owner",
+    "Partial",
     "Prepared",
     "Ranks",
+    "Replicate",
     "ScalarOrSchedule",
     "Scope",
+    "Shard",
     "Spec",
     "Through",
     "Transform",

@@ -70,7 +70,8 @@ def test_plan_is_describe(name):
         assert zf.plan(tx, nest) == zf.describe(zf.init(tx, nest))
     opt = zf.attach(model, tx)
     assert table == zf.describe(opt.state)
-    assert str(table) == str(zf.describe(opt.state))
+    # A state does not know its chain, of which the plan has the stations.
+    assert str(table).startswith(f"{zf.describe(opt.state)}\n\n")
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import explain
 from ..core.pictures import bars
-from ..storage.describe import readable
+from ..storage.words import readable
 
 PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
 # Lines of modules beyond which a table would not be read.

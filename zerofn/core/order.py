@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .._errors import explain
-from .spec import USED_UP, Misplaced, Spec, changes_gradients, makes_parameters, watches_parameters
+from .spec import USED_UP, Misplaced, Spec, Station, changes_gradients, makes_parameters, watches_parameters
 from .transform import OF_PIECES, Transform
 
 
@@ -14,16 +14,28 @@ def check_order(parts: Sequence[Transform]) -> None:
     """Raise a `ValueError` that names both transforms, the reason and an order that works."""
     spec = Spec()
     for part in parts:
-        try:
-            spec = _through(part, replace(spec, here=part.name))
-        except Misplaced as error:
-            raise ValueError(
-                explain(
-                    f"chain(..., {error.left}, ..., {part.name}, ...)",
-                    f"{error.left} comes before {part.name}: {error.why}",
-                    error.right or f"chain(..., {part.name}, ..., {error.left}, ...)",
-                )
-            ) from None
+        spec = passed(part, replace(spec, here=part.name))
+
+
+def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
+    """What a transform says that a gradient is behind it; a `ValueError` where it says that it cannot stand there.
+
+    Args:
+        part: the transform.
+        spec: of the gradient before it, with its name and its axis.
+        leaf: the path of the leaf, if one is meant.
+    """
+    try:
+        return _through(part, spec)
+    except Misplaced as error:
+        of = f" of {leaf}" if leaf else ""
+        raise ValueError(
+            explain(
+                f"chain(..., {error.left}, ..., {part.name}, ...){of}",
+                f"{error.left} comes before {part.name}: {error.why}",
+                error.right or f"chain(..., {part.name}, ..., {error.left}, ...)",
+            )
+        ) from None
 
 
 def _through(part: Transform, spec: Spec) -> Spec:
@@ -55,12 +67,13 @@ def check_complete(parts: Sequence[Transform], where: str) -> None:
 WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
-def check_pieces(parts: Sequence[Transform], ranks: int, where: str) -> None:
+def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
     """Where leaves are cut over ranks, refuse what must see more than a piece of them. On one rank nothing is cut."""
-    found = [entry for part in parts for entry in _more_than_pieces(part, "")] if ranks > 1 else []
-    if not found:
+    found = [entry for part in parts for entry in _more_than_pieces(part, "")]
+    by = [s for s in stations if any(spec.in_parts for spec in s.gives.values())] if found else []
+    if not by:
         return
-    cut = next(p.name for p in parts if effect(p).cut)
+    cut, ranks = by[0].transform, max(spec.parts for spec in by[-1].gives.values())
     told = ", ".join(f"{name} needs {WHOLE[t.needs]} (needs={t.needs!r})" for name, t in found)
     raise ValueError(
         explain(

@@ -21,6 +21,8 @@ from ..ranks.reduction import OverRanks
 from .grad_norm import GRAD_NORM
 from .linear_map import LeafView
 from .road import Road, groups_of
+from .spec import Station
+from .stations import at_views
 from .stretches import Stretch, stretches
 from .transform import (
     Context,
@@ -48,6 +50,7 @@ class Pipeline:
         dtypes: on the road of a parameter and its gradient.
         late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
         factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
+        stations: what gradients are in front of each part and behind it.
         model: the groups of ranks over which the model itself is cut, of which the chain does not know.
     """
 
@@ -58,6 +61,7 @@ class Pipeline:
     dtypes: Dtypes
     late: bool
     factors: tuple[tuple[str, Factor], ...]
+    stations: tuple[Station, ...]
     model: tuple[Group, ...] = ()
 
     def made_ready(self) -> Pipeline:
@@ -83,7 +87,8 @@ class Pipeline:
     @cached_property
     def road(self) -> Road:
         """The way of leaves between the model and storage."""
-        return Road(self.layout, tuple(view for view in self.views if view is not None), self.dtypes, self.late)
+        stages = tuple(view for view in self.views if view is not None)
+        return Road(self.layout, stages, self.dtypes, self.late, at_views(self.stations, self.views))
 
     @cached_property
     def stages(self) -> tuple[View, ...]:

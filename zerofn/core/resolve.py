@@ -15,6 +15,7 @@ from .owners import place_in
 from .pipeline import Pipeline
 from .road import groups_of
 from .second_cut import behind, check_axes
+from .stations import survey
 from .transform import Transform
 from .tree import Layout, Placement, the_one
 from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
@@ -60,8 +61,9 @@ def pipeline(
     layout = replace(layout, placement=beside(placement, model))
     if wires := cutting(stages):
         parts, layout = _with_owners(parts, layout, wires)
-    check_pieces(parts, layout.placement.size, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, model)
+    stations = survey(layout, parts, views, dtypes, [name for name, _ in factors])
+    check_pieces(parts, stations, where)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, stations, model)
 
 
 def _settled(view: View | None, name: str, layout: Layout) -> View | None:

@@ -5,8 +5,7 @@ Whole trees at once, in buckets, one collective for each; leaf by leaf and diffe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -17,6 +16,7 @@ from torch import Tensor
 from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .linear_map import LeafView, over, stored_by
+from .spec import Spec
 from .tree import Layout, Leaf, Leaves
 from .views import Dtypes, Like, View, Wire, cutter, cutting, pull_all, summable, view_all
 
@@ -35,12 +35,14 @@ class Road:
         stages: the views that do something, from the model to storage.
         dtypes: of a parameter and its gradient on the way.
         late: whether gradients of resident parameters are reduced after an accumulation.
+        specs: by path, what gradients are in front of each stage, and behind the last one.
     """
 
     layout: Layout
     stages: tuple[View, ...]
     dtypes: Dtypes
     late: bool
+    specs: tuple[Mapping[str, Spec], ...]
 
     @cached_property
     def at_use(self) -> tuple[View, ...]:
@@ -84,11 +86,8 @@ class Road:
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
         """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
-        towards_model = stages[::-1]
-        return {
-            leaf.path: LeafView(leaf, tuple(s for s in towards_model if s.changes(leaf)), dtype(leaf))
-            for leaf in self.layout.leaves
-        }
+        every, leaves = stages[::-1], self.layout.leaves
+        return {x.path: LeafView(x, tuple(s for s in every if s.changes(x)), dtype(x)) for x in leaves}
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
@@ -98,29 +97,25 @@ class Road:
 
     def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf in the state of this rank."""
-        return _shape_behind(self.stages, leaf)
+        return self.specs[-1][leaf.path].local_shape
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of the gradient that `zf.update` is given."""
-        return _shape_behind(self.pulled, leaf)
+        return self.specs[len(self.pulled)][leaf.path].local_shape
 
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Global index of the first stored element of each leaf; box by box where the model itself is cut."""
-        leaves, wire = self.layout.leaves, self.sharding
-        begin = {leaf.path: 0 if leaf.within is None else leaf.within.before for leaf in leaves}
-        if wire is None:
+        begin = {x.path: 0 if x.within is None else x.within.before for x in self.layout.leaves}
+        if self.sharding is None:
             return begin if any(begin.values()) else {}
-        return {leaf.path: begin[leaf.path] + wire.span(leaf)[0] for leaf in leaves}
+        return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
 
     def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
-        """Gradients through the transposes of stages, in a fixed order of leaves on every rank.
+        """Gradients through the transposes of stages, in a fixed order of leaves on every rank; then over `scale`.
 
-        Args:
-            stages: from the model to storage, consecutive members of `self.stages`.
-            grads: by path; a leaf may be absent on this rank.
-            stored: stored parameters, for their devices.
-            scale: what to divide by at the end.
+        Stages are members of `self.stages`, from the model to storage. A leaf may have no gradient on this rank. Of
+        what is `stored` only devices are looked at.
         """
         dtypes = self.grad_dtypes
         if stages or scale is not None:
@@ -142,13 +137,10 @@ class Road:
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
     ) -> Leaves:
-        """Parameters through the views of stages, given from the model to storage. Not differentiable.
+        """Stored parameters through the views of stages, given from the model to storage. Not differentiable.
 
-        Args:
-            stages: consecutive members of `self.stages`.
-            leaves: stored parameters.
-            which: those that are seen; all by default.
-            into: where to gather them if the last view is a gather, which is then one collective.
+        Only those in `which`, if it is given. If the last view is a gather it is written `into` tensors that are given,
+        and is then one collective.
         """
         if stages:
             with torch.no_grad():
@@ -186,42 +178,20 @@ class Road:
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
     leaves = road.layout.trainable
-    # What a gradient is on its way matters to buffers alone, in which wires pack many.
-    packed = any([stage.wire is not None for stage in stages])
-    like = _arriving(road, leaves, stages, stored) if packed else {}
-    for stage in stages:
-        if scale is None or not stage.only_dtype:
+    for at, stage in enumerate(road.stages):
+        # By identity, as the compiler can: it knows no equality of records of functions.
+        if any([stage is x for x in stages]) and (scale is None or not stage.only_dtype):
+            # What a gradient is on its way matters to buffers alone, in which wires pack many.
+            like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
             grads = pull_all(stage, grads, leaves, like)
-        if packed:
-            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
     return grads
 
 
-def _arriving(road: Road, leaves: Sequence[Leaf], stages: tuple[View, ...], stored: Leaves) -> dict[str, Like]:
-    """Gradients as they arrive at the first of `stages`, from those before."""
-    # One by one, as the compiler can: it knows no equality of records of functions.
-    first = next((i for i, stage in enumerate(road.stages) if stages and stage is stages[0]), len(road.stages))
-    before = road.stages[:first]
-    if any(s.only_dtype for s in stages):
-        dtype = road.dtypes.seen
-    elif not before and not road.late:
-        dtype = road.dtypes.stored
-    elif road.late or all(s.wire is None for s in before):
-        dtype = road.dtypes.gradient
-    else:
-        # A second sum, along another axis of the mesh.
-        dtype = road.dtypes.summed
-    shapes = {leaf.path: _shape_behind(before, leaf) for leaf in leaves}
-    return {
-        leaf.path: Like(math.prod(shapes[leaf.path]), shapes[leaf.path], dtype(leaf), stored[leaf.path].device)
-        for leaf in leaves
-    }
-
-
-def _shape_behind(stages: Sequence[View], leaf: Leaf) -> tuple[int, ...]:
-    """What a leaf is on this rank once stages, given from the model on, have cut it."""
-    wire = cutter(stages)
-    if wire is None:
-        return tuple(leaf.shape)
-    low, high = wire.span(leaf)
-    return (high - low,)
+def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves) -> dict[str, Like]:
+    """Gradients as they arrive at a stage, in the dtype in which they would be summed there."""
+    found: dict[str, Like] = {}
+    for leaf in leaves:
+        spec = specs[leaf.path]
+        assert spec.sum_dtype is not None
+        found[leaf.path] = Like(spec.numel, spec.local_shape, spec.sum_dtype, stored[leaf.path].device)
+    return found

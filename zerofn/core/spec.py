@@ -1,13 +1,21 @@
 """What a gradient is between two transforms of a chain, and which orders of transforms have a meaning.
 
 Every transform says what it does to a `Spec`, or that it cannot stand where it does. A chain is surveyed when it is
-built, so that nothing runs in a wrong order. The survey knows no transform: each rule stands beside the one it is of.
+built, so that nothing runs in a wrong order; and once more for each kind of leaf when parameters and ranks are known
+(`stations.py`). The survey knows no transform: each rule stands beside the one it is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .placements import AxisPlacement, Flat, Owner, Partial, Shard
+from .rows import cut_by_rows, rows_between
 
 ONE_OF_TWO = "one of the two"
 
@@ -28,10 +36,12 @@ class Misplaced(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """A gradient on its road from the model to storage, at one place of it: by whom what has been done, by name.
+    """A gradient on its road from the model to storage, at one place of it: by whom what has been done, and of a leaf
+    what it is.
 
-    At the model it is this rank's own (a `Partial` in torch's words), in the compute dtype, times the loss scale if
-    there is one. An empty string says that nobody did it yet.
+    At the model it is this rank's own (`Partial` along each axis of ranks), in the dtype the model computes in, times
+    the loss scale if there is one. Behind the optimizer it is a new parameter. An empty string says that nobody did it
+    yet. When a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
 
     Attributes:
         here: the transform that is asked.
@@ -44,6 +54,16 @@ class Spec:
         changed_by: it is no plain gradient any more.
         updated_by: it is a new parameter.
         watched_by: new parameters have been looked at.
+        shape: of the whole leaf, over all ranks that the chain knows of.
+        dtype: of the elements.
+        sum_dtype: in which ranks add it up where nobody says another. What was cast from bf16 has bf16's digits, and is
+            sent in bf16.
+        stored_dtype: of the leaf in the state.
+        mesh: how many ranks there are along each axis that gradients are reduced over, in the order of the chain.
+        placements: along each of these axes, how ranks have it.
+        axis: the one that the transform that is asked talks along; `None` where it talks to nobody.
+        range: what this rank has of the leaf laid out flat, from an element to that before another.
+        scaled_by: the transforms whose factor it is multiplied by.
     """
 
     here: str = ""
@@ -56,6 +76,15 @@ class Spec:
     changed_by: str = ""
     updated_by: str = ""
     watched_by: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype | None = None
+    stored_dtype: torch.dtype | None = None
+    mesh: tuple[int, ...] = ()
+    placements: tuple[AxisPlacement, ...] = ()
+    axis: int | None = None
+    range: tuple[int, int] = (0, 0)
+    scaled_by: tuple[str, ...] = ()
 
     def refuse(self, done: str, why: str, right: str = "") -> None:
         """Raise `Misplaced` if that has been done.
@@ -69,8 +98,39 @@ class Spec:
             raise Misplaced(left, why, right)
 
     def after(self, done: str) -> Spec:
-        """The same where the transform that is asked has done that."""
-        return replace(self, **{done: self.here})
+        """The same where the transform that is asked has done that.
+
+        What was unscaled is no longer multiplied by its factor, and what was updated has the dtype of the state. Where
+        it lies once it is reduced `placed` says, or the transform's wire.
+        """
+        more: dict[str, object] = {}
+        if done == "unscaled_by":
+            more["scaled_by"] = tuple(name for name in self.scaled_by if name != self.here)
+        elif done == "updated_by":
+            more["dtype"] = self.stored_dtype
+        return replace(self, **{done: self.here}, **more)  # type: ignore[arg-type]
+
+    def placed(self, placement: AxisPlacement) -> Spec:
+        """The same, placed so along the axis of the transform that is asked; as it is, where that talks to nobody."""
+        if self.axis is None:
+            return self
+        along = (*self.placements[: self.axis], placement, *self.placements[self.axis + 1 :])
+        return replace(self, placements=along)
+
+    def by_rows(self) -> Spec:
+        """The same, cut by rows along the axis of the transform that is asked; flat where there are fewer than ranks.
+
+        What is cut already is cut by its own rows. Of one dimension each element is a row, and both cuts are one.
+        """
+        if self.axis is None or self.shape is None:
+            return self
+        rows = rows_between(self.shape, *self.range)
+        whole = rows is not None and (len(rows) == 1 or cut_by_rows(rows, self.mesh[self.axis]))
+        return self.placed(Shard(0) if whole else Flat())
+
+    def to(self, dtype: torch.dtype | None) -> Spec:
+        """The same in another dtype; as it is, where that is `None` or no leaf is known."""
+        return self if dtype is None or self.shape is None else replace(self, dtype=dtype)
 
     @property
     def once(self) -> str:
@@ -79,13 +139,58 @@ class Spec:
 
     @property
     def cut(self) -> bool:
-        """Whether a rank has a part of it."""
-        return bool(self.sharded_by or self.scattered_by)
+        """Whether a rank has a part of it, or would have one if there were several."""
+        return bool(self.sharded_by or self.scattered_by) or self.in_parts
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a rank has a part of it, of several."""
+        return any(isinstance(p, Shard | Flat | Owner) for p in self.placements)
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are of it."""
+        cut = [size for size, p in zip(self.mesh, self.placements, strict=True) if isinstance(p, Shard | Flat | Owner)]
+        return math.prod(cut)
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether ranks have terms of it, along some axis."""
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank has."""
+        return self.range[1] - self.range[0]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank has: that of the leaf, or of a flat part of it."""
+        return (self.numel,) if self.in_parts or self.shape is None else self.shape
+
+    @property
+    def bytes(self) -> int:
+        """Of what this rank has."""
+        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     @property
     def over_ranks(self) -> bool:
         """Whether it has been reduced over ranks."""
         return self.cut or bool(self.averaged_by)
+
+
+class Station(NamedTuple):
+    """What gradients are in front of a transform and behind it.
+
+    Attributes:
+        transform: its name; `"model"` for where gradients come from.
+        handed: by path, what it is handed; whole at one rank, where it needs that and leaves are cut.
+        gives: by path, what it gives: a new parameter, of an optimizer.
+    """
+
+    transform: str
+    handed: Mapping[str, Spec]
+    gives: Mapping[str, Spec]
 
 
 Through = Callable[[Spec], Spec]

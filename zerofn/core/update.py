@@ -14,7 +14,6 @@ from .._compat import differentiating, functorch_active, is_wrapped, levels
 from .._errors import bad_leaves, explain
 from .executor import finish, run
 from .gradients import check_readable, misshapen
-from .order import effect
 from .pipeline import Pipeline
 from .state import State
 from .transform import Context, select
@@ -192,7 +191,7 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
     """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
     if pipe.sharding is None and not pipe.late:
         return next((name for name, _ in pipe.factors), None)
-    return next(p.name for p in pipe.parts if effect(p).over_ranks)
+    return next(view.name for view in pipe.stages if view.wire is not None)
 
 
 def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:

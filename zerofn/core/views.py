@@ -232,16 +232,6 @@ class View:
         """Whether it changes nothing but the dtype."""
         return self.dtypes is not None
 
-    def after(self, leaf: Leaf, before: Like) -> Like:
-        """What a gradient is once it has been pulled through."""
-        if self.wire is None:
-            return before
-        before = before._replace(dtype=summed_in(self.wire, before.dtype))
-        if not self.wire.cuts:
-            return before
-        low, high = self.wire.span(leaf)
-        return before._replace(numel=high - low, shape=(high - low,))
-
 
 def summable(dtype: torch.dtype) -> torch.dtype:
     """Where nobody says in which dtype to sum: in that of the gradients; fp16 in fp32, since it overflows at 65504."""
@@ -343,5 +333,6 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
             buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
             for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
                 if g is not None:
-                    out[leaf.path] = g.reshape(view.after(leaf, like[leaf.path]).shape)
+                    # Of a part there is no other shape than flat, as it comes.
+                    out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
         return out

@@ -27,6 +27,8 @@ class Anew:
         """Write what `stored` is seen as into the parameters."""
         for bucket, into in self.buckets:
             seen = self.road.see(self.road.after_update, {path: stored[path] for path in into}, bucket, into)
-            for path, x in seen.items():
-                if x.data_ptr() != into[path].data_ptr():
-                    into[path].copy_(x)
+            # Of a parameter that stays a part it is the part that is written, and not what it is a part of.
+            with torch.DisableTorchFunctionSubclass():
+                for path, x in seen.items():
+                    if x.data_ptr() != into[path].data_ptr():
+                        into[path].copy_(x)

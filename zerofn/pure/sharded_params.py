@@ -24,7 +24,6 @@ from .._compat import run_when_ready, version
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
-from ..core.views import Like, pull_all
 from ..sharded.gather_on_use import Units
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.units import SMALL
@@ -156,17 +155,10 @@ class Blocks(Units):
 
     def _averaged(self, grads: Leaves) -> Leaves:
         """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""
-        pipe = self.pipe
-        leaves = pipe.layout.trainable
-        later = () if pipe.late else tuple(stage for stage in pipe.road.after_update if not stage.only_dtype)
-        like = {
-            leaf.path: Like(x.numel(), tuple(x.shape), pipe.road.resident_grad_dtype(leaf), x.device)
-            for leaf, x in ((leaf, self.params[leaf.path]) for leaf in leaves if later)
-        }
-        for stage in later:
-            grads = pull_all(stage, grads, leaves, like)
-            like = {leaf.path: stage.after(leaf, like[leaf.path]) for leaf in leaves}
-        return {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in leaves if leaf.path in grads}
+        road = self.pipe.road
+        later = () if self.pipe.late else tuple(stage for stage in road.after_update if not stage.only_dtype)
+        there = {leaf.path: grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in grads}
+        return road.pull(later, there, self.params)
 
 
 def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:

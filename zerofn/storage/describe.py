@@ -1,31 +1,24 @@
-"""`describe` and `plan`: what a state holds and what that costs, after or before it is allocated."""
+"""`describe`: what a state holds and what that costs, as a table."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import shape_only
 from .._errors import explain
 from ..core.entries import Entry, entries
-from ..core.executor import counter
 from ..core.pictures import bars
-from ..core.resolve import pipeline
 from ..core.state import State
-from ..core.transform import Transform
-from ..core.tree import Placement, Tree, make_layout, parameters_of, tree_map
-from ..core.views import Ranks
+from ..core.tree import Placement
 from ..eager.optimizer import Optimizer
-from ..module.attach_checks import check_initialised
-from ..module.buffer_dtypes import dtypes_of_buffers
-from ..ranks.backend import ranks_of
-from ..ranks.group import Group
+from .stations_table import StationsTable
+from .words import dtype_name, readable, span_of
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
 MAX_LINES = 12
@@ -66,12 +59,14 @@ class Table:
         placement: how the state lies over ranks.
         buffers: a `Row` for each buffer of a module, with the dtype that it computes in. They are in no state, and in
             no sum of bytes: `describe(opt)` and `plan` of a module have them.
+        road: the stations of the chain, of `plan`: a state does not know its chain. No part of a comparison.
     """
 
     rows: tuple[Row, ...]
     parameters: int
     placement: Placement
     buffers: tuple[Row, ...] = ()
+    road: StationsTable | None = field(default=None, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -92,11 +87,12 @@ class Table:
         return self.bytes / self.parameters if self.parameters else 0.0
 
     def __repr__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join([*_lines(self), *(() if self.road is None else ("", repr(self.road)))])
 
     def _repr_html_(self) -> str:
         rows = [(name, readable(size), float(size)) for name, size in self.by_transform.items()]
-        return bars(rows, list(_lines(self))[-1])
+        road = "" if self.road is None else self.road._repr_html_()
+        return bars(rows, list(_lines(self))[-1]) + road
 
 
 def describe(state: State | Optimizer) -> Table:
@@ -116,77 +112,19 @@ def describe(state: State | Optimizer) -> Table:
     """
     buffers: tuple[Row, ...] = ()
     if isinstance(state, Optimizer):
-        state, buffers = state.state, _buffers(state._model, {})
+        state, buffers = state.state, rows_of_buffers(state._model, {})
     if not isinstance(state, State):
         right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
         raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
-    return _table(state, buffers)
+    return table_of(state, buffers)
 
 
-def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
-    """The table of a state before anything is allocated: exactly what `describe` will say of it.
-
-    Args:
-        tx: the pipeline.
-        params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. Meta tensors do:
-            `with torch.device("meta"): model = Model()`.
-        world_size: ranks that the pipeline's sharding will find.
-        rank: the one whose part is shown, of all ranks of the world. The first holds the most.
-
-    Raises:
-        ValueError: no such rank or world.
-
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
-    >>> table = zf.plan(tx, {"w": torch.empty(1_000_000, 1000, device="meta")}, world_size=1)
-    >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
-    (16, 4000000009)
-    """
-    for name, value, low, high in (("world_size", world_size, 1, 1 << 30), ("rank", rank, 0, world_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
-            why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
-            raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
-    trainable, model = {}, None
-    if isinstance(params, nn.Module):
-        model = params
-        # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
-        params = parameters_of(params)
-        check_initialised(params, "plan")
-        trainable = {path: p.requires_grad for path, p in params.items()}
-    with shape_only() as fake:
-        # Tied leaves are told by identity, so each tensor gets one stand-in.
-        known: dict[int, Tensor] = {}
-        stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
-        layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
-        pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
-        stored = {leaf.path: pipe.road.store(leaves[leaf.path], leaf) for leaf in layout.leaves}
-        buffers = () if model is None else _buffers(model, dtypes_of_buffers(model, pipe.dtypes))
-        return _table(State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout), buffers)
-
-
-def _ranks_of(world_size: int, rank: int) -> Ranks:
-    """The groups that a rank of such a world would open; none is."""
-
-    def group(function: str, mesh: Any) -> Group:
-        size = world_size if mesh is None else mesh.size()
-        if world_size % size:
-            right = f"zf.plan(tx, params, world_size={size})"
-            why = f"{function} has a mesh of {size} ranks, which must divide the world"
-            raise ValueError(explain(f"plan(world_size={world_size})", why, right))
-        # Neighbours along an outer axis of a mesh are as many ranks apart as inner axes have.
-        row = range(size) if mesh is None else ranks_of(mesh)
-        apart = row[1] - row[0] if size > 1 else 1
-        return Group(rank // apart % size, size)
-
-    return group
-
-
-def _table(state: State, buffers: tuple[Row, ...]) -> Table:
+def table_of(state: State, buffers: tuple[Row, ...]) -> Table:
     rows = tuple(_row(e) for e in entries(state) if isinstance(e.value, Tensor))
     return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement, buffers)
 
 
-def _buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
+def rows_of_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
     """Rows of a module's buffers, each once, in dtypes that they have or are to have."""
     found = []
     for name, x in model.named_buffers():
@@ -200,21 +138,6 @@ def _row(e: Entry) -> Row:
     x = e.value
     size = x.numel() * x.element_size()
     return Row(e.owner or "state", e.slot, e.path, e.shape, tuple(x.shape), x.dtype, str(x.device), size)
-
-
-def readable(size: float) -> str:
-    """Bytes for people.
-
-    >>> [readable(n) for n in (0, 1023, 1536, 5 * 1024**2, 3 * 1024**4)]
-    ['0 B', '1023 B', '1.5 KiB', '5.0 MiB', '3.0 TiB']
-    """
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
 
 
 def _sum(rows: list[Row]) -> str:
@@ -256,7 +179,7 @@ def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
     if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
         # A counter for each leaf: their paths have been read above.
         row = rows[0]
-        return [(_name(row.slot, f"x{len(rows)}"), "-", "-", _dtype(row.dtype), row.device, _sum(rows))]
+        return [(_name(row.slot, f"x{len(rows)}"), "-", "-", dtype_name(row.dtype), row.device, _sum(rows))]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         alike = (re.sub(r"\d+", "*", row.path), row.global_shape, row.local_shape, row.dtype, row.device)
@@ -271,9 +194,9 @@ def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
 
 def _line(group: list[Row]) -> tuple[str, ...]:
     row = group[0]
-    path = row.path if len(group) == 1 else f"{_span([r.path for r in group])} x{len(group)}"
+    path = row.path if len(group) == 1 else f"{span_of([r.path for r in group])} x{len(group)}"
     shapes = _shape(row.global_shape), _shape(row.local_shape)
-    return _name(row.slot, path), *shapes, _dtype(row.dtype), row.device, _sum(group)
+    return _name(row.slot, path), *shapes, dtype_name(row.dtype), row.device, _sum(group)
 
 
 def _name(slot: str, path: str) -> str:
@@ -282,20 +205,5 @@ def _name(slot: str, path: str) -> str:
     return f"{slot} {path}".strip()
 
 
-def _span(paths: list[str]) -> str:
-    """Paths that differ in numbers only, as one: `blocks.{0..11}.weight`."""
-    numbers = [re.findall(r"\d+", path) for path in paths]
-    texts = re.split(r"\d+", paths[0])
-    out = texts[0]
-    for found, text in zip(zip(*numbers, strict=True), texts[1:], strict=True):
-        values = sorted({int(n) for n in found})
-        out += (found[0] if len(values) == 1 else f"{{{values[0]}..{values[-1]}}}") + text
-    return out
-
-
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "-"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

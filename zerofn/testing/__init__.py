@@ -26,6 +26,7 @@ from ..pure.api import init, update
 from ..pure.step import make_step
 from ..transforms.sgd import sgd
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
+from .stations import check_dtypes, check_places
 
 
 def assert_trees_equal(actual: Tree, expected: Tree, what: str = "trees differ") -> None:
@@ -205,7 +206,8 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     is left alone; one leaf alone is that leaf in a bigger tree (leafwise transforms); `donate=True` gives the
     bits of `donate=False`; `vmap` over stacked states is a loop over states; a held or skipped
     step changes nothing but its own counters; what says `needs="element"`, or needs one number of the tree, gives
-    on flat pieces of leaves, cut anywhere, what it gives on whole ones, and what needs rows on some of them. A guest of
+    on flat pieces of leaves, cut anywhere, what it gives on whole ones, and what needs rows on some of them; gradients
+    behind it have the dtype and the place that its `through` and its view say. A guest of
     another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
@@ -446,4 +448,10 @@ def _cut_anywhere(case: _Case, ulps: float = 2.0) -> None:
         check(subject, pipe, by_rows=True)
 
 
-LAWS = (_purity, _identity, _layout, _strides, _missing, _one_leaf, _donate, _ensemble, _held, _cut_anywhere)
+def _stations(case: _Case) -> None:
+    check_places(case.tx, case.params, ranks=3)
+    leaves = make_layout(case.params)[1]
+    check_dtypes(case.pipe, case.params, [random_like(leaves, seed=100 + i) for i in range(case.steps)], case.weight)
+
+
+LAWS = (_purity, _identity, _layout, _strides, _missing, _one_leaf, _donate, _ensemble, _held, _cut_anywhere, _stations)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..extend import ONE_OF_TWO, Layout, Ranks, Spec, Through, Transform, View, ViewOf, over_ranks, transform
+from ..extend import ONE_OF_TWO, Layout, Ranks, Replicate, Spec, Through, Transform, View, ViewOf, over_ranks, transform
 from .wires import Averaging, Sharding
 
 
@@ -115,7 +115,7 @@ def _to_shards(spec: Spec) -> Spec:
         "cast_by", "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live"
     )
     spec.refuse("averaged_by", FULL_FIRST)
-    return spec.after("sharded_by")
+    return spec.after("sharded_by").by_rows()
 
 
 def _scattered(mesh: Any) -> Through:
@@ -125,7 +125,7 @@ def _scattered(mesh: Any) -> Through:
         spec.refuse("scattered_by", "gradients are cut once", spec.once)
         spec.refuse("changed_by", OF_ITS_OWN)
         spec.refuse("averaged_by", FULL_FIRST)
-        return spec.after("scattered_by")
+        return spec.after("scattered_by").by_rows()
 
     return through
 
@@ -133,4 +133,4 @@ def _scattered(mesh: Any) -> Through:
 def _averaged(spec: Spec) -> Spec:
     spec.refuse("averaged_by", "gradients are averaged once", spec.once)
     spec.refuse("changed_by", OF_ITS_OWN)
-    return spec.after("averaged_by")
+    return spec.after("averaged_by").placed(Replicate())

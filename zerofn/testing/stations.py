@@ -1,0 +1,83 @@
+"""Whether gradients are behind each transform what the stations of its chain say: of that dtype, and placed so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .._errors import bad_leaves
+from ..core.compose import chain
+from ..core.executor import counter
+from ..core.resolve import pipeline
+from ..core.spec import Spec
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Leaves, Tree, make_layout
+from ..core.update import apply
+from ..core.views import Ranks
+from ..ranks.group import Group
+from ..transforms.sgd import sgd
+
+RIGHT = "a `through` that says what its transform does: spec.to(dtype), spec.placed(Shard(0))"
+
+
+def check_places(tx: Transform, params: Tree, ranks: int) -> None:
+    """Raise an `AssertionError` where leaves lie elsewhere than a transform says, on any of so many ranks.
+
+    Nothing is sent: a chain is only resolved.
+    """
+    layout, _ = make_layout(params)
+    for rank in range(ranks):
+        given = _alone(rank, ranks)
+        views = [part.view_fn(layout, given) for part in tx.members]
+        talking = [t for t, v in zip(tx.members, views, strict=True) if v is not None and v.wire is not None]
+        for part in talking:
+            try:
+                pipeline(chain(part, sgd(0.1)), layout, "check_transform", given)
+            except ValueError as error:
+                raise AssertionError(f"{part!r}: it says where gradients lie.\n{error}") from error
+
+
+def _alone(rank: int, size: int) -> Ranks:
+    def group(function: str, mesh: Any) -> Group:
+        return Group(rank, size, tuple(range(size)))
+
+    return group
+
+
+def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_options: Mapping[str, Any]) -> None:
+    """Raise an `AssertionError` where what an update half gives has another dtype than the station behind it says.
+
+    Args:
+        tx: with an optimizer.
+        params: on one process.
+        gradients: for each micro-step.
+        step_options: of the context.
+    """
+    layout, tensors = make_layout(params)
+    says = {s.transform: s.gives for s in pipeline(tx, layout, "check_transform").stations}
+    wrong: dict[str, dict[str, str]] = {}
+
+    def listened(part: Transform) -> Transform:
+        def update(grads: Leaves, state: Any, leaves: Leaves, carry: Any, ctx: Any):
+            out, new = part.update_fn(grads, state, leaves, carry, ctx)
+            wrong.setdefault(part.name, {}).update(_otherwise(says[part.name], {} if out is None else out))
+            return out, new
+
+        return part if part.idle else replace(part, update_fn=update, joins=None)
+
+    pipe = pipeline(chain(*map(listened, tx.members)), layout, "check_transform")
+    stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in layout.leaves}
+    state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+    for grads in gradients:
+        cast = {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in layout.trainable}
+        state, _ = apply(pipe, cast, state, pipe.context(micro_step=state.micro_step, **step_options))
+    for part in tx.members:
+        if rows := wrong.get(part.name):
+            raise AssertionError(bad_leaves(f"{part!r}: it says which dtype it gives.", rows.items(), RIGHT))
+
+
+def _otherwise(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
+    told = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
+    return {path: f"in {got}, where its station says {said}" for path, (said, got) in told.items() if said != got}
