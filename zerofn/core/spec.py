@@ -8,15 +8,17 @@ built, so that nothing runs in a wrong order; and once more for each kind of lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from .placements import AxisPlacement, Flat, Owner, Partial, Shard
+from .placements import AxisPlacement, Flat, Partial, Replicate, Shard
 from .rows import cut_by_rows, rows_between
 
+# Along an axis of ranks that have tensors of the leaf's own shape.
+WHOLE = frozenset({Replicate, Partial})
 ONE_OF_TWO = "one of the two"
 
 
@@ -145,18 +147,12 @@ class Spec:
     @property
     def in_parts(self) -> bool:
         """Whether a rank has a part of it, of several."""
-        return any(isinstance(p, Shard | Flat | Owner) for p in self.placements)
+        return not WHOLE.issuperset(map(type, self.placements))
 
     @property
     def parts(self) -> int:
         """How many parts there are of it."""
-        cut = [size for size, p in zip(self.mesh, self.placements, strict=True) if isinstance(p, Shard | Flat | Owner)]
-        return math.prod(cut)
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether ranks have terms of it, along some axis."""
-        return any(isinstance(p, Partial) for p in self.placements)
+        return math.prod([n for n, p in zip(self.mesh, self.placements, strict=True) if type(p) not in WHOLE])
 
     @property
     def numel(self) -> int:
@@ -189,8 +185,8 @@ class Station(NamedTuple):
     """
 
     transform: str
-    handed: Mapping[str, Spec]
-    gives: Mapping[str, Spec]
+    handed: dict[str, Spec]
+    gives: dict[str, Spec]
 
 
 Through = Callable[[Spec], Spec]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from .._errors import bad_leaves
 from .order import passed
@@ -24,7 +25,7 @@ from .tree import Layout, Leaf
 from .views import Dtypes, View, Wire, cutting, summed_in
 
 # What is known of a leaf before any transform is asked.
-FIXED = ("shape", "stored_dtype", "sum_dtype", "mesh", "range", "axis", "here")
+FIXED = attrgetter("shape", "stored_dtype", "sum_dtype", "mesh", "range", "axis", "here")
 
 
 def survey(
@@ -45,13 +46,13 @@ def survey(
     wires = [None if view is None else view.wire for view in views]
     groups = [wire.group for wire in wires if wire is not None]
     cuts = cutting([view for view in views if view is not None])
-    walk = _Walk(parts, views, dtypes, tuple(scaled_by), tuple(group.size for group in groups))
+    walk = _Walk(parts, views, dtypes, tuple(scaled_by), tuple([group.size for group in groups]))
     known: dict[object, list[tuple[Spec, Spec]] | _Otherwise] = {}
     found: dict[str, list[tuple[Spec, Spec]]] = {}
     wrong: dict[str, list[tuple[str, str]]] = {}
     for leaf in layout.leaves:
         # What differs between leaves of a model is mostly their names.
-        kind = (leaf.shape, leaf.dtype, id(dtypes.of(leaf)), *(wire.span(leaf) for wire in cuts))
+        kind = (leaf.shape, leaf.dtype, id(dtypes.of(leaf)), *[wire.span(leaf) for wire in cuts])
         if kind not in known:
             known[kind] = walk.of(leaf)
         way = known[kind]
@@ -62,19 +63,20 @@ def survey(
     for name, leaves in wrong.items():
         right = "a `through` that leaves unsaid what its view says, or says the same; see zerofn.extend.Spec"
         raise ValueError(bad_leaves(f"chain(..., {name}, ...)", leaves, right))
-    names = ["model", *(part.name for part in parts)]
-    stations = []
-    for i, name in enumerate(names):
-        handed = {path: specs[i][0] for path, specs in found.items()}
-        given = {path: specs[i][1] for path, specs in found.items()}
-        stations.append(Station(name, {**handed, **_at_owners(layout, name, handed)}, given))
+    stations = [Station("model", {}, {}), *[Station(part.name, {}, {}) for part in parts]]
+    for path, way in found.items():
+        for station, (handed, given) in zip(stations, way, strict=True):
+            station.handed[path], station.gives[path] = handed, given
+    if layout.placement.owners:
+        for name, handed, _ in stations:
+            handed.update(_at_owners(layout, name, handed))
     return tuple(stations)
 
 
 def at_views(stations: Sequence[Station], views: Sequence[View | None]) -> tuple[Mapping[str, Spec], ...]:
     """By path, what gradients are in front of each view that does something, and behind the last one."""
     there = [station for station, view in zip(stations[1:], views, strict=True) if view is not None]
-    return (*(station.handed for station in there), (there or stations)[-1 if there else 0].gives)
+    return (*[station.handed for station in there], there[-1].gives if there else stations[0].gives)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class _Walk:
             sum_dtype=seen,
             stored_dtype=self.dtypes.stored(leaf),
             mesh=self.mesh,
-            placements=tuple(Partial() for _ in self.mesh),
+            placements=(Partial(),) * len(self.mesh),
             range=(0, leaf.numel),
             scaled_by=self.scaled_by,
         )
@@ -161,7 +163,9 @@ def _found(asked: Spec, said: Spec, leaf: Leaf, view: View | None, cast: bool) -
 
 def _otherwise(asked: Spec, said: Spec, found: Spec, view: View | None) -> str:
     """What a transform says of a gradient that will not be so; nothing, if all is."""
-    if any(getattr(said, name) != getattr(asked, name) for name in FIXED):
+    if said is asked is found:
+        return ""
+    if FIXED(said) != FIXED(asked):
         return "its `through` changes what it cannot: the leaf, the ranks, or what a rank has of it"
     if said.dtype not in (asked.dtype, found.dtype):
         return f"its `through` says {said.dtype}, and its view gives {found.dtype}"
