@@ -31,7 +31,7 @@ from zerofn.transforms.wires import Sharding
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 P, R, S, F = Partial(), Replicate(), Shard(0), Flat()
 # Over four ranks, and over two axes of two: rows for all, fewer rows than four ranks, a vector, and a number.
-PARAMS = {"w": torch.zeros(6, 5), "few": torch.zeros(2, 3), "b": torch.zeros(7), "s": torch.zeros(())}
+PARAMS = {"w": torch.zeros(6, 5), "few": torch.zeros(2, 3), "b": torch.zeros(3), "s": torch.zeros(())}
 NODE, NODES = "node", "nodes"
 
 
@@ -164,11 +164,11 @@ def test_stations_against_a_table_by_hand(name):
 def test_leaves_of_fewer_rows_than_ranks_are_cut_flat():
     last = stations(zf.chain(zf.shard(), zf.sgd(0.1)))[-1].gives
     assert {path: spec.placements for path, spec in last.items()} == {"w": (S,), "few": (F,), "b": (S,), "s": (F,)}
-    # torch's chunks: 6 rows over 4 ranks are 2, 2, 2 and 0; 7 numbers 2, 2, 2 and 1.
+    # torch's chunks: 6 rows over 4 ranks are 2, 2, 2 and 0; 3 numbers 1, 1, 1 and 0.
     every = [stations(zf.chain(zf.shard(), zf.sgd(0.1)), rank=rank)[-1].gives for rank in range(4)]
     assert [x["w"].range for x in every] == [(0, 10), (10, 20), (20, 30), (30, 30)]
     assert [x["few"].range for x in every] == [(0, 2), (2, 4), (4, 6), (6, 6)]
-    assert [len(c) for c in torch.arange(7).chunk(4)] == [x["b"].numel for x in every]
+    assert [x["b"].range for x in every] == [(0, 1), (1, 2), (2, 3), (3, 3)]
 
 
 def test_a_part_of_two_rows_is_cut_by_rows_over_two_ranks():
@@ -187,6 +187,15 @@ def test_whole_leaves_are_handed_over_at_their_owners():
     assert {path: spec.placements for path, spec in last.gives.items()} == {"w": (S,), "v": (S,)}
     both = zf.chain(zf.shard(NODE), zf.reduce_scatter(NODES), zf.muon(lr=0.1))
     assert stations(both, matrices)[-1].handed["v"].placements == (Owner(0), Owner(1))
+
+
+def test_what_is_summed_up_over_a_window_is_sent_in_the_dtype_of_the_sum():
+    """And what was only cast up from bf16 in bf16, which has all of its digits."""
+    half = zf.precision(param_dtype=BF16)
+    at_once = stations(zf.chain(zf.shard(NODE), half, zf.all_reduce(NODES), zf.sgd(0.1)))
+    window = stations(zf.chain(zf.shard(NODE), half, zf.accumulate(2), zf.all_reduce(NODES), zf.sgd(0.1)))
+    assert [s.gives["w"].sum_dtype for s in at_once] == [BF16, BF16, BF16, BF16, BF16]
+    assert [s.gives["w"].sum_dtype for s in window] == [BF16, BF16, BF16, F32, F32, F32]
 
 
 def test_dtypes_by_label():
