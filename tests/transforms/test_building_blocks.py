@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 import zerofn as zf
+from zerofn._compat import COMPILES_STATES
 
 F64 = torch.float64
 
@@ -239,3 +240,24 @@ def test_moments_in_fp16_are_refused_as_adamws_are():
 def test_directions_alone_train_nothing():
     with pytest.raises(ValueError, match="the chain has no optimizer"):
         zf.init(zf.chain(zf.scale_by_adam()), {"w": torch.ones(2)})
+
+
+@pytest.mark.skipif(not COMPILES_STATES, reason="before torch 2.13 a step runs uncompiled inside of torch.compile")
+@pytest.mark.parametrize("inside", ["chain", "masked"])
+def test_parts_that_are_run_as_one_make_one_graph(inside):
+    """They share a count from the first step on: in a first state of two counts a compiler saw another structure."""
+    from torch._dynamo.testing import CompileCounter
+
+    parts = zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1))
+    tx = parts if inside == "chain" else zf.masked(parts, lambda path: path == "w")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    step = torch.compile(zf.make_step(lambda p, x: ((p["w"] * x) ** 2).sum(), tx), fullgraph=True, backend=counter)
+    plain = zf.make_step(lambda p, x: ((p["w"] * x) ** 2).sum(), tx)
+    state = other = zf.init(tx, {"w": torch.ones(3)})
+    for i in range(4):
+        state, _ = step(state, torch.full((3,), 1.0 + i))
+        other, _ = plain(other, torch.full((3,), 1.0 + i))
+    assert counter.frame_count == 1
+    # In a graph Adam is its formula: 3e-7 of the largest term of each update.
+    torch.testing.assert_close(state.params["w"], other.params["w"], rtol=0, atol=4 * 3e-7)

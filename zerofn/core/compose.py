@@ -74,7 +74,8 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
     at_once, in_order = stretch(parts), stretches(parts)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {p.name: p.init_fn(leaves, layout) for p in parts}
+        states = {p.name: p.init_fn(leaves, layout) for p in parts}
+        return at_once.spread(at_once.states(states), states)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         segment = Segment(at_once, state, params, ctx)

@@ -191,6 +191,10 @@ class Pipeline:
         states = {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
         for name, factor in self.factors:
             _check_factor(name, factor(states[name]))
+        # Neighbours that are run as one share their counts from the first step on, and to a compiler a tensor that
+        # stands in two places is another structure: a second graph.
+        for here in self.stretches:
+            states = here.spread(here.states(states), states)
         return states
 
 

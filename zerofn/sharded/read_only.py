@@ -51,7 +51,7 @@ def check_unwritten(name: str, args: tuple, kwargs: dict) -> None:
                 "under shard p.grad[index], p.data.T and p.detach().view(...) of a part are made of all ranks' parts,\n"
                 "and what is written into them would be lost",
                 "p.grad[index] = new, or p.data[index] = p.data[index] + 1, on every rank;\n"
-                "x.clone() for a tensor of one's own",
+                "x.clone() for a tensor of one's own; for torch.optim.Muon, zf.muon(lr) in the chain of zf.attach",
             )
         )
 

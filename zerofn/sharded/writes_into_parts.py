@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from .kinds_of_functions import RANDOM, from_init, pointwise
 from .origins import Origin, check_sizes, refuse
 from .part_functions import FOREACH, OriginOf, Wholes, all_of_it, all_stay, beside, columns_of, stays, tensors_in
@@ -75,7 +76,14 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
     listed = name.startswith(FOREACH)
     target: Tensor = args[0][0] if listed else args[0]
     of = origin_of(target)
-    assert of is not None
+    if of is None:
+        raise RuntimeError(
+            explain(
+                f"{name} into parts",
+                "under shard each has this rank's rows of a leaf; what this does to a list of them is not known",
+                'a transform in the chain of zf.attach; for torch.amp.GradScaler, zf.scale_loss("dynamic")',
+            )
+        )
     if pointwise(name) or _of_elements(name, args, target, of, origin_of):
         rest = (_local(x, target, of, name, origin_of) for x in args[1:])
         func(args[0], *rest, **{k: _local(x, target, of, name, origin_of) for k, x in kwargs.items()})
