@@ -497,3 +497,20 @@ def test_a_rank_that_dies_while_saving(tmp_path):
     assert all(torch.equal(x, named()[k]) for k, x in zf.full_params(tx, state).items())
     zf.save(tmp_path, state)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def with_a_leaf_of_nothing(scatter):
+    """A slot without elements beside a leaf without any, of a transform that owners run for another one's sake."""
+    parts = {"matrices": zf.muon(lr=0.1), "rest": zf.sgd(0.1)}
+    rest = zf.offload(zf.partition(parts, lambda path: "matrices" if path == "w" else "rest"))
+    tx = zf.chain(*([zf.reduce_scatter()] if scatter else []), rest)
+    return zf.init(tx, {"empty": torch.zeros(2, 0, 3), "w": torch.ones(4, 4)})
+
+
+def save_with_nothing(directory):
+    zf.save(directory, with_a_leaf_of_nothing(True))
+
+
+def test_a_leaf_without_elements_fits_whatever_its_shape(tmp_path):
+    launch(save_with_nothing, 2, str(tmp_path), timeout=limit())
+    assert zf.load(tmp_path, like=with_a_leaf_of_nothing(False)).leaves["empty"].shape == (2, 0, 3)

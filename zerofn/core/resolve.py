@@ -57,7 +57,8 @@ def pipeline(
         at = next(i for i, view in enumerate(stages) if view.resident)
         copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
         unreduced = _placement(stages[:at], layout)
-        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced)
+        later = tuple(view.name for view in stages[at:] if view.wire is None and not view.only_dtype)
+        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced, later=later)
     layout = replace(layout, placement=beside(placement, model))
     if wires := cutting(stages):
         parts, layout = _with_owners(parts, layout, wires)

@@ -77,6 +77,7 @@ class Placement:
         copies: how many, one for each rank that the reduction is over.
         copy: which of them this rank has.
         unreduced: how each of them lies over ranks; whole, by default.
+        later: the views that change gradients, by name, which those sums have yet to come through once reduced.
         owners: of transforms that update whole leaves: the name in the chain, where in the state under that name theirs
             is, and by path who updates the leaf, one of those that share it.
         ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
@@ -91,6 +92,7 @@ class Placement:
     copies: int = 1
     copy: int = 0
     unreduced: Placement | None = None
+    later: tuple[str, ...] = ()
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
 

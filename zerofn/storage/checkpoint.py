@@ -169,6 +169,8 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
     head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
+    if placement.later:
+        head["later"] = [*placement.later]
     if not any("boxes" in about for about in tensors.values()):
         head["version"] = ROW_MAJOR
     return {**head, "values": values, "tensors": tensors}

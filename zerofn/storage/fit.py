@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:
     shape, dtype = tuple(about["shape"]), about["dtype"]
     # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all.
     vacant = e.offset is not None and e.value.numel() == 0 and shape == (0,)
+    # Where a rank has no elements of a leaf that has none, its shape is that of the whole or of the piece.
+    vacant = vacant or (e.value.numel() == 0 and math.prod(shape) == 0 and math.prod(e.shape) == 0)
     if shape != tuple(e.shape) and not vacant:
         found.append(f"shape {shape} in the checkpoint, {tuple(e.shape)} here")
     if dtype != dtype_name(e.value.dtype):

@@ -26,7 +26,7 @@ from .checkpoint import state_of
 from .fit import copies_in, differences, misfit_message, reordered, source
 from .partial import Loaded, Partial, groups_by_name
 from .replicas import group_of, meet
-from .windows import share_windows
+from .windows import check_views, share_windows
 
 
 @overload
@@ -102,9 +102,10 @@ def load(
     wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict)
     manifest = load_pieces(Path(directory), group, wanted.choose)
     if copies_in(manifest) != model.layout.placement.copies:
-        share_windows(
-            wanted.of_a_rank(manifest), wanted.flat, manifest, lambda pick: load_pieces(Path(directory), group, pick)
-        )
+        own, placement = wanted.of_a_rank(manifest), model.layout.placement
+        share_windows(own, wanted.flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
+        held = [e for e in wanted.entries if e.owner in placement.apart and e.key in wanted.flat]
+        check_views([*own, *held], wanted.flat, manifest, placement.later)
     new = wanted.read()
     partial = wanted.partial
     if pipe is None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..core.entries import Entry
 from .fit import copies_in, name_of
 
@@ -40,13 +41,38 @@ def share_windows(
             if read(lambda _, names=names: names) != manifest:
                 raise ValueError("the checkpoint was written anew while it was read; load it again.")
         for e in own:
-            seen = here.get(e._replace(slot="seen").key)
-            # `accumulate` does not clear a sum that it has forgotten.
-            if seen is None or bool(seen.any()):
+            if _is_open(e, here):
                 total[e.key] += here[e.key].to(total[e.key].dtype)
     for key, x in total.items():
         into = flat[key]
         into.copy_(x / copies if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // copies)
+
+
+def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], later: tuple[str, ...]) -> None:
+    """Refuse sums that have come through a view in the checkpoint and have yet to do so here, or the reverse.
+
+    Args:
+        sums: what was not reduced yet, in the checkpoint or here.
+        flat: by key, what was read.
+        manifest: of the checkpoint.
+        later: the views that they have yet to come through here.
+    """
+    others = sorted({*later} ^ {*manifest.get("later", ())})
+    if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
+        raise ValueError(
+            explain(
+                f"zf.load of an open window, saved by {manifest['ranks']} ranks",
+                f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
+                "which changes gradients, and stands behind a reduction that is made at the end of a window",
+                "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it",
+            )
+        )
+
+
+def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
+    """Whether a sum is one of a window: `accumulate` does not clear one that it has forgotten."""
+    seen = flat.get(e._replace(slot="seen").key)
+    return seen is None or bool(seen.any())
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
