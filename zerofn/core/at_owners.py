@@ -67,8 +67,16 @@ def at_owners(part: Transform, at: Exchange) -> Transform:
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
             return part.init_fn({**here, **{p: pieces[p].new_empty(m.shape) for p, m in metas.items()}}, layout)
         wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
-        # Of leaves that are not this rank's, what a state would be.
-        everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
+        failure: Exception | None = None
+        everywhere: TransformState = {}
+        own: TransformState = {}
+        try:
+            # Of leaves that are not this rank's, what a state would be.
+            everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
+        except Exception as error:
+            # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
+            failure = error
+        at.agree(failure)
         device = next(iter(pieces.values())).device
         return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
 

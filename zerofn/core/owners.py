@@ -7,7 +7,8 @@ leaves and gets what others have of its own. The alternative, to gather every le
 times the number of ranks, and the work of each leaf on all of them.
 
 With the pieces that come back each owner says whether it has them: a function that raises at one owner is known to all
-ranks in the same step, and who catches its error there waits for nobody.
+ranks in the same step, and who catches its error there waits for nobody. Of first states nothing comes back, and owners
+say so by themselves.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ from .tree import Leaf, Leaves
 from .views import Wire
 
 
+IN_UPDATE = "an update of whole leaves that failed at their owner"
+GO_ON = "a function without that error, or on every rank: except Exception: opt.zero_grad()"
+IN_INIT = "a first state of whole leaves (init=) that failed at their owner"
+INIT_AGAIN = "an init= without that error"
+
+
 class OwnerFailed(RuntimeError):
-    """Whole leaves could not be updated somewhere. Raised on every rank.
+    """Whole leaves could not be updated somewhere, or have no first state. Raised on every rank.
 
     Args:
         lines: of each owner that failed, its rank and why.
+        wrong: what failed.
+        right: what to write.
     """
 
-    def __init__(self, lines: Sequence[str]):
+    def __init__(self, lines: Sequence[str], wrong: str = IN_UPDATE, right: str = GO_ON):
         self.lines = list(lines)
-        why, right = (
-            "\n".join(lines),
-            "a function without that error, or on every rank: except Exception: opt.zero_grad()",
-        )
-        super().__init__(explain("an update of whole leaves that failed at their owner", why, right))
+        super().__init__(explain(wrong, "\n".join(lines), right))
 
 
 def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
@@ -92,6 +97,15 @@ class Exchange(Protocol):
 
         Raises:
             OwnerFailed: on every rank, if there are none on one.
+        """
+        ...
+
+    def agree(self, failure: Exception | None) -> None:
+        """Where nothing comes back: tell all ranks why this one has failed, if it has.
+
+        Raises:
+            Exception: `failure`.
+            OwnerFailed: on the other ranks.
         """
         ...
 
@@ -168,7 +182,14 @@ class Owners:
             raise wholes
         return {path: out[path] for path in like}
 
-    def _told(self, wholes: Leaves | Exception) -> list[str]:
+    def agree(self, failure: Exception | None) -> None:
+        lines = self._told(failure)
+        if failure is not None:
+            raise failure
+        if lines:
+            raise OwnerFailed(lines, IN_INIT, INIT_AGAIN)
+
+    def _told(self, wholes: Leaves | Exception | None) -> list[str]:
         """What each owner that failed says of it."""
         group = self.wire.group
         mine: list[str] = []
@@ -239,6 +260,13 @@ class OwnersBehind:
         except Exception as error:  # on the ranks of the other axis, too
             wholes = error
         return self.rest.to_pieces(wholes, like)
+
+    def agree(self, failure: Exception | None) -> None:
+        try:
+            self.first.agree(failure)
+        except Exception as error:  # on the ranks of the other axis, too
+            failure = error
+        self.rest.agree(failure)
 
 
 def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from ..sharded.units import split
 from .agreement_at_step import MARKS, Agreement
 from .arriving_gradients import Arrivals
 from .channels import open_channels
+from .first_states import first_states, put_back
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
 from .made_anew import Anew
@@ -85,7 +86,14 @@ class Residence:
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         stored = settle()
-        self.state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+        try:
+            states = first_states(pipe, stored, channels.control)
+        except Exception:
+            if start is as_they_are:
+                # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
+                put_back(pipe, stored, params, self.grad_dtypes)
+            raise
+        self.state = State(stored, states, counter(), counter(), pipe.layout)
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731
         self.arrivals = Arrivals(pipe, params, channels, MARKS, self.in_backward, carry)

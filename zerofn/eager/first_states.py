@@ -1,0 +1,55 @@
+"""The first states of transforms for an attached model: on every rank, or on none, and then the model is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.pipeline import Pipeline
+from ..core.transform import TransformState
+from ..core.tree import Leaves
+from ..ranks.group import Group
+from ..sharded.agreement_on_rounds import told_by_all
+from .resident_form import move_out
+
+
+def first_states(pipe: Pipeline, stored: Leaves, control: Group | None) -> dict[str, TransformState]:
+    """The states of all transforms, by name.
+
+    One message once a model is attached, so that a rank that failed alone leaves nobody who believes in the model.
+
+    Raises:
+        Exception: what a transform raised on this rank.
+        RuntimeError: on the others.
+    """
+    states: dict[str, TransformState] = {}
+    failure: Exception | None = None
+    try:
+        states = pipe.init_transforms(stored)
+    except Exception as error:
+        failure = error
+    if control is not None:
+        rows = told_by_all([int(failure is not None)], control)
+        bad = [str(rank) for rank, (failed,) in zip(control.ranks, rows, strict=True) if failed]
+        if bad and failure is None:
+            why = "a transform raised there, which says more, and all ranks attach together"
+            right = "zf.attach(model, tx) again, with a transform that does not raise"
+            failure = RuntimeError(explain(f"first states failed on rank {', '.join(bad)}", why, right))
+    if failure is not None:
+        raise failure
+    return states
+
+
+@torch.no_grad()
+def put_back(
+    pipe: Pipeline, stored: Leaves, params: Mapping[str, Tensor], grad_dtypes: Mapping[str, torch.dtype | None]
+) -> None:
+    """Parameters as they were before they were cut and cast. On all ranks, which gather them."""
+    for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
+        params[path].data = full.detach().clone()
+    for leaf in pipe.layout.leaves:
+        p = params[leaf.path]
+        move_out(leaf, p, grad_dtypes.get(leaf.path, p.dtype))
