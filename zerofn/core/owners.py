@@ -27,7 +27,6 @@ from ..ranks.collectives import exchange_into
 from .tree import Leaf, Leaves
 from .views import Wire
 
-
 IN_UPDATE = "an update of whole leaves that failed at their owner"
 GO_ON = "a function without that error, or on every rank: except Exception: opt.zero_grad()"
 IN_INIT = "a first state of whole leaves (init=) that failed at their owner"
