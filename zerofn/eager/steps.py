@@ -35,17 +35,20 @@ class Steps:
 
     Attributes:
         window: what `accumulate` waits for.
+        writes: how often writing into the state has begun or ended; odd while a step is made. A save beside it looks.
     """
 
     def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups, watch: Watch):
         self.pipe, self.home, self.params = pipe, home, params
         self.groups, self.watch = groups, watch
         self.window = Window(pipe, lambda: home.state)
+        self.writes = 0
         # What the last step has used up, to be told from gradients that arrived after it.
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
 
     def context(self) -> Context:
         """What the update halves are told of a step that is made in backward."""
+        self.writes += 2
         return self.pipe.context(donate=True, **self._set())
 
     def _set(self) -> dict[str, Any]:
@@ -54,6 +57,13 @@ class Steps:
     def make(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
         self.watch.check()
+        self.writes += 1
+        try:
+            return self._made(weight)
+        finally:
+            self.writes += 1
+
+    def _made(self, weight: Any) -> dict[str, Tensor]:
         metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
         with torch.set_grad_enabled(False):
             # Some are entries of the state, into which `load_state_dict` writes.

@@ -25,7 +25,7 @@ from .buffers import buffers_of, check_can_be_saved
 from .fit import boxes_of, dtype_name, name_of
 from .manifest import ROW_MAJOR
 from .replicas import check_replicas, group_of, meet, row_major
-from .saving import Saving, copied
+from .saving import Saving, copied, still, still_then
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))
@@ -74,6 +74,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
 
     Raises:
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
+        RuntimeError: `opt` makes a step meanwhile, in another thread. The checkpoint that was there is as it was.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
         RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
             late is waited for as long as it is seen to compute, and else for the 25 seconds that
@@ -103,6 +104,7 @@ def write(
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
+    unchanged = (lambda: None) if opt is None else still(lambda: opt._own.steps.writes)
     groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
     settle()
@@ -114,13 +116,18 @@ def write(
     if opt is not None:
         opt._averages.refuse("zf.save(directory, opt)")
         check_can_be_saved(opt._model, buffers)
-    check_replicas(given, group)
+    try:
+        check_replicas(given, group)
+    except ValueError:
+        unchanged()
+        raise
     pieces = _pieces(given, buffers if group.rank == 0 else [])
-    pieces = pieces if wait else copied(pieces)
+    if not wait:
+        pieces, unchanged = copied(pieces), still_then(unchanged)
 
     def go() -> None:
         try:
-            save_pieces(pieces, Path(directory), group, header)
+            save_pieces(pieces, Path(directory), group, header, unchanged)
         except TimeoutError:
             raise  # of the lock: no disk has failed
         except OSError as error:

@@ -79,12 +79,13 @@ class _Writer(dcp.FileSystemWriter):
     may happen after this one was interrupted or has lost its connection. Nor does the first from that moment on.
     """
 
-    def __init__(self, directory: Path, header: dict[str, Any], lock: Lock):
+    def __init__(self, directory: Path, header: dict[str, Any], lock: Lock, unchanged: Callable[[], None]):
         super().__init__(directory, sync_files=True)
         self.fs = Files()
         self.directory = directory
         self.header = header
         self.lock = lock
+        self.unchanged = unchanged
         self.is_coordinator = False
         self.prefix = self.save_id.replace("-", "")[:12]  # of the first rank's are the names of files
         self.table = Table(directory, self.prefix)
@@ -120,6 +121,7 @@ class _Writer(dcp.FileSystemWriter):
             written = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             raise _disk_error(error) from None
+        self.unchanged()
         # Read back from the system's cache: what the library hands to the file is seen nowhere else.
         sums = checksums(self.directory, [r.storage_data for r in written])
         done: Any = torch.futures.Future()
@@ -197,7 +199,13 @@ def _disk_error(error: RuntimeError) -> BaseException:
     return cause or error
 
 
-def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header: dict[str, Any]) -> None:
+def save_pieces(
+    pieces: dict[str, Piece],
+    directory: Path,
+    group: Group,
+    header: dict[str, Any],
+    unchanged: Callable[[], None] = lambda: None,
+) -> None:
     """Write one checkpoint together; every rank of `group` calls it.
 
     An error carries a note that says which checkpoint is there: `IN_PLACE`, `AS_IT_WAS` or `UNKNOWN`.
@@ -207,9 +215,10 @@ def save_pieces(pieces: dict[str, Piece], directory: Path, group: Group, header:
         directory: is made if it is not there.
         group: those who save.
         header: what the table of contents is to say; its `tensors` gets the places of the pieces.
+        unchanged: raises if the pieces have been written into since the save began; the checkpoint is then as it was.
     """
     lock = Lock()
-    writer = _Writer(directory, header, lock)
+    writer = _Writer(directory, header, lock, unchanged)
     try:
         if group.size == 1:
             _save_alone(writer, _SavePlanner(pieces))

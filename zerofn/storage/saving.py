@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from .._errors import explain
 from ..ranks.background import Background
 
 
@@ -49,3 +50,41 @@ class Saving:
 def copied(pieces: dict[str, Any]) -> dict[str, Any]:
     """The pieces in host memory of their own, so that a step may write where they came from."""
     return {key: piece._replace(data=piece.data.to("cpu", copy=True)) for key, piece in pieces.items()}
+
+
+def still(writes: Callable[[], int]) -> Callable[[], None]:
+    """What raises if something has been written since this call, or was being written in it.
+
+    A count and no lock: training would wait for a disk.
+
+    Args:
+        writes: how often writing has begun or ended; odd in between.
+    """
+    before = writes()
+
+    def unchanged() -> None:
+        if before % 2 or writes() != before:
+            raise RuntimeError(
+                explain(
+                    "zf.save(directory, opt) in another thread while opt makes a step",
+                    "some leaves are of before the step and some of after it",
+                    "zf.save(directory, opt, wait=False) in the thread that trains: it copies, and writes meanwhile",
+                )
+            )
+
+    return unchanged
+
+
+def still_then(unchanged: Callable[[], None]) -> Callable[[], None]:
+    """What raises whenever it is called if it was so in this call: copies have been made, and a step may follow."""
+    found: Exception | None = None
+    try:
+        unchanged()
+    except RuntimeError as error:
+        found = error
+
+    def told() -> None:
+        if found is not None:
+            raise found
+
+    return told

@@ -1,0 +1,93 @@
+"""A save made in a thread of one's own while a step is made: refused on all ranks, and the one before it stays.
+
+Events and no chance decide what comes first. The reference is what the state was when the first save was made.
+"""
+
+import threading
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+from zerofn.storage import dcp_writer
+
+SAID = "zf.save(directory, opt) in another thread while opt makes a step"
+
+
+def work(stage, directory, wait, early):
+    """What saves told beside a step, in the middle of one and beside nothing; whether the first one is what was on disk."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    middle: list[str] = []
+
+    @zf.leafwise(needs="element")
+    def looks(grad, param, *, path):
+        if stage is None and path == "0.weight" and opt.global_steps == 1:
+            in_thread(middle)
+        return grad
+
+    opt = zf.attach(model, zf.chain(*([stage()] if stage else []), looks(), zf.sgd(0.1)), in_backward=early)
+    began, may, write = threading.Event(), threading.Event(), dcp_writer._Writer.write_data
+
+    def held(writer, plan, planner):
+        began.set()
+        assert may.wait(limit())
+        return write(writer, plan, planner)
+
+    def step():
+        model(torch.ones(3, 4)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    def save(told):
+        try:
+            saving = zf.save(directory, opt, wait=wait)
+            if saving is not None:
+                saving.wait(limit())
+            told.append("saved")
+        except RuntimeError as error:
+            told.append(str(error))
+
+    def in_thread(told):
+        thread = threading.Thread(target=save, args=(told,))
+        thread.start()
+        thread.join(limit())
+
+    told: list[str] = []
+    zf.save(directory, opt)
+    first = {k: x.clone() for k, x in zf.full_params(opt.tx, opt.state).items()}
+    dcp_writer._Writer.write_data = held
+    thread = threading.Thread(target=save, args=(told,))
+    thread.start()
+    assert began.wait(limit())
+    step()
+    may.set()
+    thread.join(limit())
+    step()
+    again = zf.load(directory, like=zf.init(opt.tx, {k: torch.zeros_like(x) for k, x in first.items()}))
+    there = zf.full_params(opt.tx, again)
+    old = all(torch.equal(x, first[k]) for k, x in there.items())
+    in_thread(told)
+    dcp_writer._Writer.write_data = write
+    return told, middle, old
+
+
+@pytest.mark.parametrize(("stage", "size"), [(None, 1), (zf.all_reduce, 2), (zf.reduce_scatter, 2), (zf.shard, 2)])
+def test_a_save_beside_a_step_is_refused_on_all_ranks(tmp_path, stage, size):
+    for told, middle, old in zf.launch(work, size, stage, tmp_path, True, False, timeout=limit(60)):
+        assert SAID in told[0] and told[1:] == ["saved"] and old
+        # Begun and ended within one step.
+        assert stage or (SAID in middle[0] and len(middle) == 1)
+
+
+def test_one_that_is_copied_first_is_refused_for_what_was_written_while_it_copied(tmp_path):
+    ((told, middle, old),) = zf.launch(work, 1, None, tmp_path, False, False, timeout=limit(60))
+    # A step after the copies is no harm.
+    assert told == ["saved", "saved"] and SAID in middle[0] and old
+
+
+def test_updates_in_backward_are_writes_too(tmp_path):
+    for told, _, old in zf.launch(work, 2, zf.shard, tmp_path, True, True, timeout=limit(60)):
+        assert SAID in told[0] and told[1:] == ["saved"] and old
