@@ -17,7 +17,7 @@ SAID = "zf.save(directory, opt) in another thread while opt makes a step"
 
 
 def work(stage, directory, wait, early):
-    """What saves told beside a step, in the middle of one and beside nothing; whether the first one is what was on disk."""
+    """What saves told beside a step, within one and beside nothing; and whether the first one is what was on disk."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     middle: list[str] = []
