@@ -185,17 +185,22 @@ class Pipeline:
 
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
-        leaves = {path: stored[path] for path in self.layout.trained}
-        sums = {leaf.path: _like_gradient(self, leaf, leaves[leaf.path]) for leaf in self.layout.trainable}
-        # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
-        states = {p.name: p.init_fn(sums if p.facts.holds else leaves, self.layout) for p in self.parts}
-        for name, factor in self.factors:
-            _check_factor(name, factor(states[name]))
-        # Neighbours that are run as one share their counts from the first step on, and to a compiler a tensor that
-        # stands in two places is another structure: a second graph.
-        for here in self.stretches:
-            states = here.spread(here.states(states), states)
-        return states
+        return _first_states(self, stored)
+
+
+def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
+    """Of each transform, for stored parameters."""
+    leaves = {path: stored[path] for path in pipe.layout.trained}
+    sums = {leaf.path: _like_gradient(pipe, leaf, leaves[leaf.path]) for leaf in pipe.layout.trainable}
+    # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
+    states = {p.name: p.init_fn(sums if p.facts.holds else leaves, pipe.layout) for p in pipe.parts}
+    for name, factor in pipe.factors:
+        _check_factor(name, factor(states[name]))
+    # Neighbours that are run as one share their counts from the first step on, and to a compiler a tensor that
+    # stands in two places is another structure: a second graph.
+    for here in pipe.stretches:
+        states = here.spread(here.states(states), states)
+    return states
 
 
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def make_step(
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
-    pipes = Pipelines(tx, "step")
+    pipes, run = Pipelines(tx, "step"), _runner(loss_fn, donate)
 
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         if keywords:
@@ -96,6 +96,14 @@ def make_step(
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
+
+    # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
+    step.__code__, run.__code__ = step.__code__.replace(), run.__code__.replace()
+    return step
+
+
+def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
+    """What a step does once its pipeline is known: forward, backward, update."""
 
     def run(pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
@@ -139,9 +147,7 @@ def make_step(
             state.give_away()
         return new, {"loss": loss, **metrics, **aux}
 
-    # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
-    step.__code__, run.__code__ = step.__code__.replace(), run.__code__.replace()
-    return step
+    return run
 
 
 class Pipelines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -150,11 +150,9 @@ def _many(group: LeafList) -> bool:
     return many_for_fused(group.params, group.grads)
 
 
-def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
-    """Adam by either way of decay."""
-    check_adam(name, lr, betas, eps, weight_decay)
+def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
+    """torch's fused kernel, over lists of one dtype and device; in a graph the operator that stands for it."""
     fused = fused_adamw_ if decoupled else fused_adam_
-    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
     def kernel(group: LeafList) -> None:
         params, slots = group.params, group.slots
@@ -184,6 +182,14 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
             maximize=False,
         )
         tell_autograd(params)
+
+    return kernel
+
+
+def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
+    """Adam by either way of decay."""
+    check_adam(name, lr, betas, eps, weight_decay)
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
@@ -216,7 +222,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
     more: Any = dict(settable=settable, derived=_corrections, operator=_many, pulled=pulled)
-    built = optimizer(name, lr, slots, formula, kernel, numbers, **more)
+    built = optimizer(name, lr, slots, formula, _kernel(decoupled), numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         check_narrow(name, leaves)
