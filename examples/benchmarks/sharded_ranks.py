@@ -231,13 +231,11 @@ def model_state(o: dict[str, Any], model: nn.Module, opt: Any, x: Tensor, y: Ten
 def traffic(opt: Any) -> dict[str, int]:
     """Bytes sent so far by this rank: tensors, and the small messages by which ranks agree."""
     data = control = 0
-    home = opt._home
-    groups = {id(g): g for g in [*opt._pipe.groups, *home.groups]}
+    channels = opt._home.channels
+    groups = {id(g): g for g in [*opt._pipe.groups, *channels.groups]}
     for g in groups.values():
         data += sum(n for op, n in g.traffic.by_op.items())
-    others = [home.control]
-    others += [home.arrivals.stream.control] if home.arrivals.stream else []
-    others += [home.units.rounds.protocol.control] if home.units else []
+    others = [channels.control, channels.wanted, channels.more, channels.equals]
     for g in {id(g): g for g in others if g is not None and id(g) not in groups}.values():
         control += g.traffic.bytes
     return {"data": data, "control": control}
