@@ -34,7 +34,7 @@ from .core.compose import as_transform, chain
 from .core.conveyor import Conveyor
 from .core.executor import counter
 from .core.groups import of_members, values_by_path
-from .core.leaf_steps import LeafList, LeafStep, alike, plain, typed
+from .core.leaf_steps import LeafList, LeafStep
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
@@ -65,7 +65,8 @@ from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
 from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
 from .kernels.adam import adam_, adam_update
 from .kernels.adam_operator import adam_operator, has_kernel
-from .kernels.fused_operator import fused_operator, many_for_fused
+from .kernels.fused_operator import fused_operator, fused_update, many_for_fused
+from .kernels.lists import alike, plain, typed
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import certain, differentiated, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
@@ -135,6 +136,7 @@ __all__ = [
     "explain",
     "flatten",
     "fused_operator",
+    "fused_update",
     "given",
     "has_kernel",
     "known_formats",

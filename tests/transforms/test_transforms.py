@@ -279,6 +279,18 @@ def test_adamw_has_the_bits_of_torch_fused_in_other_dtypes(dtype):
     assert_trees_equal(state.params, torch_train(make, tree(dtype=dtype), 30, dtype=dtype)[0])
 
 
+@pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])
+def test_backward_notices_that_a_moment_it_has_saved_was_written(slot):
+    model = torch.nn.Linear(2, 1, bias=False)
+    opt = zf.attach(model, zf.adamw(0.1))
+    model(torch.ones(2)).sum().backward()
+    scale = torch.ones(1, 2, requires_grad=True)
+    saved = (opt.state[model.weight][slot] * scale).sum()
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
 @pytest.mark.parametrize("options", ADAMS)
 @pytest.mark.parametrize(("ours", "theirs"), [(zf.adam, torch.optim.Adam), (zf.adamw, torch.optim.AdamW)])
 def test_adam_is_near_torch_default(ours, theirs, options):

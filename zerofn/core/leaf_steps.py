@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, methodcaller
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .._compat import functorch_active, is_wrapped
 from .transform import TransformState
 
 Numbers = Mapping[str, Any]
-
-# Asked of every leaf in every step, and so from C.
-_DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
-_IS_CPU = attrgetter("is_cpu")
 
 
 @dataclass(frozen=True)
@@ -82,29 +75,3 @@ class LeafList:
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
         return LeafList(*lists, self.numbers, self.shared)
-
-
-def plain(tensors: list[Tensor]) -> bool:
-    """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
-    return not (functorch_active() and any(map(is_wrapped, tensors))) and alike(tensors)
-
-
-def alike(tensors: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the tensors together: of one dtype and device."""
-    return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
-
-
-def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients in their parameters' dtypes and strides; the same tensors where they are already.
-
-    Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
-    """
-    if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
-        # Without a gap and in the order of rows, nearly all are: to compare strides makes tuples of them.
-        rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
-        if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
-            return grads
-    return [
-        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-        for p, g in zip(params, grads, strict=True)
-    ]

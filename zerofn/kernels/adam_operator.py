@@ -3,8 +3,6 @@
 The compiler traces what it can, and would put the formula into the graph: generated code takes two to three times as
 long as the C kernel, which it cannot look into. To an operator it need not: it is told which arguments are written, and
 that nothing comes back. One call has all leaves in it, since each costs some 50 us.
-
-It has no derivative and no rule for batches: who calls it asks before whether anybody records (`kernels.recording`).
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from torch import Tensor
 from zerofn._compat import while_traced
 from zerofn.kernels.adam import adam_, native_kernel
 from zerofn.kernels.adam_formula import Dtypes
+from zerofn.kernels.operators import operator
 from zerofn.kernels.rounding import FORMAT
 
 
-@torch.library.custom_op("zerofn::adam_", mutates_args=("params", "exp_avgs", "exp_avg_sqs", "compensations"))
-def _operator(
+def _run(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -56,9 +54,12 @@ def _operator(
         adam_(*lists, step=step, form=int(form), **how, **where)
 
 
-@_operator.register_fake
-def _(*args: Any, **kwargs: Any) -> None:
-    return None
+_OPERATOR = operator(
+    "adam_(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] exp_avgs, Tensor(a3!)[] exp_avg_sqs, "
+    "Tensor(a4!)[] compensations, Tensor steps, Tensor numbers, Tensor form, str rounding, SymInt seed, "
+    "SymInt[] keys, SymInt[] offsets) -> ()",
+    _run,
+)
 
 
 def has_kernel(params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Tensor], rounding: str) -> bool:
@@ -101,4 +102,4 @@ def adam_operator(
     form = torch.as_tensor(form, dtype=torch.int64)
     seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     moments = exp_avgs, exp_avg_sqs, rest[0] if rounding == "kahan" else []
-    _operator(params, grads, *moments, step, numbers, form, rounding, seed, list(keys), list(offsets))
+    _OPERATOR(params, grads, *moments, step, numbers, form, rounding, seed, list(keys), list(offsets))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import fused_adam_, fused_adamw_, tell_autograd
 from .._errors import bad_leaves, explain
 from ..extend import (
     Layout,
@@ -25,6 +24,7 @@ from ..extend import (
     check_lr,
     check_number,
     fused_operator,
+    fused_update,
     given,
     like,
     many_for_fused,
@@ -34,7 +34,6 @@ from ..extend import (
     plus_product,
     plus_quotient,
     transform,
-    typed,
 )
 
 
@@ -152,36 +151,18 @@ def _many(group: LeafList) -> bool:
 
 def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
     """torch's fused kernel, over lists of one dtype and device; in a graph the operator that stands for it."""
-    fused = fused_adamw_ if decoupled else fused_adam_
 
     def kernel(group: LeafList) -> None:
-        params, slots = group.params, group.slots
+        lists = group.params, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"]
+        how: Any = dict(step=group.count, decoupled=decoupled, lr=group.lr)
         if isinstance(group.count, Tensor):
-            how: Any = dict(step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
-            fused_operator(params, group.grads, slots["exp_avg"], slots["exp_avg_sq"], **how)
-            return
-        grads = typed(params, group.grads)
-        if not alike(params):
-            for kind in {(p.dtype, p.device) for p in params}:
-                kernel(group.where([(p.dtype, p.device) == kind for p in params]))
-            return
-        step = torch.full((), float(group.count), dtype=torch.float32, device=params[0].device)
-        fused(
-            params,
-            grads,
-            slots["exp_avg"],
-            slots["exp_avg_sq"],
-            [],
-            [step] * len(params),
-            lr=group.lr,
-            beta1=float(group.numbers["beta1"]),
-            beta2=float(group.numbers["beta2"]),
-            weight_decay=float(group.numbers["weight_decay"]),
-            eps=float(group.numbers["eps"]),
-            amsgrad=False,
-            maximize=False,
-        )
-        tell_autograd(params)
+            fused_operator(*lists, **how, **group.numbers)
+        elif alike(group.params):
+            how |= {name: float(x) for name, x in group.numbers.items()}
+            fused_update(*lists, **how)
+        else:
+            for kind in {(p.dtype, p.device) for p in group.params}:
+                kernel(group.where([(p.dtype, p.device) == kind for p in group.params]))
 
     return kernel
 
