@@ -13,11 +13,12 @@ from ..core.transform import TransformState
 from ..core.tree import Leaves
 from ..ranks.group import Group
 from ..sharded.agreement_on_rounds import told_by_all
-from .resident_form import move_out
+from .earlier_gradients import Earlier
+from .resident_form import cut, move_out, resize
 
 
-def first_states(pipe: Pipeline, stored: Leaves, control: Group | None) -> dict[str, TransformState]:
-    """The states of all transforms, by name.
+def first_states(pipe: Pipeline, stored: Leaves, control: Group | None, earlier: Earlier) -> dict[str, TransformState]:
+    """The states of all transforms, by name; gradients from before are cut once all ranks have them.
 
     One message once a model is attached, so that a rank that failed alone leaves nobody who believes in the model.
 
@@ -32,12 +33,14 @@ def first_states(pipe: Pipeline, stored: Leaves, control: Group | None) -> dict[
     except Exception as error:
         failure = error
     if control is not None:
-        rows = told_by_all([int(failure is not None)], control)
-        bad = [str(rank) for rank, (failed,) in zip(control.ranks, rows, strict=True) if failed]
+        rows = told_by_all([int(failure is not None), int(bool(earlier.grads))], control)
+        bad = [str(rank) for rank, (failed, _) in zip(control.ranks, rows, strict=True) if failed]
         if bad and failure is None:
             why = "a transform raised there, which says more, and all ranks attach together"
             right = "zf.attach(model, tx) again, with a transform that does not raise"
             failure = RuntimeError(explain(f"first states failed on rank {', '.join(bad)}", why, right))
+        if failure is None and any([had for _, had in rows]):
+            earlier.cut(stored)
     if failure is not None:
         raise failure
     return states
@@ -49,7 +52,10 @@ def put_back(
 ) -> None:
     """Parameters as they were before they were cut and cast. On all ranks, which gather them."""
     for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
-        params[path].data = full.detach().clone()
+        if cut(pipe):
+            resize(params[path], full.detach().clone(), "zf.attach failed")
+        else:
+            params[path].data = full.detach().clone()
     for leaf in pipe.layout.leaves:
         p = params[leaf.path]
         move_out(leaf, p, grad_dtypes.get(leaf.path, p.dtype))

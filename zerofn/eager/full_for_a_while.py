@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
+from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaves
+from ..sharded.guarded_parameter import read, write
+from .resident_form import cut, resize
 
 
 @contextmanager
@@ -27,15 +31,40 @@ def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves
     fulls = pipe.road.whole(stored())
     # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
+    grads = {path: read(p) for path, p in params.items()}
     for path, full in fulls.items():
-        params[path].data = full
+        _give(pipe, params[path], full, None)
     written: set[str] = set()
     try:
         yield written
         written |= _store(pipe, params, stored(), before)
     finally:
         for path, p in params.items():
-            p.data = parts[path]
+            _give(pipe, p, parts[path], "the end of opt.gathered()")
+        if cut(pipe):
+            _check_gradients(params, grads)
+
+
+def _give(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
+    if cut(pipe):
+        resize(p, x, since)
+    else:
+        p.data = x
+
+
+def _check_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> None:
+    """Refuse gradients from inside, which are whole and of this rank alone."""
+    made = [path for path, p in params.items() if (g := read(p)) is not None and g is not before[path]]
+    for path in made:
+        write(params[path], None)
+    if made:
+        raise RuntimeError(
+            explain(
+                f"with opt.gathered(): ... .backward(), which gave {made[0]} a gradient",
+                "inside parameters are whole, and a step takes each rank's part of the mean over ranks",
+                "the backward outside of it; torch.autograd.grad(loss, parameters) inside; opt.zero_grad() at its end",
+            )
+        )
 
 
 @torch.no_grad()

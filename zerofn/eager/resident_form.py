@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf
 from ..sharded.guarded_parameter import read, write
@@ -21,7 +24,10 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
     if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
         resident = resident.contiguous()
-    p.data = resident
+    if cut(pipe):
+        resize(p, resident, "zf.attach")
+    else:
+        p.data = resident
     if leaf.trainable:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
@@ -29,6 +35,44 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
     # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.
     return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
+
+
+def cut(pipe: Pipeline) -> bool:
+    """Whether an attached model keeps parts of its parameters."""
+    return pipe.gathering is not None and pipe.gathering.group.size > 1
+
+
+def resize(p: Tensor, x: Tensor, since: str | None) -> None:
+    """`p.data = x` of other sizes, so that backward goes on where graphs of the old sizes are still alive.
+
+    torch keeps the node at which gradients of `p` end as long as any graph has it, and holds gradients of later graphs
+    against the sizes that it had: an output that a notebook keeps would be enough. It makes another for another dtype.
+
+    Args:
+        p: the parameter.
+        x: what it is to hold.
+        since: what has changed it, for who goes backward through such a graph; `None` where its sizes come back.
+    """
+
+    def refuse(grads: Any) -> None:
+        raise RuntimeError(
+            explain(
+                f"backward through a graph from before {since}",
+                "its gradients have other sizes than the parameters have now",
+                f"all backwards of a graph before {since}, or the forward again after it",
+            )
+        )
+
+    with torch.DisableTorchFunctionSubclass():
+        if p.requires_grad and since is not None:
+            with torch.enable_grad():
+                use = p.expand_as(p).grad_fn
+            end = None if use is None else use.next_functions[0][0]
+            if end is not None:
+                end.register_prehook(refuse)
+        other = torch.float16 if p.dtype != torch.float16 else torch.float32
+        Tensor.data.__set__(p, p.new_empty(0, dtype=other))  # type: ignore[attr-defined]
+        Tensor.data.__set__(p, x)  # type: ignore[attr-defined]
 
 
 def move_out(leaf: Leaf, p: Tensor, dtype: torch.dtype | None) -> None:

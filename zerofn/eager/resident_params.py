@@ -31,13 +31,14 @@ from ..sharded.units import split
 from .agreement_at_step import MARKS, Agreement
 from .arriving_gradients import Arrivals
 from .channels import open_channels
+from .earlier_gradients import Earlier
 from .first_states import first_states, put_back
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
 from .made_anew import Anew
 from .master_weights import Copies
 from .micro_step import MicroStep
-from .resident_form import move_out, settle_in
+from .resident_form import cut, move_out, resize, settle_in
 from .shown_states import ShownStates
 from .written_by_hand import Wholes
 
@@ -85,13 +86,15 @@ class Residence:
         self.channels = channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
+        earlier = Earlier(pipe, params)
         stored = settle()
         try:
-            states = first_states(pipe, stored, channels.control)
+            states = first_states(pipe, stored, channels.control, earlier)
         except Exception:
             if start is as_they_are:
                 # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
                 put_back(pipe, stored, params, self.grad_dtypes)
+                earlier.put_back()
             raise
         self.state = State(stored, states, counter(), counter(), pipe.layout)
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
@@ -194,7 +197,9 @@ class Residence:
             self.units.gathered.drop()
             self.units.suspended = self.units.left = True
         for path, full in self.pipe.road.whole(self.state.leaves).items() if self.pipe.stages else ():
-            if self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.road.exact:
+            if cut(self.pipe):
+                resize(self.params[path], full.detach().clone(), "opt.detach()")
+            elif self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.road.exact:
                 self.params[path].data = full.detach().clone()
         for action in reversed(self.undo):
             action()
