@@ -151,10 +151,21 @@ def only_reverse() -> bool:
 
 def only_vmap() -> int | None:
     """The level of the vmap that is under way, where it is the only transform of torch.func and no graph is made."""
-    if torch.compiler.is_compiling() or not functorch_active() or torch.autograd.forward_ad._current_level >= 0:
+    return None if torch.compiler.is_compiling() else vmap_level()
+
+
+@while_traced
+def vmap_level() -> int | None:
+    """As `only_vmap`, while the compiler traces too."""
+    if not functorch_active() or torch.autograd.forward_ad._current_level >= 0:
         return None
     levels = _functorch.get_interpreter_stack()
     return levels[0].level() if len(levels) == 1 and levels[0].key().name == "Vmap" else None
+
+
+def behind(x: Tensor, level: int) -> Tensor | None:
+    """The members of a batch of that vmap in one tensor; `None` of one that all members share. Traced as well."""
+    return _functorch._unwrap_batched(x, level)[0] if _functorch.is_batchedtensor(x) else None
 
 
 def stacked(x: Tensor) -> Tensor | None:

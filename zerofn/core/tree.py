@@ -334,6 +334,20 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
+def parted(tree: Tree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tree]]:
+    """Its tensors, and a function that makes the tree of others in their places."""
+    leaves, spec = flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def joined(tensors: Iterable[Tensor]) -> Tree:
+        others = list(leaves)
+        for i, x in zip(places, tensors, strict=True):
+            others[i] = x
+        return unflatten(spec, others)
+
+    return [leaves[i] for i in places], joined
+
+
 def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """`fn` over the leaves of trees of one structure; `None` is a leaf."""
     kind = type(tree)

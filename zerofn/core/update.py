@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat import differentiating, functorch_active, is_wrapped, levels
+from .._compat import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
 from .executor import finish, run
 from .gradients import check_readable, misshapen
@@ -80,13 +81,14 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     if not grads or ctx.weight is not None:
         _check_useful(pipe, grads, ctx)
     check_readable(grads, state.leaves)
-    donated = False
+    donated, level = False, None
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
         _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
         if torch.compiler.is_compiling():
-            donated = ctx.donate and not functorch_active()
-            ctx = replace(ctx, donate=False, donate_to_kernels=donated)
+            level = vmap_level() if functorch_active() else 0
+            donated = ctx.donate and level is not None
+            ctx = replace(ctx, donate=False, donate_to_kernels=donated and not level)
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
     trained = pipe.layout.trained
@@ -107,7 +109,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     step = step if emitted is True else select(emitted, step, state.step)
     after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout)
     if donated:
-        after = tree_map(_into, state, after)
+        after = tree_map(partial(_into, level), state, after)
     shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
@@ -134,14 +136,16 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
         )
 
 
-def _into(old: Any, new: Any) -> Any:
+def _into(level: int | None, old: Any, new: Any) -> Any:
     """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made.
 
-    Not where one element stands for all: that is a state of another rank's, of which this one has the shape alone.
+    Not where one element stands for several: for a state of another rank's, of which this one has the shape alone,
+    or under vmap for all members of a batch.
     """
     if not isinstance(old, Tensor) or not old.is_floating_point() or not old.ndim or new is old:
         return new
-    return new if 0 in old.stride() else old.copy_(new)
+    memory = behind(old, level) if level else old
+    return new if memory is None or 0 in memory.stride() else old.copy_(new)
 
 
 def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:

@@ -39,19 +39,21 @@ def check_graph(where: str, create_graph: Any) -> None:
 
 # From cotangents of what came out, and whether they count, to gradients by path and those of inputs.
 Pull = Callable[[list[Tensor], bool | Tensor], tuple[Leaves, list[Any]]]
+Evaluated = Callable[[Leaves, list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 def linearize(
     where: str,
     pipe: Pipeline,
-    fn: Callable[[Leaves, list[Tensor]], list[Tensor]],
+    fn: Evaluated,
     state: State,
     given: list[Tensor],
     scale: Tensor | None,
     keep: bool,
     record: bool,
-) -> tuple[list[Tensor], Pull]:
-    """`fn` at the state's parameters, by path as the model sees them, and its pullback onto leaves by path.
+) -> tuple[list[Tensor], list[Tensor], Pull]:
+    """`fn` at the state's parameters, by path as the model sees them: both its results, and the pullback of the first
+    onto leaves by path.
 
     Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
     activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
@@ -59,7 +61,8 @@ def linearize(
 
     Args:
         where: who asks, for messages.
-        fn: from lists of tensors to one, which are all that crosses to torch.func.
+        fn: from lists of tensors to two, of which the first is differentiated; the second is whatever else it made.
+            They are all that crosses to torch.func: a tensor that left it by another way would still be wrapped.
         given: what it is given besides.
         scale: the loss scale, which its edges have on cotangents, but where all is recorded.
         keep: whether the pullback may be called again.
@@ -102,20 +105,24 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
     chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)]
     outer: dict[str, Any] = {}
 
-    def inner(seen: Leaves, given: list[Tensor]) -> list[Tensor]:
+    def inner(seen: Leaves, given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, inside, None)
         out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
         leaves, outer["spec"] = flatten(out)
         outer["out"] = leaves
-        outer["tensors"] = [i for i, y in enumerate(leaves) if isinstance(y, Tensor) and crosses(y)]
-        return [leave(leaves[i], inside, pipe.dtypes.output_dtype) for i in outer["tensors"]]
+        tensors = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
+        at = outer["tensors"] = [i for i in tensors if crosses(leaves[i])]
+        rest = outer["rest"] = [i for i in tensors if not crosses(leaves[i])]
+        return [leave(leaves[i], inside, pipe.dtypes.output_dtype) for i in at], [leaves[i] for i in rest]
 
     with ranged(PHASE, "forward"):
-        primals, pull_flat = linearize("zf.vjp", pipe, inner, state, [flat[i] for i in chosen], scale, True, record)
+        primals, others, pull_flat = linearize(
+            "zf.vjp", pipe, inner, state, [flat[i] for i in chosen], scale, True, record
+        )
     leaves = list(outer["out"])
-    for i, y in zip(outer["tensors"], primals, strict=True):
+    for i, y in zip([*outer["tensors"], *outer["rest"]], [*primals, *others], strict=True):
         leaves[i] = y
     out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
 
@@ -143,7 +150,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     inputs = list(map(Tensor.detach, given))
     wanted = list(map(Tensor.requires_grad_, [*map(seen.__getitem__, paths), *inputs]))
     with torch.enable_grad():
-        primals = inner(seen, inputs)
+        primals, others = inner(seen, inputs)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         found = pulled_back(primals, wanted, vectors, keep)
@@ -153,7 +160,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
             return pipe.road.pull(stages, grads, resident, scale), rest
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in found if g is not None}, rest
 
-    return primals, pull
+    return primals, others, pull
 
 
 def pulled_back(outputs: list[Tensor], inputs: list[Tensor], vectors: list[Tensor], keep: bool) -> Sequence[Any]:
@@ -179,14 +186,14 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
     anchor = torch.zeros((), requires_grad=True)
     inputs = [x.detach().requires_grad_() for x in given]
     with torch.enable_grad(), blocks.evaluation():
-        primals = inner(blocks.handles(anchor), inputs)
+        primals, others = inner(blocks.handles(anchor), inputs)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         ys, vs = (primals, vectors) if counts else ([], [])
         grads, rest = blocks.pull(lambda: pulled_back(ys, [anchor, *inputs], vs, keep)[1:])
         return grads, list(rest)
 
-    return primals, pull
+    return primals, others, pull
 
 
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
@@ -218,10 +225,10 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     # The compiler reads torch.autograd.grad only where it is told to.
     ran = _func_vjp if functorch_active() or torch.compiler.is_compiling() else _graph_vjp
 
-    def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return inner({**fixed, **dict(zip(paths, values, strict=True))}, inputs)
 
-    primals, pull_flat = ran(flat_fn, [seen[p] for p in paths], given)
+    primals, others, pull_flat = ran(flat_fn, [seen[p] for p in paths], given)
 
     def pull(vectors: list[Tensor], counts: bool | Tensor) -> tuple[Leaves, list]:
         if scale is not None:
@@ -242,12 +249,12 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
             return pipe.road.pull(stages, there, resident, scale), rest
         return {p: views[p].transposed(g, scale) for p, g in there.items()}, rest
 
-    return primals, pull
+    return primals, others, pull
 
 
 def _func_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
-    primals, pull = torch.func.vjp(flat_fn, values, given)  # type: ignore[misc]
-    return primals, pull
+    primals, pull, others = torch.func.vjp(flat_fn, values, given, has_aux=True)  # type: ignore[misc]
+    return primals, others, pull
 
 
 def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
@@ -255,7 +262,7 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
     # Inputs may be functions of parameters too, but those are none of this derivative's.
     values, given = ([_alias(x) for x in xs] for xs in (values, given))
     with torch.enable_grad():
-        primals = flat_fn(values, given)
+        primals, others = flat_fn(values, given)
 
     def pull(vectors: list[Tensor]) -> tuple[list, list]:
         pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
@@ -265,7 +272,7 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
             found = torch.autograd.grad(ys, [*values, *given], vs, create_graph=True, allow_unused=True)
         return list(found[: len(values)]), list(found[len(values) :])
 
-    return primals, pull
+    return primals, others, pull
 
 
 def _alias(x: Tensor) -> Tensor:

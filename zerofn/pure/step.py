@@ -18,7 +18,7 @@ from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform, number
-from ..core.tree import Layout, Leaves, Tree, apart, flatten, tree_map
+from ..core.tree import Layout, Leaves, Tree, apart, flatten, parted, tree_map
 from ..core.update import Metrics, apply, check_vmap
 from ..kernels.recording import only_compiled
 from ..sharded.lazy_tensor import settled
@@ -114,17 +114,18 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         # Containers are made anew, lest the function changes the caller's.
         inputs = batch if set(map(type, batch)) <= {Tensor} else tree_map(lambda x: x, batch)
 
-        def scalar(seen: Leaves, _: list[Tensor]) -> list[Tensor]:
-            loss = loss_fn(pipe.layout.join(seen), *inputs)
+        def scalar(seen: Leaves, _: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            loss, others = loss_fn(pipe.layout.join(seen), *inputs), []
             if isinstance(loss, tuple) and len(loss) == 2:
-                loss, aux["aux"] = loss[0], loss[1] if pipe.gathering is None else settled(loss[1])
+                loss, shown = loss[0], loss[1] if pipe.gathering is None else settled(loss[1])
+                others, aux["aux"] = parted(shown)
             if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
                 raise _no_loss(loss)
             loss = loss if pipe.gathering is None else settled(loss)
-            return [loss] if edge == (None, None) else [leave(loss, *edge)]
+            return [loss if edge == (None, None) else leave(loss, *edge)], others
 
         with ranged(PHASE, "forward"):
-            (loss,), pull = linearize("step", pipe, scalar, state, [], scale, False, record)
+            (loss,), others, pull = linearize("step", pipe, scalar, state, [], scale, False, record)
         loss, share = loss if record else loss.detach(), None
         if weight is not None and not functorch_active():
             weight, share = shared_weight(pipe, weight)
@@ -134,8 +135,11 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
             grads, _ = pull([unit if share is None else unit * share], share is None or share > 0)
         del pull
-        if aux and not record:
-            aux = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
+        if tracing and donate:
+            # Which of them share memory with the state shows only when the graph is run.
+            loss, others = loss.clone(), list(map(torch.clone, others))
+        if aux:
+            aux = {"aux": aux["aux"](others if record else map(Tensor.detach, others))}
         if donate and not tracing:
             # A backward may return a parameter it saved, so gradients too.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
