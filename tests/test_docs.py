@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,10 +24,15 @@ IMPORTS = "import torch\nimport zerofn as zf\nfrom zerofn.extend import Transfor
 
 def run(text, first=""):
     """What the blocks of Python in a text define."""
-    names = {"__name__": "__main__"}
+    # As a script's: the compiler looks up by name the module that a function's globals belong to.
+    main, page = sys.modules["__main__"], ModuleType("__main__")
     code = first + "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
-    exec(compile(code, "page", "exec", dont_inherit=True), names)
-    return names
+    try:
+        sys.modules["__main__"] = page
+        exec(compile(code, "page", "exec", dont_inherit=True), vars(page))
+    finally:
+        sys.modules["__main__"] = main
+    return vars(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
