@@ -220,7 +220,7 @@ def is_batch(x: Tensor) -> bool:
 
     The latter are of an older vmap, of which nothing shows but that they have no storage.
     """
-    if is_wrapped(x):
+    if _functorch.maybe_get_level(x) != -1:
         return True
     if x.layout is not torch.strided:  # one that is sparse has none either
         return False
@@ -295,13 +295,14 @@ def set_local(x: Any, local: Tensor) -> None:
     x._local_tensor = local
 
 
-# The number of the backward pass this thread is in; -1 outside of one.
+# The number of the backward pass this thread is in, or that.
+NO_BACKWARD = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass: a recomputation, or a hook."""
-    return graph_task() != -1
+    return graph_task() != NO_BACKWARD
 
 
 # The autograd node that this thread executes; `None` outside of backward.
@@ -354,8 +355,8 @@ def backward_call() -> tuple[list[Any], tuple]:
         return [], ()
     held = found[0].f_locals
     roots = held["tensors" if found[0].f_code is _BACKWARD else "outputs"]
-    nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in _several(roots)]
-    return [n for n in nodes if n is not None], _several(held["inputs"])
+    nodes = [n for x in _several(roots) if (n := x.grad_fn if isinstance(x, Tensor) else x.node) is not None]
+    return nodes, _several(held["inputs"])
 
 
 def _engine_frames(frame: Any) -> list[Any]:
@@ -493,10 +494,9 @@ def saved_by(node: Any) -> list[Any]:
     return found
 
 
-@uncompiled
-def at_end_of_backward(fn) -> None:
-    """Run `fn` when the backward that is under way has finished. Public torch has no such moment."""
-    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
+# Runs a function when the backward that is under way has finished. Public torch has no such moment.
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 
 
 @contextmanager

@@ -124,8 +124,7 @@ class Sight:
         """An output on its way out."""
         if self.units is not None and y.grad_fn is not None:
             # Every backward rests at its end, on every rank as often, whether or not it has to gather anything.
-            rests = self.units.rests
-            y.grad_fn.register_prehook(lambda _: rests.after_backward())
+            y.grad_fn.register_prehook(self.units.rests.after_backward)
         dtype = cast_to(y, self.pipe.dtypes.output_dtype)
         if not crosses(y):
             return y

@@ -24,7 +24,7 @@ from .._compat import run_when_ready, version
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
-from ..sharded.gather_on_use import Units
+from ..sharded.gather_on_use import Units, check_alone
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.units import SMALL
 
@@ -47,6 +47,7 @@ class Handles(Function):
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         blocks, i = ctx.blocks, ctx.i
+        check_alone(blocks.units[i], gs)
         for leaf, g in zip(blocks.units[i], blocks.gradients(i, gs), strict=True):
             if g is not None and leaf.trainable:
                 blocks.rounds.accept(leaf, g)

@@ -79,7 +79,7 @@ class Rounds:
         unit: int,
         begin: Callable[[], Callable[[], Any]],
         ahead: Callable[[int], list[Asked]] = lambda most: [],
-        early: Callable[[int, int], bool] = lambda kind, unit: False,
+        early: Callable[[Asked, Asked], bool] = lambda now, then: False,
     ) -> Any:
         """The collective `(kind, unit)`, together with what other ranks ask for.
 
@@ -88,13 +88,13 @@ class Rounds:
             unit: whose.
             begin: begins it; what it returns ends it, and gives its result.
             ahead: what this rank expects to ask for after it, at most so many.
-            early: begins what all do next before this one has ended, if it may; whether it has.
+            early: `early(now, then)` begins what all do next before this one has ended, if it may; whether it has.
         """
         mine = (kind, unit)
         while self.promised:
             asked = self.promised.popleft()
             if asked == mine:
-                return self._both(begin, early)
+                return self._both(mine, begin, early)
             self._keep(asked)
         found = self._exchange(kind, unit, [*chain.from_iterable(ahead(self.trust))])
         self.together = found.asked == [mine] and not found.resting and not found.meeting
@@ -104,15 +104,15 @@ class Rounds:
         result: Any = None
         for asked in found.asked:
             if asked == mine:
-                result = self._both(begin, early)
+                result = self._both(mine, begin, early)
             else:
                 self.join(*asked)
         return result
 
-    def _both(self, begin: Callable[[], Callable[[], Any]], early: Callable[[int, int], bool]) -> Any:
+    def _both(self, mine: Asked, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool]) -> Any:
         """A collective, and what comes after it if that may be under way beside it."""
         end = begin()
-        if self.promised and early(*self.promised[0]):
+        if self.promised and early(mine, self.promised[0]):
             self.promised.popleft()
         return end()
 
@@ -132,7 +132,7 @@ class Rounds:
             told: at most `TOLD` numbers that it tells the others; what it joins meanwhile may change them.
 
         Returns:
-            What each rank tells, in their order, if all rest here. It costs no message of its own.
+            What each rank tells, in their order, if all rest at a step. It costs no message of its own.
         """
         while self.promised:
             self._keep(self.promised.popleft())
@@ -141,8 +141,8 @@ class Rounds:
             asked, resting, meeting, _ = self._exchange(REST, place, numbers)
             for kind, unit in asked:
                 self.join(kind, unit)
-            if not asked and meeting and place == CALL:
-                # They wait for this rank to come there too.
+            if not asked and place == CALL:
+                # All rest; or some have come to a meeting, and wait for this rank to come there too.
                 return []
             if not asked and not meeting and min(resting.values())[0] >= place:
                 return [said[1 : 1 + len(numbers)] for said in resting.values()]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import beneath_functorch, functorch_active, in_backward, is_batch, uncompiled
+from .._compat import beneath_functorch, functorch_active, is_batch, uncompiled
 from .._errors import explain
 from ..core.gradients import check_dense
 from ..core.pipeline import Pipeline
@@ -156,7 +156,6 @@ class Units:
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
-        check_dense({leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None})
         with self._sending():
             return self.rounds.gradients(i, fulls)
 
@@ -170,8 +169,7 @@ class Units:
                     "all backwards of a graph before opt.detach(), or the forward again after it",
                 )
             )
-        if in_backward():
-            self.rests.after_backward()
+        self.rests.after_backward()
         return lasting()
 
     def end_of_call(self) -> None:
@@ -216,7 +214,7 @@ class GatherUnit(Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
-        check_unbatched(gs)
+        check_alone(ctx.units.units[ctx.i], gs)
         return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
 
 
@@ -235,12 +233,18 @@ class ScatterUnit(Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
-        check_unbatched(gs)
+        check_alone(ctx.units.units[ctx.i], gs)
         return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
 
 
-def check_unbatched(gs: tuple[Tensor | None, ...]) -> None:
-    """Several cotangents at once: each would be a message of its own, for which collectives have no rule."""
+def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
+    """Refuse cotangents of which there are several at once, each a message of its own for which collectives have no
+    rule; and sparse ones, which no message takes."""
+    sparse = False
     for g in gs:
-        if g is not None and is_batch(g):
-            raise RuntimeError(BATCHED)
+        if g is not None:
+            sparse |= g.layout != torch.strided
+            if is_batch(g):
+                raise RuntimeError(BATCHED)
+    if sparse:
+        check_dense({leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None})

@@ -103,9 +103,11 @@ class Gathered:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        if not settled:
-            self.settle(i)
-        left, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
+        left = None
+        if i in self.watch.given:
+            if not settled:
+                self.settle(i)
+            left, dtypes = self.watch.leave(i), [full.dtype for full in self.live[i]]
         del self.live[i]
         self.seen.pop(i, None)
         if left is not None:
@@ -113,14 +115,14 @@ class Gathered:
 
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's copy so far."""
-        if i in self.live and self.watch.settle(i, self.live[i]):
+        if i in self.live and i in self.watch.given and self.watch.settle(i, self.live[i]):
             self.counts[i] = writes(self.parts[i])
 
     def settle_all(self) -> None:
         """Store what forward has written; what it has been given is no longer its own."""
-        for i in list(self.live):
+        for i in list(self.watch.given):
             self.settle(i)
-            if i in self.watch.given and self.watch.given[i].own:
+            if self.watch.given[i].own:
                 # What forward has put there is memory of its own.
                 self.forget(i)
         self.look_again()
@@ -146,7 +148,9 @@ class Gathered:
     def renew(self) -> None:
         """The parameters have changed."""
         self.watch.forget()
-        self.drop()
+        self.live.clear()
+        self.seen.clear()
+        self.turn_away()
         self.updates += 1
 
     def age(self, i: int, j: int) -> int:

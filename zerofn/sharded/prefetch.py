@@ -20,15 +20,15 @@ class Course:
         self.here: tuple[Asked, Asked] = (START, START)
 
     def go(self, kind: int, unit: int) -> None:
-        """A collective has begun."""
+        """A collective is asked for now."""
         self.after[self.here] = (kind, unit)
         self.here = (self.here[1], (kind, unit))
 
-    def ahead(self, kind: int, unit: int, most: int) -> list[Asked]:
-        """What followed the last time on a collective that is asked for now, as far as is known."""
+    def ahead(self, kind: int, most: int) -> list[Asked]:
+        """What followed the last time on where the ranks are now, as far as is known and of this kind."""
         found: list[Asked] = []
-        here = (self.here[1], (kind, unit))
-        while len(found) < most and (then := self.after.get(here)) is not None:
+        here = self.here
+        while len(found) < most and (then := self.after.get(here)) is not None and then[0] == kind:
             found.append(then)
             here = (here[1], then)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .._compat import after_this_node, at_end_of_backward, graph_task, in_backward, uncompiled
+from .._compat import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward, uncompiled
 from ..ranks.join import STEP
 from .gathered import Gathered
 from .unit_rounds import UnitRounds
@@ -35,8 +35,11 @@ class Rests:
             self.back.check()
 
     @uncompiled
-    def after_backward(self) -> None:
-        """Stay available at the end of this backward: other ranks' may be longer."""
+    def after_backward(self, *_: object) -> None:
+        """Stay available at the end of the backward that is under way, if one is: other ranks' may be longer."""
+        task = graph_task()
+        if task == NO_BACKWARD or task in self.waiting:
+            return
 
         def rest() -> None:
             self.waiting.discard(task)
@@ -48,10 +51,8 @@ class Rests:
                 self.ended()
                 self.back.check()
 
-        task = graph_task()
-        if task not in self.waiting:
-            self.waiting.add(task)
-            at_end_of_backward(rest)
+        self.waiting.add(task)
+        at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
         """What must be equal on all ranks at a step, by name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..core.views import View, cut, summed_in
 from ..ranks.group import Group
+
+NOTHING = type(None)
 
 
 class Sum(NamedTuple):
@@ -34,6 +37,7 @@ class Plan(NamedTuple):
         buckets: leaves of one dtype, which one collective gathers.
         sums: of gradients.
         kept: the dtypes of gradients that are true ones, by path.
+        place: where in the unit each leaf stands, by path.
     """
 
     stages: Sequence[View]
@@ -41,6 +45,7 @@ class Plan(NamedTuple):
     buckets: list[list[Leaf]]
     sums: list[Sum]
     kept: dict[str, torch.dtype]
+    place: dict[str, int]
 
 
 class UnitCollectives:
@@ -87,7 +92,8 @@ class UnitCollectives:
             summed = cut([leaf for leaf in unit if leaf.trainable], dtypes, 1 << 62)
             kept = {leaf.path: self.pipe.road.resident_grad_dtype(leaf) for leaf in unit}
             sums = [self._sum_of(bucket, dtypes) for bucket in summed]
-            found = self.plans[i] = Plan(stages[::-1], dtypes, cut(unit, dtypes, 1 << 62), sums, kept)
+            place = {leaf.path: j for j, leaf in enumerate(unit)}
+            found = self.plans[i] = Plan(stages[::-1], dtypes, cut(unit, dtypes, 1 << 62), sums, kept, place)
         return found
 
     def _sum_of(self, bucket: list[Leaf], dtypes: dict[str, torch.dtype]) -> Sum:
@@ -95,28 +101,28 @@ class UnitCollectives:
         dtype = summed_in(self.wire, dtypes[first])
         return Sum(bucket, [leaf.numel for leaf in bucket], dtype, self.params[first].device)
 
-    def begin_gather(self, i: int, parts: Leaves) -> Callable[[], list[Tensor]]:
+    def begin_gather(self, i: int, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begin to gather something of the parameters' layout; what is returned waits, and gives full tensors.
 
         Args:
             i: the unit.
-            parts: of this rank, by path.
+            parts: of this rank, for each leaf.
         """
         sent: list[tuple[list[Leaf], Any, Tensor]] = []
-        stages, dtypes, buckets, *_ = self.plan(i)
+        plan = self.plan(i)
         with ranged(VIEW, self.name):
-            for bucket in buckets:
+            for bucket in plan.buckets:
                 mine = []
                 for leaf in bucket:
-                    part = parts[leaf.path]
-                    for stage in stages:
+                    part = parts[plan.place[leaf.path]]
+                    for stage in plan.stages:
                         part = stage.view(part, leaf)
-                    mine.append(part.to(dtypes[leaf.path]))
+                    mine.append(part.to(plan.dtypes[leaf.path]))
                 sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
-        return lambda: self._end_gather(i, sent)
+        return partial(self._end_gather, plan, sent)
 
-    def _end_gather(self, i: int, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
-        out: Leaves = {}
+    def _end_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
+        out: list[Any] = [None] * len(plan.place)
         while sent:
             # What has been joined is let go.
             bucket, work, rows = sent.pop()
@@ -126,8 +132,8 @@ class UnitCollectives:
                 full = full.view(leaf.shape)
                 for stage in self.of_wholes[::-1]:
                     full = stage.view(full, leaf)
-                out[leaf.path] = full
-        return [out[leaf.path] for leaf in self.units[i]]
+                out[plan.place[leaf.path]] = full
+        return out
 
     def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
         """Begin to sum full gradients; what is returned waits, and gives true ones of this rank's parts.
@@ -136,33 +142,36 @@ class UnitCollectives:
             i: the unit.
             fulls: a gradient for each leaf, where this rank has one.
         """
-        named = {leaf.path: g for leaf, g in zip(self.units[i], fulls, strict=True) if g is not None}
         sent: list[tuple[Sum, Any, Tensor]] = []
-        for sum_ in self.plan(i).sums:
-            bucket = sum_.leaves
-            for leaf in bucket if self.of_wholes else ():
-                for stage in self.of_wholes if leaf.path in named else ():
-                    named[leaf.path] = stage.pull(named[leaf.path], leaf)
-            flat = [named.pop(leaf.path).reshape(-1) if leaf.path in named else None for leaf in bucket]
+        plan = self.plan(i)
+        for sum_ in plan.sums:
+            flat: list[Tensor | None] = []
+            for leaf in sum_.leaves:
+                g = fulls[plan.place[leaf.path]]
+                if g is not None:
+                    for stage in self.of_wholes:
+                        g = stage.pull(g, leaf)
+                    g = g.reshape(-1)
+                flat.append(g)
             with ranged(VIEW, self.name):
-                rows = self.wire.pack(flat, bucket, sum_.numels, sum_.dtype, sum_.device)
+                rows = self.wire.pack(flat, sum_.leaves, sum_.numels, sum_.dtype, sum_.device)
                 sent.append((sum_, *self.wire.send(rows, async_op=True)))
-        return lambda: self._end_scatter(i, sent)
+        return partial(self._end_scatter, i, plan, sent)
 
-    def _end_scatter(self, i: int, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
-        out: Leaves = {}
+    def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
+        out: list[Tensor | None] = [None] * len(plan.place)
         scale = self.scale() if i < self.blocks else None
-        kept = self.plan(i).kept
         for sum_, work, mine in sent:
             work.wait()
             found = self.wire.unpack(mine, sum_.leaves, sum_.numels)
             # What is a part of one buffer keeps all of it: that of a bucket of which all are kept anyway may be.
-            copy = any(g is None for g in found)
+            copy = NOTHING in map(type, found)
             for leaf, g in zip(sum_.leaves, found, strict=True):
                 if g is not None:
                     for stage in self.pulled_by:
                         g = stage.pull(g, leaf)
-                    own = kept[leaf.path]
+                    own = plan.kept[leaf.path]
                     # With a count of its own of what is written into it, unlike a view.
-                    out[leaf.path] = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
-        return [out.get(leaf.path) for leaf in self.units[i]]
+                    g = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
+                    out[plan.place[leaf.path]] = g
+        return out

@@ -9,13 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import takewhile
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.tree import Leaf, Leaves
+from ..core.tree import Leaf
 from ..ranks.group import Group
 from ..ranks.join import CALL, Asked, Rounds
 from .gathered import ALIVE, Gathered
@@ -52,7 +52,7 @@ class UnitRounds:
         course: Course | None,
     ):
         self.collectives, self.gathered, self.accept, self.course = collectives, gathered, accept, course
-        self.units, self.params = collectives.units, collectives.params
+        self.units = collectives.units
         # A cycle would keep the shards of a state that is gone until the collector comes by.
         this = weakref.ref(self)
         self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
@@ -61,15 +61,15 @@ class UnitRounds:
 
     def parameters(self, i: int) -> list[Tensor]:
         """Gather a unit's full parameters in the compute dtype."""
-        return self._perform(PARAMETERS, i, lambda: self.collectives.begin_gather(i, self._mine(i)))
+        return self._perform(PARAMETERS, i, partial(self._gather, i))
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Gather something else of the parameters' layout."""
-        return self._perform(TANGENTS, i, lambda: self.collectives.begin_gather(i, self._filled(i, shards)))
+        return self._perform(TANGENTS, i, partial(self._gather_filled, i, shards))
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards: averaged over ranks, unscaled."""
-        found = self._perform(GRADIENTS, i, lambda: self.collectives.begin_scatter(i, fulls))
+        found = self._perform(GRADIENTS, i, partial(self.collectives.begin_scatter, i, fulls))
         self.kept += 1
         if not self.protocol.together:
             self.partial.update(leaf.path for leaf in self.units[i])
@@ -89,33 +89,27 @@ class UnitRounds:
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         if self.course is None:
             return self.protocol.perform(kind, i, begin)
-        course = self.course
+        self.course.go(kind, i)
+        # Sums of gradients are asked for one by one: that others have a part of one too is to be known, and where
+        # a rank brings zeros for what it has a part of later, sums are made in another order.
+        return self.protocol.perform(kind, i, begin, partial(self.course.ahead, PARAMETERS), self._early)
 
-        def begins() -> Callable[[], Any]:
-            course.go(kind, i)
-            return begin()
-
-        def ahead(most: int) -> list[Asked]:
-            # Sums of gradients are asked for one by one: that others have a part of one too is to be known, and where
-            # a rank brings zeros for what it has a part of later, sums are made in another order.
-            return list(takewhile(lambda asked: asked[0] == PARAMETERS, course.ahead(kind, i, most)))
-
-        def early(k: int, unit: int) -> bool:
-            if k != PARAMETERS or (k, unit) == (kind, i) or unit in self.gathered:
-                return False
-            # What is here is no longer needed once the next one is: beside a unit that is on its way nothing is kept.
-            self._fetch(unit, keep=ALIVE - 1 - (kind == PARAMETERS))
-            course.go(k, unit)
-            return True
-
-        return self.protocol.perform(kind, i, begins, ahead, early)
+    def _early(self, now: Asked, then: Asked) -> bool:
+        """Begin to gather what is used next while what is asked for now is under way; whether it has begun."""
+        kind, unit = then
+        if self.course is None or kind != PARAMETERS or then == now or unit in self.gathered:
+            return False
+        # What is here is no longer needed once the next one is: beside a unit that is on its way nothing is kept.
+        self._fetch(unit, keep=ALIVE - 1 - (now[0] == PARAMETERS))
+        self.course.go(kind, unit)
+        return True
 
     def _fetch(self, i: int, keep: int) -> None:
         """Begin to gather the unit that is used next; `keep` others are still needed."""
         # Of those on their way one is enough: an earlier one that was passed over is no longer expected.
         self.gathered.turn_away()
         self.gathered.drop(keep)
-        self.gathered.coming[i] = self.collectives.begin_gather(i, self._mine(i))
+        self.gathered.coming[i] = self._gather(i)
 
     def _join(self, kind: int, i: int) -> None:
         """Take part in a collective for other ranks."""
@@ -123,23 +117,25 @@ class UnitRounds:
         with lasting(), torch.no_grad():
             if kind == PARAMETERS:
                 self.gathered.drop(ALIVE - 1)
-                self.collectives.begin_gather(i, self._mine(i))()
+                self._gather(i)()
             elif kind == TANGENTS:
-                self.collectives.begin_gather(i, self._filled(i, nothing))()
+                self._gather_filled(i, nothing)()
             else:
                 self.kept += 1
                 for leaf, g in zip(self.units[i], self.collectives.begin_scatter(i, nothing)(), strict=True):
                     if g is not None and leaf.trainable:
                         self.accept(leaf, g)
 
-    def _mine(self, i: int) -> Leaves:
+    def _gather(self, i: int) -> Callable[[], list[Tensor]]:
         self.gathered.settle(i)
         with torch.DisableTorchFunctionSubclass():
-            return {leaf.path: self.params[leaf.path].detach() for leaf in self.units[i]}
+            mine = list(map(Tensor.detach, self.gathered.parts[i]))
+        return self.collectives.begin_gather(i, mine)
 
-    def _filled(self, i: int, shards: tuple[Tensor | None, ...]) -> Leaves:
-        pairs = zip(self.units[i], shards, strict=True)
-        return {x.path: torch.zeros_like(self.params[x.path]) if shard is None else shard for x, shard in pairs}
+    def _gather_filled(self, i: int, shards: tuple[Tensor | None, ...]) -> Callable[[], list[Tensor]]:
+        pairs = zip(self.gathered.parts[i], shards, strict=True)
+        filled = [torch.zeros_like(part) if shard is None else shard for part, shard in pairs]
+        return self.collectives.begin_gather(i, filled)
 
 
 def lasting() -> AbstractContextManager[Any]:

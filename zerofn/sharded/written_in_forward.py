@@ -113,14 +113,11 @@ class Written:
         return self.counts[i][j] + (self.given[i].version(j) if i in self.given else 0)
 
     def settle(self, i: int, fulls: list[Tensor]) -> bool:
-        """Store what has been written into a unit's copy so far; whether there was something.
+        """Store what forward has written so far into a unit's copy that it was given; whether there was something.
 
         Data that forward has put in the place of a leaf's take their place in `fulls`.
         """
-        given = self.given.get(i)
-        if given is None:
-            return False
-        changed = False
+        given, changed = self.given[i], False
         with plainly():
             for j, leaf in enumerate(self.units[i]):
                 other = given.exchanged(j)

@@ -161,10 +161,14 @@ class Sharding:
         A leaf without gradient here is sent as zeros; a flag for each leaf tells whether any rank had one.
         """
         size = self.group.size
-        tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
         widths, wholes, _ = self._cut(leaves)
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
+        tail = torch.Size()
+        for x in grads:
+            if x is not None:
+                tail = x.shape[1:]
+                break
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split_with_sizes([*widths, len(leaves)], dim=1)
         for x, numel, each, block in zip(grads, wholes, widths, blocks, strict=False):
