@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import functorch_active, is_wrapped
+from .._compat import functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
 from .._ranges import VIEW, ranged
 from .tree import Leaf
@@ -99,7 +99,7 @@ def is_linear_map(node: Any) -> bool:
 
 def untracked() -> bool:
     """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
-    return not torch.is_grad_enabled() and not functorch_active() and not torch.compiler.is_compiling()
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or innermost_transform() is not None)
 
 
 def wide(x: Tensor) -> Tensor:

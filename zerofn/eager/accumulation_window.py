@@ -20,6 +20,7 @@ class Window:
         forced: what the user says of the next step; `None` where `accumulate` counts.
         averaged: whether the sum is to be divided; `None` until `opt.backward` says so.
         every: micro-batches in a window.
+        holds: whether any step is held at all.
     """
 
     def __init__(self, pipe: Pipeline, state: Callable[[], State]):
@@ -30,11 +31,7 @@ class Window:
         self.every = 1
         for part in self.parts:
             self.every *= part.facts.window
-
-    @property
-    def holds(self) -> bool:
-        """Whether any step is held at all."""
-        return self.every > 1
+        self.holds = self.every > 1
 
     def closes(self) -> bool:
         """Whether the next step closes it."""

@@ -57,10 +57,12 @@ class Copies:
         if not self.leaves:
             return
         compares, late = self.sampling.next()
-        counted = self.leaves if self._counts() != self.counts else []
-        carried = {leaf.path for leaf in counted if self.carry_leaf(leaf)}
-        looks = self.leaves if compares and self.together else []
-        found = [leaf for leaf in looks if leaf.path not in carried and self._written(leaf)]
+        carried: set[str] = set()
+        if self._counts() != self.counts:
+            carried.update(leaf.path for leaf in self.leaves if self.carry_leaf(leaf))
+        if not compares or not self.together:
+            return
+        found = [leaf for leaf in self.leaves if leaf.path not in carried and self._written(leaf)]
         for leaf in found:
             self._carry(leaf)
         if found and late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -78,15 +79,17 @@ class ParamGroups:
         found = {}
         entries = zip(self.groups, self.checked, self.optimizers.items(), strict=True)
         for i, (group, checked, (prefix, (t, _))) in enumerate(entries):
-            if all([group.get(k, x) is x for k, x in t.facts.settable]):
-                continue
+            given = dict(t.facts.settable)
             # One that somebody has taken out is that of the pipeline.
-            now = {k: group.get(k, x) for k, x in t.facts.settable}
+            values = list(map(group.get, given, given.values()))
+            if all(map(is_, values, given.values())):
+                continue
+            now = dict(zip(given, values, strict=True))
             if any(now[k] is not x and not _same(now[k], x) for k, x in checked.items()):
                 assert t.factory is not None
                 t.factory(**{**t.config, **now})
                 self.checked[i] = now
-            if own := {k: now[k] for k, x in t.facts.settable if not _same(now[k], x)}:
+            if own := {k: now[k] for k, x in given.items() if not _same(now[k], x)}:
                 found[prefix] = own
         return found
 

@@ -49,10 +49,7 @@ class Steps:
     def context(self) -> Context:
         """What the update halves are told of a step that is made in backward."""
         self.writes += 2
-        return self.pipe.context(donate=True, **self._set())
-
-    def _set(self) -> dict[str, Any]:
-        return dict(lr=self.groups.rates(), numbers=self.groups.numbers())
+        return self.pipe.context(donate=True, lr=self.groups.rates(), numbers=self.groups.numbers())
 
     def make(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
@@ -67,7 +64,7 @@ class Steps:
         metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
         with torch.set_grad_enabled(False):
             # Some are entries of the state, into which `load_state_dict` writes.
-            metrics = {name: x.clone() for name, x in metrics.items()}
+            metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
         if bool(metrics["updated"]) or self.home.reads:
             self.home.refresh()
         self.groups.show(metrics)
@@ -87,13 +84,21 @@ class Steps:
     def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         # What was set may be refused, and what is collected cannot be put back.
-        window, given = self.window, self._set()
+        window, rates, numbers = self.window, self.groups.rates(), self.groups.numbers()
         grads = self.home.micro_step.collect(window.forced)
         if weight is not None:
             check_weight(self.pipe, weight)
-        closes, old = window.closes(), self.home.state
-        given |= dict(weight=weight, boundary=window.forced, averaged=window.averaged is not False)
-        ctx = self.pipe.context(donate=True, recorded=recorded(), micro_step=old.micro_step, **given)
+        closes, old = window.averaged is not None and window.closes(), self.home.state
+        ctx = self.pipe.context(
+            donate=True,
+            recorded=recorded(),
+            weight=weight,
+            boundary=window.forced,
+            averaged=window.averaged is not False,
+            lr=rates,
+            numbers=numbers,
+            micro_step=old.micro_step,
+        )
         new, metrics = apply(self.pipe, grads, old, ctx)
         if elsewhere := [path for path, x in new.leaves.items() if x is not old.leaves[path]]:
             with torch.no_grad():
@@ -103,8 +108,8 @@ class Steps:
         if window.holds:
             self._forget(grads)
         with torch.DisableTorchFunctionSubclass():
-            left = [(x, read(x)) for x in self.params.values()]
-        self._spent = [(x, weakref.ref(g), version(g)) for x, g in left if g is not None]
+            params = self.params.values()
+            self._spent = [(x, weakref.ref(g), version(g)) for x in params if (g := read(x)) is not None]
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics

@@ -64,7 +64,8 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
     >>> numbers_alone(), numbers_alone([torch.ones(2, requires_grad=True)])
     (True, False)
     """
-    return not functorch_active() and not _requires_grad(values)
+    active = functorch_active() if torch.compiler.is_compiling() else innermost_transform() is not None
+    return not active and (not torch.is_grad_enabled() or not _requires_grad(values))
 
 
 def readable(x: Any) -> bool:

@@ -15,8 +15,8 @@ from .._compat import is_wrapper, registered
 from .._errors import bad_leaves, explain
 from ..core.tree import Layout, Leaves
 
-# What must stay of a parameter; asked of all in every step, and so from C.
-TOLD = (Tensor.data_ptr, *map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
+# What must stay of a parameter beside its address; asked of all in every step, and so from C.
+TOLD = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Owner:
@@ -85,12 +85,12 @@ class Watch:
         """Of all that is registered, which every step asks for."""
         return [[*map(id, dict.values(found))] for m in self.modules.values() for found in registered(m)[:2]]
 
-    def _told(self) -> list[tuple[Any, ...]]:
-        return [tuple(map(of, self.tensors)) for of in TOLD]
+    def _told(self) -> list[tuple[int, tuple[Any, ...]]]:
+        return list(zip(map(Tensor.data_ptr, self.tensors), map(TOLD, self.tensors), strict=True))
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
-        for leaf, p, *told in zip(self.layout.leaves, self.tensors, *self.data, strict=True):
-            yield leaf.path, _moved(p, *told)
+        for leaf, p, (address, told) in zip(self.layout.leaves, self.tensors, self.data, strict=True):
+            yield leaf.path, _moved(p, address, *told)
 
 
 def _moved(

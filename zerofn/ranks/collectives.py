@@ -44,7 +44,8 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     rows = out.detach().chunk(2)
     if is_wrapped(out) or rows[group.rank].data_ptr() != inp.data_ptr():
         rows[group.rank].copy_(inp.detach())
-    return run(raw.begin_swap(rows[1 - group.rank], inp, group, what), what, group, async_op)
+    work = Watched(raw.begin_swap(rows[1 - group.rank], inp, group, what), what, group)
+    return work if async_op else work.wait() and None
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:

@@ -53,9 +53,7 @@ class OverRanks:
         return self._sum(x)
 
     def _sum(self, x: Tensor) -> Tensor:
-        for group in (*self.shards, *self.model):
-            x = _summed(x, group)
-        return x
+        return _summed(x, (*self.shards, *self.model))
 
     def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
         if self.elsewhere:
@@ -68,8 +66,9 @@ class OverRanks:
     def max(self, x: Tensor) -> Tensor:
         # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
+        alone = numbers_alone((x,))
         for group in (*self.groups, *self.model):
-            x = _over(x, group, "max") if numbers_alone((x,)) else _Maximum.apply(x.detach(), group)  # type: ignore[assignment]
+            x = _over(x, group, "max") if alone else _Maximum.apply(x.detach(), group)  # type: ignore[assignment]
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
@@ -103,8 +102,11 @@ class _Maximum(Function):
         return _Maximum.apply(x, group), in_dims[0]  # type: ignore[return-value]
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
-    return _over(x, group, "sum") if numbers_alone((x,)) else _at(group, x, all_reduce)
+def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
+    alone = numbers_alone((x,))
+    for group in groups:
+        x = _over(x, group, "sum") if alone else _at(group, x, all_reduce)
+    return x
 
 
 def _at(group: Group, x: Tensor, collective: Any) -> Tensor:
@@ -121,5 +123,5 @@ def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
         x = x if numbers_alone((x,)) else _at(group, x, replicate)
-        x = _summed(x, group) / group.size
+        x = _summed(x, (group,)) / group.size
     return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
+
+# What a rank says, as bits of one number.
+MORE, NOTICED = 1, 2
 
 
 class Question:
@@ -38,20 +43,23 @@ class Question:
         """
         if self.sent is None:
             numbers = marks or dict.fromkeys(self.marks, 0)
-            mine = torch.tensor([more + 2 * noticed, *numbers.values()], dtype=torch.int64).to(self.control.device)
+            mine = torch.tensor([MORE * more + NOTICED * noticed, *numbers.values()], dtype=torch.int64).to(
+                self.control.device
+            )
             every = mine.new_empty(self.control.size * len(mine))
             self.sent = all_gather_into(every, mine, self.control, async_op=True), every, mine
         return self.sent[0]
 
-    def answer(self) -> list[list[int]]:
-        """What all ranks said; another round is allowed if any wants one."""
+    def answer(self) -> tuple[list[list[int]], bool]:
+        """What all ranks said, and whether any has noticed something; another round is allowed if any wants one."""
         assert self.sent is not None
         work, every, mine = self.sent
         work.wait()
         self.sent = None
         rows = every.reshape(-1, len(mine)).tolist()
-        self.allowed += any(row[0] & 1 for row in rows)
-        return rows
+        said = reduce(or_, next(zip(*rows, strict=True)))
+        self.allowed += said & MORE
+        return rows, bool(said & NOTICED)
 
 
 def told_by_all(numbers: list[int], control: Group) -> list[list[int]]:

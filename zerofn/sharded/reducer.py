@@ -158,7 +158,7 @@ class Stream:
             while self.rounds < question.allowed:
                 self._send()
             question.ask(bool(self.pending), marks, noticed)
-            rows = question.answer()
+            rows, found = question.answer()
             if self.rounds == question.allowed:
                 break
         while self.flying:
@@ -166,7 +166,7 @@ class Stream:
         self.rounds, question.allowed = 0, 1
         if rows.count(rows[0]) < len(rows):
             check_marks([row[1:] for row in rows], list(marks), self.control)
-        return any(row[0] & 2 for row in rows)
+        return found
 
     def discard(self, marks: dict[str, int]) -> None:
         """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""

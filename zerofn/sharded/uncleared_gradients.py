@@ -47,7 +47,9 @@ class Uncleared:
             )
         self.used = bool(grads)
         self.had.update(grads)
-        return grads | {path: self.zero(path) for path in sorted(self.zeros - grads.keys())}
+        if missing := self.zeros - grads.keys():
+            grads = grads | {path: self.zero(path) for path in sorted(missing)}
+        return grads
 
     def clear(self, to_none: bool, more: Iterable[str] = ()) -> None:
         """Gradients are cleared, those of `more` as well."""

@@ -31,7 +31,6 @@ from ..extend import (
     concrete,
     counter,
     not_finite,
-    number,
     transform,
 )
 
@@ -160,7 +159,7 @@ class _Rule:
 
     def prepare(self, state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
-        ok: Any = number(finite)
+        ok: Any = ctx.read(finite)
         new = self.after(state, ok)
         first = _first_overflow(grads, ok, ctx)
         if ok is False and concrete(new["stuck_steps"]) and new["stuck_steps"] >= STUCK:
@@ -182,8 +181,9 @@ class _Rule:
         backs_off = ~good & (state["hysteresis_left"] <= 1)
         left = torch.where(good, state["hysteresis_left"], (state["hysteresis_left"] - 1).clamp(min=1))
         now = state["scale"]
-        at_minimum = now <= (self.min_scale if self.dynamic else torch.inf)
-        if self.dynamic:
+        dynamic = self.dynamic
+        at_minimum = now <= (self.min_scale if dynamic else torch.inf)
+        if dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
             # An infinite scale would overflow for ever: half of infinity is infinity.
             grown = now * self.growth_factor
