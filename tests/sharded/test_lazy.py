@@ -17,6 +17,7 @@ import zerofn as zf
 import zerofn.pure.linearize
 from zerofn.pure.sharded_params import Blocks, by_prefix
 from zerofn.sharded.lazy_tensor import Lazy
+from zerofn.sharded.unit_plans import UnitPlans
 
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS
@@ -484,7 +485,7 @@ def mistakes():
             out, pullback = zf.vjp(fn, TX, state)
             if pull:
                 pullback(torch.ones_like(out))
-        except (RuntimeError, ZeroDivisionError) as error:
+        except (RuntimeError, ValueError, ZeroDivisionError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
     def raises(p):
@@ -509,6 +510,7 @@ def mistakes():
     attempt("write elsewhere", write_elsewhere)
     attempt("address", lambda p: p["head"].data_ptr())
     attempt("reentrant", reentrant)
+    attempt("sparse", lambda p: nn.functional.embedding(torch.tensor([0, 2]), p["head"], sparse=True).sum())
     attempt("kept", lambda p: kept.append(p["head"]) or p["s"] * 2)
     try:
         kept[0].sum()
@@ -537,6 +539,7 @@ def test_mistakes_are_told():
         "write elsewhere": "w = params['w'].clone() in a function of parameters",
         "address": "kernel(params['w'].clone())",
         "reentrant": "set use_reentrant=False",
+        "sparse": "head: a gradient of layout torch.sparse_coo",
         "kept": "after the function that it was given to has returned",
         "donated": "pull back before a step with donate=True",
     }
@@ -544,6 +547,27 @@ def test_mistakes_are_told():
         assert found.keys() == told.keys()
         for name, part in told.items():
             assert part in found[name], (name, found[name])
+
+
+def plans_made(steps):
+    """How often what is sent for blocks is found, and the parameters."""
+    made, init = [], UnitPlans.__init__
+
+    def counted(self, *given):
+        made.append(given)
+        init(self, *given)
+
+    UnitPlans.__init__ = counted
+    step, state = zf.make_step(lambda p: (p["head"] ** 2).sum() + p["s"] ** 2, TX), zf.init(TX, tree())
+    for _ in range(steps):
+        state, _ = step(state)
+    return len(made), zf.full_params(TX, state)["head"]
+
+
+def test_what_is_sent_is_found_once_for_all_steps():
+    for made, head in zf.launch(plans_made, 2, 3, timeout=limit()):
+        # Each step of `sgd(0.5)` on a square takes away as much as there is: nothing is left after the first.
+        assert made == 1 and torch.equal(head, torch.zeros_like(head))
 
 
 def compiled():

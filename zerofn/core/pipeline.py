@@ -7,10 +7,10 @@ gathers once a step, the stored ones otherwise. *Seen* is what the model compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ from .transform import (
 from .tree import Layout, Leaf, Leaves
 from .views import Dtypes, Factor, View, Wire, cutter
 from .within import counted_elsewhere
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class Pipeline:
     factors: tuple[tuple[str, Factor], ...]
     stations: tuple[Station, ...]
     model: tuple[Group, ...] = ()
+    _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, make: Callable[[Pipeline], T]) -> T:
+        """What `make`, a function of a module, finds out of this pipeline; it is called the first time alone."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     def made_ready(self) -> Pipeline:
         """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
@@ -150,8 +159,12 @@ class Pipeline:
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
         """The update halves that have something to do, in order."""
-        given = zip(self.parts, self.views, strict=True)
-        kept = [part for part, view in given for part in _update_halves(self, part, view)]
+        kept: list[Transform] = []
+        for part, view in zip(self.parts, self.views, strict=True):
+            if self.late and view is not None and not view.only_dtype and view in self.road.after_update:
+                kept.append(_late_half(self, part, view))
+            if not part.idle:
+                kept.append(part)
         if not any("grad_norm" in p.facts.reports for p in kept):
             at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
             kept.insert(at, GRAD_NORM)
@@ -211,18 +224,15 @@ def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
     return stored.new_empty(pipe.road.grad_shape(leaf), dtype=dtype)
 
 
-def _update_halves(pipe: Pipeline, part: Transform, view: View | None) -> Iterator[Transform]:
-    """What a part has to do in an update: its own half, before it what its view pulls back where that is late."""
-    if pipe.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
+def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
+    """What a part has to do in an update where its view pulls back late: before its own half."""
 
-        def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-            together = not ctx.recorded or only_compiled(grads.values())
-            pull = pipe.road.pull if together else pipe.road.pull_recorded
-            return pull((view,), grads, params), state
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        together = not ctx.recorded or only_compiled(grads.values())
+        pull = pipe.road.pull if together else pipe.road.pull_recorded
+        return pull((view,), grads, params), state
 
-        yield replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
-    if not part.idle:
-        yield part
+    return replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
 
 
 def _check_factor(name: str, found: Any) -> None:

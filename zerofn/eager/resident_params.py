@@ -27,6 +27,7 @@ from ..module.guards import gathering_of, label
 from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
+from ..sharded.unit_plans import UnitPlans
 from ..sharded.units import split
 from .agreement_at_step import MARKS, Agreement
 from .arriving_gradients import Arrivals
@@ -140,10 +141,12 @@ class Residence:
         pipe, channels = self.pipe, self.channels
         if pipe.gathering is None or channels.wanted is None:
             return None
-        groups = channels.groups[pipe.groups.index(pipe.gathering.group)], channels.wanted
+        group = channels.groups[pipe.groups.index(pipe.gathering.group)]
         units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
+        wire = pipe.gathering.on(group, pipe.gathering.reduce_dtype)
+        plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
         takes, ended = self.arrivals.accept, self.arrivals.release
-        return Units(units, pipe, self.params, groups, self.scale, takes, ended, pipe.layout.leaves)
+        return Units(plans, pipe, self.params, channels.wanted, self.scale, takes, ended)
 
     def refresh(self) -> None:
         """Resident parameters from the stored ones."""

@@ -26,6 +26,7 @@ from ..core.pipeline import Pipeline
 from ..core.tree import Leaf, Leaves
 from ..sharded.gather_on_use import Units, check_alone
 from ..sharded.lazy_tensor import Lazy
+from ..sharded.unit_plans import UnitPlans
 from ..sharded.units import SMALL
 
 # A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
@@ -74,8 +75,7 @@ class Blocks(Units):
         self.open = False
         self.written = {p: version(x) for p, x in shards.items()}
         collect = functools.partial(_collect, self.found)
-        units, groups = by_prefix(pipe.layout.leaves), (group, group)
-        super().__init__(units, pipe, shards, groups, lambda: scale, collect, early=False)
+        super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, early=False)
 
     def handles(self, anchor: Tensor) -> Leaves:
         """Lazy parameters by path, which have a gradient if `anchor` has."""
@@ -160,6 +160,11 @@ class Blocks(Units):
         later = () if self.pipe.late else tuple(stage for stage in road.after_update if not stage.only_dtype)
         there = {leaf.path: grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in grads}
         return road.pull(later, there, self.params)
+
+
+def _plans(pipe: Pipeline) -> UnitPlans:
+    assert pipe.gathering is not None
+    return UnitPlans(by_prefix(pipe.layout.leaves), pipe.road, pipe.gathering)
 
 
 def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:

@@ -29,6 +29,7 @@ from .lazy_tensor import Lazy
 from .prefetch import Course
 from .rests import Rests
 from .unit_collectives import UnitCollectives
+from .unit_plans import UnitPlans
 from .unit_rounds import PARAMETERS, TANGENTS, UnitRounds, lasting
 from .written_in_forward import Written
 
@@ -37,39 +38,31 @@ class Units:
     """Gathered parameters: those of one attached model, or of one evaluation of a function.
 
     Args:
-        units: leaves that are gathered together.
+        plans: which leaves are gathered together, and how.
         pipe: a pipeline with a `shard`.
         params: this rank's shards by path.
-        groups: one for the data, and one for the exchange of what is wanted.
+        control: a group for the exchange of what is wanted.
         scale: the loss scale in force.
         accept: takes the gradient of a shard that other ranks' backward brought about.
         ended: called at the end of a backward, when it has ended on all ranks.
-        alone: leaves that may be asked for one by one as well, as they are stored and outside of the loss scale.
         early: whether the unit that is expected next is gathered before it is used.
     """
 
     def __init__(
         self,
-        units: list[list[Leaf]],
+        plans: UnitPlans,
         pipe: Pipeline,
         params: Leaves,
-        groups: tuple[Group, Group],
+        control: Group,
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
         ended: Callable[[], None] = lambda: None,
-        alone: tuple[Leaf, ...] = (),
         early: bool = True,
     ):
-        data, control = groups
-        self.units = [*units, *([leaf] for leaf in alone)]
-        self.blocks = len(units)
-        # Places of leaves that are not trained, by unit.
-        self.frozen = [[j for j, leaf in enumerate(unit) if not leaf.trainable] for unit in self.units]
-        self.collectives = UnitCollectives(self.units, self.blocks, pipe, data, params, scale)
+        self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
+        self.collectives = UnitCollectives(plans, params, scale)
         self.pipe, self.params = pipe, params
-        self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
-        self.alone = {leaf.path: i for i, leaf in enumerate(alone, len(units))}
-        self.watch = Written(units, params, self.collectives.wire.span, pipe.road.exact)
+        self.watch = Written(self.units, params, plans.wire.span, pipe.road.exact)
         self.gathered = Gathered(self.units, self.blocks, params, self.watch)
         self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, Course() if early else None)
         self.rests = Rests(self.rounds, self.gathered, self.watch.back, ended)
@@ -81,10 +74,10 @@ class Units:
     def look(self, path: str, keep: bool) -> Tensor:
         """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
         if self.suspended:
-            i, j = self.place[path]
+            i, j = self.plans.place[path]
             stored = self.params[path].detach()
             return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
-        i, j = self.place[path]
+        i, j = self.plans.place[path]
         if functorch_active():
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
             with beneath_functorch():
@@ -104,7 +97,7 @@ class Units:
 
     def look_alone(self, path: str) -> Tensor:
         """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
-        return GatherUnit.apply(self, self.alone[path], PARAMETERS, self.params[path])[0]
+        return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.params[path])[0]
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, from those that are gathered or gathered now."""
@@ -145,7 +138,7 @@ class Units:
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters before anything is computed with them."""
-        dtypes = self.collectives.plan(i).dtypes
+        dtypes = self.plans.plan(i).dtypes
         metas = [torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i]]
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
@@ -203,7 +196,7 @@ class GatherUnit(Function):
         ctx.units, ctx.i = inputs[0], inputs[1]
         ctx.set_materialize_grads(False)
         if inputs[2] == PARAMETERS:
-            frozen = inputs[0].frozen[inputs[1]]
+            frozen = inputs[0].plans.frozen[inputs[1]]
             ctx.mark_non_differentiable(*[output[j] for j in frozen])
 
     @staticmethod

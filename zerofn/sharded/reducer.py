@@ -26,7 +26,7 @@ from ..core.tree import Leaf
 from ..core.views import Like, Wire, cut
 from ..ranks.group import Group
 from .agreement_on_rounds import Question, check_marks
-from .unit_collectives import Sum
+from .unit_plans import Sum
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
 IN_FLIGHT = 2
@@ -64,6 +64,7 @@ class Stream:
         self.question = Question(control, marks)
         self.wire, self.control, self.done, self.name = wire, control, done, name
         self.buckets = [_sum_of(bucket, like) for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})]
+        self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
         self.pending: dict[str, deque[Tensor]] = {}
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
@@ -108,11 +109,11 @@ class Stream:
 
     def _send(self) -> None:
         """Send the next bucket with what has arrived for it."""
-        leaves, numels, dtype, device = self.buckets[self.next]
+        leaves, numels, dtype = self.buckets[self.next]
         with ranged(VIEW, self.name):
             with torch.no_grad():
                 flat = [_oldest(self.pending, leaf.path) for leaf in leaves]
-                buffer = self.wire.pack(flat, leaves, numels, dtype, device)
+                buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[self.next])
             del flat
             work, out = self.wire.send(buffer, async_op=True)
         # The buffer must live until the work is done.
@@ -190,8 +191,7 @@ def _within(seconds: float, work: Any) -> bool:
 
 
 def _sum_of(bucket: list[Leaf], like: dict[str, Like]) -> Sum:
-    first = like[bucket[0].path]
-    return Sum(bucket, [like[leaf.path].numel for leaf in bucket], first.dtype, first.device)
+    return Sum(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
 
 
 def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:

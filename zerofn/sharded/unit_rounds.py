@@ -52,7 +52,7 @@ class UnitRounds:
         course: Course | None,
     ):
         self.collectives, self.gathered, self.accept, self.course = collectives, gathered, accept, course
-        self.units = collectives.units
+        self.units = collectives.plans.units
         # A cycle would keep the shards of a state that is gone until the collector comes by.
         this = weakref.ref(self)
         self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
