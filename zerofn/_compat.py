@@ -92,9 +92,12 @@ def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref
     module._flat_weight_refs = [ref] * len(names)
 
 
-def hooks_of(what: str, when: str) -> str:
-    """In which attribute an optimizer registers hooks that run before (`pre`) or after (`post`) its methods."""
-    return f"_optimizer_{what}_{when}_hooks"
+# In which attribute an optimizer registers hooks that run before (`pre`) or after (`post`) its methods.
+HOOKS_OF = {
+    (what, when): f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+}
 
 
 def tell_autograd(written: list[Tensor]) -> None:

@@ -39,22 +39,18 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
 
 def agree_on_chain(pipe: Pipeline) -> None:
     """Raise on every rank if ranks have other pipelines, or other trees of parameters."""
+    if not pipe.every_group:
+        return
+    # The address of a function differs between processes that run the same code.
+    tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
+    leaves = pipe.layout.leaves
+    tree = "\n".join([f"{x.path} {tuple((x.within or x).shape)} {x.dtype} {x.trainable}" for x in leaves])
+    told = {
+        "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
+        "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
+    }
     for group in pipe.every_group:
-        # The address of a function differs between processes that run the same code.
-        tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
-        tree = "\n".join(
-            [
-                f"{leaf.path} {tuple((leaf.within or leaf).shape)} {leaf.dtype} {leaf.trainable}"
-                for leaf in pipe.layout.leaves
-            ]
-        )
-        agree_on_all(
-            {
-                "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
-                "the tree of parameters": f"{len(pipe.layout.leaves)} leaves #{_digest(tree)}",
-            },
-            group,
-        )
+        agree_on_all(told, group)
 
 
 def check_finite(tensors: Leaves) -> None:

@@ -16,7 +16,7 @@ from .pipeline import Pipeline
 from .road import groups_of
 from .second_cut import behind, check_axes
 from .stations import survey
-from .transform import Transform
+from .transform import OF_PIECES, Transform
 from .tree import Layout, Placement, the_one
 from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
 from .whole_of_model import beside, check_other_axes, check_wholes
@@ -79,6 +79,9 @@ def _with_owners(
     parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Layout]:
     """Those that need whole leaves are run at the owners of leaves."""
+    if {part.needs for part in parts} <= set(OF_PIECES):
+        # What holds others needs as much as any of them.
+        return parts, layout
     found = [run_at_owners(part, layout, wires) for part in parts]
     named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
     owners = tuple((name, where, tuple(ranks.items())) for name, where, ranks in named)

@@ -391,9 +391,11 @@ class Transform:
     def _given(self) -> dict[str, Any]:
         """The arguments that are not what they would be if one left them out."""
         known = {} if self.factory is None else inspect.signature(self.factory).parameters
-        default = {k: p.default for k, p in known.items()}
-        left_out = [k for k, v in self.config.items() if k in default and (v is default[k] or _same(v, default[k]))]
-        return {k: v for k, v in self.config.items() if k not in left_out}
+        given = dict(self.config)
+        for name, value in self.config.items():
+            if name in known and (value is known[name].default or _same(value, known[name].default)):
+                del given[name]
+        return given
 
     def _repr_html_(self) -> str:
         parts = self.parts if self.in_turn else (self,)

@@ -53,7 +53,7 @@ class Attachment:
         self.distributed.check_attached(early, start is not as_they_are)
         self.distributed.enter()
         try:
-            self._bind(parameters_of(model), tx, early, start)
+            self._bind(parameters_of(model) if self.distributed.named else named, tx, early, start)
         except BaseException:
             self.distributed.leave()
             raise

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from .._compat import hooks_of
+from .._compat import HOOKS_OF
 
 
 def prepare(opt: torch.optim.Optimizer) -> None:
     """The lists, which the constructor of the base class would make. Those of steps are run by torch."""
-    for what in ("step", "state_dict", "load_state_dict"):
-        for when in ("pre", "post"):
-            setattr(opt, hooks_of(what, when), OrderedDict())
+    for name in HOOKS_OF.values():
+        setattr(opt, name, OrderedDict())
 
 
 def saved(opt: torch.optim.Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -43,4 +42,4 @@ def loaded(opt: torch.optim.Optimizer, given: dict[str, Any], load: Callable[[di
 
 
 def _registered(opt: torch.optim.Optimizer, what: str, when: str) -> list[Callable[..., Any]]:
-    return list(getattr(opt, hooks_of(what, when)).values())
+    return list(getattr(opt, HOOKS_OF[what, when]).values())

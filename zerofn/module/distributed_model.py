@@ -91,7 +91,7 @@ class DistributedModel:
         for p in self.named.values():
             if id(p) not in self.locals:
                 self.locals[id(p)] = _local(p, Form.of(p))
-        self._exchange({key: x for key, x in self.locals.items()})
+        self._exchange(dict(self.locals))
 
     def leave(self) -> None:
         """Put the distributed ones back, with what their parts are now."""
@@ -104,7 +104,7 @@ class DistributedModel:
         self.locals.clear()
 
     def _exchange(self, new: dict[int, nn.Parameter]) -> None:
-        for module in self.model.modules():
+        for module in self.model.modules() if new else ():
             for name, p in list(registered(module)[0].items()):
                 if id(p) in new:
                     setattr(module, name, new[id(p)])
