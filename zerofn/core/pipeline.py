@@ -159,16 +159,7 @@ class Pipeline:
     @cached_property
     def updates(self) -> tuple[Transform, ...]:
         """The update halves that have something to do, in order."""
-        kept: list[Transform] = []
-        for part, view in zip(self.parts, self.views, strict=True):
-            if self.late and view is not None and not view.only_dtype and view in self.road.after_update:
-                kept.append(_late_half(self, part, view))
-            if not part.idle:
-                kept.append(part)
-        if not any("grad_norm" in p.facts.reports for p in kept):
-            at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
-            kept.insert(at, GRAD_NORM)
-        return tuple(kept)
+        return _updates(self)
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -222,6 +213,20 @@ def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
     if not pipe.late and dtype == stored.dtype:
         return stored
     return stored.new_empty(pipe.road.grad_shape(leaf), dtype=dtype)
+
+
+def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
+    """The update halves, with those of views that pull back late, and the norm that metrics show."""
+    kept: list[Transform] = []
+    for part, view in zip(pipe.parts, pipe.views, strict=True):
+        if pipe.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
+            kept.append(_late_half(pipe, part, view))
+        if not part.idle:
+            kept.append(part)
+    if not any("grad_norm" in p.facts.reports for p in kept):
+        at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
+        kept.insert(at, GRAD_NORM)
+    return tuple(kept)
 
 
 def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:

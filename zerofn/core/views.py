@@ -308,11 +308,14 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             return {
                 leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves
             }
+        if into:
+            # A caller who says where to write to has cut them already.
+            flat = [into[leaf.path].detach().view(-1) for leaf in leaves]
+            wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
+            return into
         out: Leaves = {}
-        # A caller who says where to write to has cut them already.
-        for bucket in [leaves] if into else cut(leaves, {p: x.dtype for p, x in xs.items()}):
-            flat = [into[leaf.path].detach().view(-1) for leaf in bucket] if into else None
-            fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket, flat)
+        for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
+            fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket)
             out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
         return out
 

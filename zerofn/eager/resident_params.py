@@ -143,8 +143,7 @@ class Residence:
             return None
         group = channels.groups[pipe.groups.index(pipe.gathering.group)]
         units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
-        wire = pipe.gathering.on(group, pipe.gathering.reduce_dtype)
-        plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
+        plans = UnitPlans(units, pipe.road, pipe.gathering.on(group, pipe.gathering.reduce_dtype), pipe.layout.leaves)
         takes, ended = self.arrivals.accept, self.arrivals.release
         return Units(plans, pipe, self.params, channels.wanted, self.scale, takes, ended)
 

@@ -164,11 +164,7 @@ class Sharding:
         widths, wholes, _ = self._cut(leaves)
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
-        tail = torch.Size()
-        for x in grads:
-            if x is not None:
-                tail = x.shape[1:]
-                break
+        tail = _behind_first(grads)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split_with_sizes([*widths, len(leaves)], dim=1)
         for x, numel, each, block in zip(grads, wholes, widths, blocks, strict=False):
@@ -265,6 +261,14 @@ class Averaging:
         """The mean of every leaf; `None` where no rank had a gradient."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
         return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
+
+
+def _behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
+    """The dimensions behind the first one, of whichever is there: all have the same."""
+    for x in grads:
+        if x is not None:
+            return x.shape[1:]
+    return torch.Size()
 
 
 def _over(x: Tensor, size: int, out: Tensor) -> None:
