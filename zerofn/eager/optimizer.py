@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import uncompiled
-from .._errors import explain
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
 from ..core.transform import Transform
+from . import not_as_torch, torch_form
 from . import step_hooks as _hooks
-from . import torch_form
 from .attachment import Attachment
 from .resident_params import Start, as_they_are
 
@@ -267,35 +266,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""
-        raise NotImplementedError(
-            explain(
-                "opt.add_param_group(...)",
-                "the state is made once, for the model as it was attached",
-                "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach",
-            )
-        )
+        raise not_as_torch.another_group()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
         if self._pipe.every_group:
-            raise RuntimeError(
-                explain(
-                    "torch.amp.GradScaler with a pipeline over ranks",
-                    "each rank looks for overflow in what it has alone, and some would skip a step that others make",
-                    'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler',
-                )
-            )
+            raise not_as_torch.scaler_over_ranks()
         return False
 
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            explain(
-                "a copy or a pickle of what zf.attach returned",
-                "it is bound to its model by hooks, and a copy would be bound to nothing",
-                "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)",
-            )
-        )
+        raise not_as_torch.copied()

@@ -138,12 +138,12 @@ class Residence:
         return self.state
 
     def _units(self) -> Units | None:
-        pipe, channels = self.pipe, self.channels
-        if pipe.gathering is None or channels.wanted is None:
+        pipe, channels, wire = self.pipe, self.channels, self.pipe.gathering
+        if wire is None or channels.wanted is None:
             return None
-        group = channels.groups[pipe.groups.index(pipe.gathering.group)]
+        wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
         units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
-        plans = UnitPlans(units, pipe.road, pipe.gathering.on(group, pipe.gathering.reduce_dtype), pipe.layout.leaves)
+        plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
         takes, ended = self.arrivals.accept, self.arrivals.release
         return Units(plans, pipe, self.params, channels.wanted, self.scale, takes, ended)
 

@@ -1,0 +1,38 @@
+"""What a `torch.optim.Optimizer` does and that of an attached model does not: each with what to write instead."""
+
+from __future__ import annotations
+
+from .._errors import explain
+
+
+def another_group() -> NotImplementedError:
+    """Why there is no group to add later."""
+    return NotImplementedError(
+        explain(
+            "opt.add_param_group(...)",
+            "the state is made once, for the model as it was attached",
+            "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach",
+        )
+    )
+
+
+def scaler_over_ranks() -> RuntimeError:
+    """Why a scaler of torch's is none for a pipeline over ranks, where it would hang."""
+    return RuntimeError(
+        explain(
+            "torch.amp.GradScaler with a pipeline over ranks",
+            "each rank looks for overflow in what it has alone, and some would skip a step that others make",
+            'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler',
+        )
+    )
+
+
+def copied() -> TypeError:
+    """Why there is no second one of it, in memory or on disk."""
+    return TypeError(
+        explain(
+            "a copy or a pickle of what zf.attach returned",
+            "it is bound to its model by hooks, and a copy would be bound to nothing",
+            "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)",
+        )
+    )
