@@ -103,14 +103,13 @@ class Residence:
         self.arrivals = Arrivals(pipe, params, channels, MARKS, self.in_backward, carry)
         # Before modules are hooked, which look at the dtypes of their buffers.
         self.undo: list[Callable[[], Any]] = [*self.arrivals.undo, cast_buffers(model, buffers)]
-        # Modules whose parameters are gathered.
-        self.blocks: list[nn.Module] = []
-        self.units = self.arrivals.units = self._units()
+        self.units, blocks = _units(self)
+        self.arrivals.units = self.units
         self.sight: Sight | None = None
         if forms or needs_sight(pipe):
             paths = {id(p): path for path, p in params.items()}
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
-            self.undo.append(install(model, self.sight, paths, self.blocks))
+            self.undo.append(install(model, self.sight, paths, blocks))
         self.anew = Anew(pipe, params)
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(params, channels.equals if context is None else None)
@@ -136,16 +135,6 @@ class Residence:
         if self.in_backward is not None:
             self.in_backward.settle()
         return self.state
-
-    def _units(self) -> Units | None:
-        pipe, channels, wire = self.pipe, self.channels, self.pipe.gathering
-        if wire is None or channels.wanted is None:
-            return None
-        wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
-        units, self.blocks = split(self.model, pipe.layout.leaves, self.params)
-        plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-        takes, ended = self.arrivals.accept, self.arrivals.release
-        return Units(plans, pipe, self.params, channels.wanted, self.scale, takes, ended)
 
     def refresh(self) -> None:
         """Resident parameters from the stored ones."""
@@ -209,6 +198,18 @@ class Residence:
         for leaf in self.pipe.layout.leaves:
             p = self.params[leaf.path]
             move_out(leaf, p, self.grad_dtypes.get(leaf.path, p.dtype))
+
+
+def _units(home: Residence) -> tuple[Units | None, list[nn.Module]]:
+    """What gathers sharded parameters on use, if it is to be, and the modules that they are parameters of."""
+    pipe, channels, wire = home.pipe, home.channels, home.pipe.gathering
+    if wire is None or channels.wanted is None:
+        return None, []
+    wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
+    units, blocks = split(home.model, pipe.layout.leaves, home.params)
+    plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
+    takes, ended = home.arrivals.accept, home.arrivals.release
+    return Units(plans, pipe, home.params, channels.wanted, home.scale, takes, ended), blocks
 
 
 def _state_now(home: Residence | None, name: str) -> TransformState:
