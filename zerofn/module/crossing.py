@@ -51,15 +51,8 @@ class Crossing:
 
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
         """The value; and, once a first derivative exists, the derivative of `back`."""
-        now = self.scale()
-        if self.used is not None and now is not None and now is not self.used and float(now) != float(self.used):
-            raise RuntimeError(
-                explain(
-                    f"a second derivative after the loss scale went from {float(self.used):g} to {float(now):g}",
-                    "the first derivative was taken with the old scale, and they no longer cancel",
-                    "both derivatives before opt.step()",
-                )
-            )
+        if self.used is not None:
+            _check_same_scale(self.used, self.scale())
         return self.edge.forth(x, None)
 
     def back(self, g: Tensor, _: Tensor | None) -> Tensor:
@@ -68,6 +61,17 @@ class Crossing:
         if self.noticed is not None:
             self.noticed(self)
         return self.edge.back(g, self.used)
+
+
+def _check_same_scale(used: Tensor, now: Tensor | None) -> None:
+    if now is not None and now is not used and float(now) != float(used):
+        raise RuntimeError(
+            explain(
+                f"a second derivative after the loss scale went from {float(used):g} to {float(now):g}",
+                "the first derivative was taken with the old scale, and they no longer cancel",
+                "both derivatives before opt.step()",
+            )
+        )
 
 
 def crossing_of(node: Any, owner: Any) -> Crossing | None:

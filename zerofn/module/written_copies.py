@@ -25,7 +25,8 @@ def carry_written(sight: Sight, seen: Seen) -> None:
     mode = model is not None and model.training
     compares, late = local.sampling.next(mode)
     for path, (stored, view, begin) in seen.items():
-        exact = all(s.only_dtype for s in sight.pipe.views_at_use[path].stages)
+        stages = sight.pipe.views_at_use[path].stages
+        exact = not stages or all(s.only_dtype for s in stages)
         exchanged = address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or sight.views.suspended):
             continue
