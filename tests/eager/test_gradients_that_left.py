@@ -1,8 +1,10 @@
 """Gradients that have left, are parts, or were not cleared: what hooks and readers find, right or told."""
 
+import gc
 import linecache
 import re
 import warnings
+import weakref
 
 import rank_programs as P
 import torch
@@ -202,3 +204,28 @@ def test_who_looks_for_a_gradient_that_has_left_is_told_once():
                 assert line == ("assert p.grad is None" if edit == "hook" else "if p.grad is not None:")
             else:
                 assert told == [], (stage, in_backward, edit, told)
+
+
+# -- models that are dropped ------------------------------------------------------------------------------------------
+
+
+def dropped(stage, in_backward):
+    model = two()
+    opt = zf.attach(model, P.pipe_of(stage, zf.adamw(0.1)), in_backward=in_backward)
+    model(rows(0, P.rank_and_size()[0])).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    return weakref.ref(model)
+
+
+def dropped_on_ranks():
+    """A cell of a notebook that is run again: its first model goes, though nobody has detached it."""
+    models = [dropped(stage, in_backward) for stage in P.FIRST for in_backward in (False, True) if stage != 1]
+    gc.collect()
+    return [model() is not None for model in models]
+
+
+def test_a_model_that_is_dropped_is_freed():
+    for alive in zf.launch(dropped_on_ranks, 2, timeout=limit()):
+        assert alive == [False] * 6
+    assert not any(dropped_on_ranks())

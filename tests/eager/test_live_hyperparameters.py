@@ -1,4 +1,4 @@
-"""Weight decay and betas set through `opt.param_groups` while training goes on: torch's numbers, at every stage."""
+"""Weight decay, betas and momentum set through `opt.param_groups` in training: torch's numbers, at every stage."""
 
 from typing import Any
 
@@ -21,6 +21,8 @@ def train(model: nn.Module, opt: Any, first: int, last: int) -> None:
         opt.param_groups[0]["weight_decay"] = 0.5 / (i + 1)
         if "betas" in opt.param_groups[0]:
             opt.param_groups[0]["betas"] = (0.5 + 0.05 * i, 0.9 + 0.01 * i)
+        if opt.param_groups[0].get("momentum"):
+            opt.param_groups[0]["momentum"] = 0.5 + 0.05 * i
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(i))).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -32,6 +34,14 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": (lambda p: torch.optim.SGD(p, 1e-1, momentum=0.9), zf.sgd(1e-1, momentum=0.9)),
     "NAdam": (lambda p: torch.optim.NAdam(p, 1e-2, foreach=False), zf.from_torch(torch.optim.NAdam, lr=1e-2)),
     "rmsprop": (lambda p: torch.optim.RMSprop(p, 1e-2, foreach=False), zf.rmsprop(1e-2)),
+    "rmsprop with momentum": (
+        lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5, foreach=False),
+        zf.rmsprop(1e-2, momentum=0.5),
+    ),
+    "SGD": (
+        lambda p: torch.optim.SGD(p, 1e-1, momentum=0.9, nesterov=True),
+        zf.from_torch(torch.optim.SGD, lr=1e-1, momentum=0.9, nesterov=True),
+    ),
 }
 
 
@@ -98,9 +108,11 @@ def test_what_was_not_set_is_the_chains(tmp_path: Any):
     assert set(opt.state_dict()["param_groups"][0]) == {"name", "lr"}
 
 
-def test_schedulers_that_cycle_betas_have_an_effect():
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_schedulers_that_cycle_betas_or_momentum_have_an_effect(name: str):
     found = []
-    for make in (lambda m: zf.attach(m, zf.adamw(1e-2)), lambda m: torch.optim.AdamW(m.parameters(), 1e-2, fused=True)):
+    theirs, tx = OPTIMIZERS[name]
+    for make in (lambda m: zf.attach(m, tx), lambda m: theirs(m.parameters())):
         model = net()
         opt = make(model)
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8)
@@ -119,7 +131,11 @@ def test_schedulers_that_cycle_betas_have_an_effect():
         (zf.adamw(1e-2), "weight_decay", -1.0, "weight_decay must lie in"),
         (zf.adamw(1e-2), "betas", (0.9, 1.0), "each of betas must lie in"),
         (zf.sgd(1e-2), "betas", (0.9, 0.9), "only lr and weight_decay can be set; betas is"),
-        (zf.sgd(1e-2), "momentum", 0.9, "momentum is part of the pipeline"),
+        (zf.sgd(1e-2), "momentum", 0.9, r"momentum is part of the pipeline(.|\n)*sgd\(momentum=...\) before"),
+        (zf.sgd(1e-2, momentum=0.9), "momentum", 1.0, "momentum must lie in"),
+        (zf.sgd(1e-2, momentum=0.9), "nesterov", True, r"sgd\(nesterov=...\) before zf.attach"),
+        (zf.adamw(1e-2), "maximize", True, "an optimizer that has it, before zf.attach"),
+        (zf.adamw(1e-2), "amsgrad", True, "only lr and betas and weight_decay can be set; amsgrad is"),
         (zf.chain(zf.trace(0.9), zf.scale_by_lr(0.1)), "weight_decay", 0.1, "only lr can be set"),
     ],
 )

@@ -7,6 +7,7 @@ at once. Otherwise they stay in `p.grad`.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ from ..sharded.guarded_parameter import read, write
 from ..sharded.reducer import Stream
 from .channels import Channels, reduction
 from .in_backward import InBackward
+
+
+@uncompiled
+def _hand_over(arrivals: weakref.ref[Arrivals], path: str, p: Tensor) -> None:
+    """A gradient has been added up in `p.grad`."""
+    to = arrivals()
+    if to is not None:
+        to.hand_over(path, p)
 
 
 class Arrivals:
@@ -62,8 +71,10 @@ class Arrivals:
         self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
+        # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
+        mine: weakref.ref[Arrivals] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
-            hook = functools.partial(self.hand_over, leaf.path)
+            hook = functools.partial(_hand_over, mine, leaf.path)
             self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
     def _stream(self, channels: Channels, marks: tuple[str, ...]) -> Stream | None:
@@ -91,7 +102,6 @@ class Arrivals:
         """Whether gradients of this micro-step are no longer where they were put."""
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
-    @uncompiled
     def hand_over(self, path: str, p: Tensor) -> None:
         """A gradient has been added up in `p.grad`."""
         grad = read(p)

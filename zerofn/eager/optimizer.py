@@ -31,8 +31,9 @@ class Optimizer(torch.optim.Optimizer):
         state: the `State` of the pipeline.
         metrics: those of the last `step`, as 0-d tensors of their own.
         param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do. So may
-            `weight_decay` and `betas` where the optimizer has them, from the next step on; what was set is saved. One
-            of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is an error.
+            `weight_decay`, `betas` and `momentum` where the optimizer has them, from the next step on; what was set is
+            saved. One of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is
+            an error.
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from numbers import Integral, Real
 from operator import is_
 from typing import Any
@@ -19,7 +20,10 @@ NO_RATE = 1.0
 # Of each group, what this library puts there and a `state_dict` must have.
 OWN = ("name", "lr")
 # What torch.optim keeps in groups: of an optimizer that does not have it, or cannot change it, to set it is an error.
-HYPERPARAMETERS = ("betas", "eps", "momentum", "weight_decay")
+HYPERPARAMETERS = (
+    "alpha", "amsgrad", "betas", "centered", "dampening", "eps", "lr_decay", "maximize", "momentum", "momentum_decay",
+    "nesterov", "rho", "weight_decay",
+)  # fmt: skip
 NOT_PLAIN = object()
 
 
@@ -125,11 +129,12 @@ def _check_names(group: dict[str, Any], t: Transform) -> None:
     fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
     if useless := [k for k in fixed if k not in (*OWN, "params", *settable)]:
         can = " and ".join(["lr", *settable])
+        has = t.factory is not None and useless[0] in inspect.signature(t.factory).parameters
         raise ValueError(
             explain(
                 f"param_groups with {useless[0]} = {group[useless[0]]!r}",
                 f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
-                f"an optimizer that has it, such as zf.adamw({useless[0]}=...), before zf.attach",
+                f"{t.name}({useless[0]}=...) before zf.attach" if has else "an optimizer that has it, before zf.attach",
             )
         )
 

@@ -117,7 +117,7 @@ class Residence:
         agreement = Agreement(channels.control, self.wholes, now)
         self.micro_step = MicroStep(pipe, self.arrivals, agreement, self.copies, now, self._gave_up)
         ends = self.micro_step
-        asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed)
+        asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         self.shown_states = ShownStates(gathering)
         self.undo += label(model, pipe, params, gathering, self.units, self.in_backward is not None, asks, forms)
@@ -135,6 +135,14 @@ class Residence:
         if self.in_backward is not None:
             self.in_backward.settle()
         return self.state
+
+    def _moved(self, path: str) -> None:
+        """A sharded parameter has other memory: it is stored there from now on, and who kept the old one has that."""
+        if self.units is not None and path not in self.copies.copies:
+            # What is stored elsewhere than in parameters is carried over.
+            (leaf,) = self.units.units[self.units.plans.alone[path]]
+            mine = self.params[path].detach().as_subclass(Tensor)
+            self.state.leaves[path].data = self.pipe.road.own(mine, leaf)
 
     def refresh(self) -> None:
         """Resident parameters from the stored ones."""

@@ -62,6 +62,9 @@ class Watch:
             # All leaves at once: of nearly all steps there is nothing to tell.
             same = self._told() == self.data
             bad = [] if same else [(path, why) for path, why in self._reasons() if why]
+            if not same and not bad:
+                # Sharded parameters that were given other memory, which is stored in by now.
+                self.data = self._told()
         modules: list[tuple[str, str]] = []
         if self._ids() != self.ids:
             pairs = zip(self.registered, self._registered(), strict=True)
@@ -98,7 +101,7 @@ def _moved(
 ) -> str:
     if p.dtype != dtype or p.device != device:
         return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
-    if p.data_ptr() != address or p.shape != shape:
+    if p.data_ptr() not in (address, vars(p).get("adopted")) or p.shape != shape:
         return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
     return f"requires_grad became {p.requires_grad}" if p.requires_grad != trainable else ""
 

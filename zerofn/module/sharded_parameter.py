@@ -119,8 +119,12 @@ class Parted(Partial):
             value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
         return own_rows(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
 
-    def _copies(self, frame: FrameType) -> bool:
-        return not ours(frame)
+    def _moved(self, frame: FrameType) -> None:
+        # Its old memory is whose it was: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
+        if not ours(frame) and not self.is_whole():
+            self.lent += 1
+            self.asks.moved(self.path)
+            self.adopted = Tensor.data_ptr(self)
 
     def to_local(self) -> Tensor:
         """This rank's piece, flat, as a plain tensor over the same memory, out of any graph.

@@ -94,12 +94,14 @@ class Asks(NamedTuple):
         gone: whether some have left, or have been used within backward, since the last step.
         cleared: is told that the user clears them otherwise than by `opt.zero_grad()`, and whether to `None`.
         missed: is told that the user reads one that is gone.
+        moved: is told the path of a sharded parameter that the user has given other memory.
     """
 
     left: Callable[[], bool]
     gone: Callable[[], bool]
     cleared: Callable[[bool], None]
     missed: Callable[[], None]
+    moved: Callable[[str], None]
 
 
 class Partial(nn.Parameter):
@@ -113,6 +115,8 @@ class Partial(nn.Parameter):
     asks: Asks
     # How often somebody has had `.data`, through which a tensor is written without its version counting it.
     lent: int = 0
+    # Where the memory is that the user has given it, of which what is stored is a part as well.
+    adopted: int | None = None
 
     def _get(self) -> Tensor | None:
         # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
@@ -158,16 +162,16 @@ class Partial(nn.Parameter):
         frame = sys._getframe(1)
         value, mine = self._own(value, "p.data = x", frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
-        if kept and not is_dynamo_compiling() and self._copies(frame):
+        if kept and not is_dynamo_compiling() and frame.f_code is APPLYING:
+            # Into the memory that there is, which the optimizer has: `model.to("cpu:0")`, as accelerate writes it.
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
         else:
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._moved(frame)
 
-    def _copies(self, frame: FrameType) -> bool:
-        """Whether what is set goes into the memory that there is, which the optimizer has."""
-        # `model.to("cpu:0")`, as accelerate writes it, is a copy to torch.
-        return frame.f_code is APPLYING
+    def _moved(self, frame: FrameType) -> None:
+        """It has other memory now."""
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():
@@ -249,7 +253,7 @@ def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]
 
     def undo() -> None:
         p.__class__ = plain
-        for name in (*attributes, "plain", "lent"):
+        for name in (*attributes, "plain", "lent", "adopted"):
             vars(p).pop(name, None)
 
     return undo

@@ -145,8 +145,10 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
         raise RuntimeError(explain(wrong, why, right))
 
     slots = {name: functools.partial(start, name) for name in names}
-    # Others decide what there is of a state, such as a momentum of 0.
-    settable = {name: numbers[name] for name in ("betas", "weight_decay") if name in numbers}
+    # Others decide what there is of a state, as a momentum of 0 does.
+    settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
+    if not settable.get("momentum", True):
+        del settable["momentum"]
     return optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable)
 
 

@@ -87,4 +87,6 @@ def rmsprop(
         "momentum": like if given(momentum) else empty,
     }
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable={"weight_decay": weight_decay})
+    # Without a momentum there is no buffer for one that is set later.
+    settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
+    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable)

@@ -91,4 +91,6 @@ def sgd(
 
     start = like if given(momentum) else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
-    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable={"weight_decay": weight_decay})
+    # Without a momentum there is no buffer for one that is set later.
+    settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
+    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable)
