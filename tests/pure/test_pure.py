@@ -655,3 +655,12 @@ def test_a_label_called_average_is_no_average():
     tx = zf.chain(zf.sgd(1.0), mean)
     state, _ = zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)(zf.init(tx, params))
     assert_trees_equal(zf.full_params(tx, state, of="partition"), {"w": torch.full((2,), 0.5), "b": -torch.ones(1)})
+
+
+def test_a_write_into_shown_parameters_is_one_into_the_state_and_an_assignment_is_none():
+    tx = zf.sgd(0.5)
+    step, state = zf.make_step(lambda p: (p["w"] ** 2).sum() / 2, tx), zf.init(tx, {"w": torch.ones(2)})
+    with torch.no_grad():
+        state.params["w"].mul_(8)
+    state.params["w"] = torch.zeros(2)
+    assert step(state)[0].params["w"].tolist() == [4, 4]
