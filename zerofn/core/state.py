@@ -74,8 +74,8 @@ class State:
     def params(self) -> Tree:
         """The stored parameters in the structure they were given in; under sharding, this rank's part.
 
-        A new tree at each call, of the tensors of the state: `state.params["w"].copy_(w)` under `torch.no_grad()` writes
-        into the state, `state.params["w"] = w` into a dict that nobody keeps.
+        A new tree at each call, of the tensors of the state: `state.params["w"].copy_(w)` under `torch.no_grad()`
+        writes into the state, `state.params["w"] = w` into a dict that nobody keeps.
         """
         return self.layout.join(self.leaves)
 
