@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -265,6 +265,21 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
         except NotImplementedError:  # one is sparse
             pass
     return {memory(innermost(x)) for x in tensors} - {0}
+
+
+def all_plain(tensors: Sequence[object]) -> bool:
+    """Whether all are tensors of no subclass that have memory: neither `None`, nor sparse, nor a batch of any kind.
+
+    Told from C and of all together, for who asks often and mostly finds so.
+    """
+    if not set(map(type, tensors)) <= {Tensor} or _functorch.peek_interpreter_stack() is not None:
+        return False
+    try:
+        for _ in map(Tensor.untyped_storage, tensors):  # type: ignore[arg-type]
+            pass
+    except NotImplementedError:
+        return False
+    return True
 
 
 def is_wrapper(x: Tensor) -> bool:

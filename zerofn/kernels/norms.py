@@ -70,7 +70,8 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
         # No kernel, and nothing to differentiate: of all formulas the one that a compiler fuses with what is beside it.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
-        return torch.stack([x.to(torch.float32) for t in tensors for x in _bounds(t)]).mul(0.0).sum()
+        bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
+        return torch.stack([x.to(torch.float32) for both in map(bounds, tensors) for x in both]).mul(0.0).sum()
     return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).mul(0.0).sum()
 
 

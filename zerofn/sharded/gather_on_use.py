@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import beneath_functorch, functorch_active, is_batch, uncompiled
+from .._compat import all_plain, beneath_functorch, functorch_active, is_batch, uncompiled
 from .._errors import explain
 from ..core.gradients import check_dense
 from ..core.pipeline import Pipeline
@@ -233,11 +233,9 @@ class ScatterUnit(Function):
 def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
     """Refuse cotangents of which there are several at once, each a message of its own for which collectives have no
     rule; and sparse ones, which no message takes."""
-    sparse = False
-    for g in gs:
-        if g is not None:
-            sparse |= g.layout != torch.strided
-            if is_batch(g):
-                raise RuntimeError(BATCHED)
-    if sparse:
-        check_dense({leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None})
+    if all_plain(gs):
+        return
+    there = {leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None}
+    if any(map(is_batch, there.values())):
+        raise RuntimeError(BATCHED)
+    check_dense(there)

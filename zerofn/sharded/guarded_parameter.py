@@ -233,8 +233,12 @@ class Writes(NamedTuple):
 
 def writes(tensors: Iterable[Tensor]) -> list[Writes]:
     """Of each tensor."""
+    found: list[Writes] = []
     with torch.DisableTorchFunctionSubclass():
-        return [Writes(0 if p.is_inference() else version(p), p.lent if isinstance(p, Partial) else 0) for p in tensors]
+        for p in tensors:
+            lent = p.lent if isinstance(p, Partial) else 0
+            found.append(Writes(0 if p.is_inference() else version(p), lent))
+    return found
 
 
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
