@@ -114,6 +114,7 @@ def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
 
     It then refuses a model that has no parameters for it.
     """
-    names: Any = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # No list, which would be searched for tensors before and after each call (`module.graph_check`).
+    names: Any = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     setattr(model, IGNORED_BY_DDP, names)
     return functools.partial(delattr, model, IGNORED_BY_DDP)

@@ -6,8 +6,9 @@ at the step (`checksum`). In another dtype than the stored one what is written i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 from .._errors import bad_leaves
 from ..core.tree import Leaf, Leaves
 
+_SHAPE = attrgetter("shape")
 # Where a tensor's memory is, and how it lies there.
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -23,6 +25,11 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 def place(x: Tensor) -> Place:
     """Another after `x.data = y`."""
     return x.data_ptr(), x.shape, x.stride()
+
+
+def places(xs: Sequence[Tensor]) -> list[Place]:
+    """Of each; from C, since every call asks of every leaf."""
+    return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
 
 
 WRITTEN = "what the model wrote in forward into its parameters"

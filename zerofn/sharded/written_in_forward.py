@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from .._compat import version
 from ..core.tree import Leaf, Leaves
 from .copies_let_go import Left, LetGo
-from .write_back import Place, WriteBack, place, plainly
+from .write_back import Place, WriteBack, place, places, plainly
 
 
 class Given:
@@ -34,8 +35,12 @@ class Given:
     def add(self, views: tuple[Tensor, ...]) -> None:
         """More of them."""
         self.views.append(views)
-        self.places.append([place(v) for v in views])
-        self.nodes.append(next((v.grad_fn for v in views if v.grad_fn is not None), None))
+        self.places.append(places(views))
+        # All were made by one node, if any was.
+        for v in views:
+            if v.grad_fn is not None:
+                self.nodes.append(v.grad_fn)
+                break
 
     def version(self, j: int) -> int:
         """How often the leaf has been written into by way of them, as far as autograd would know."""
@@ -45,25 +50,37 @@ class Given:
                 count += version(views[j])
         return count
 
-    def recorded(self, j: int) -> bool:
-        """Whether the leaf has been written into while autograd recorded it."""
+    def versions(self) -> list[int]:
+        """That of each leaf."""
+        counts = [0] * len(self.views[0])
         for views in self.views:
-            node = views[j].grad_fn
-            if node is not None and node not in self.nodes:
-                return True
-        return False
+            for j, v in enumerate(views):
+                if not v.is_inference():
+                    counts[j] += version(v)
+        return counts
+
+    def recorded(self) -> set[int]:
+        """The leaves that have been written into while autograd recorded it."""
+        found: set[int] = set()
+        for views in self.views:
+            for j, v in enumerate(views):
+                if v.grad_fn is not None and v.grad_fn not in self.nodes:
+                    found.add(j)
+        return found
 
     def is_elsewhere(self, j: int) -> bool:
         """Whether forward has put other data in the place of the leaf's."""
         views = zip(self.views, self.places, strict=True)
-        return j in self.own or any(place(v[j]) != places[j] for v, places in views)
+        return j in self.own or any(place(v[j]) != were[j] for v, were in views)
 
-    def exchanged(self, j: int) -> Tensor | None:
-        """The leaf, if forward has put other data in its place since this was asked last."""
-        found = None
-        for views, places in zip(self.views, self.places, strict=True):
-            if place(views[j]) != places[j]:
-                places[j], found = place(views[j]), views[j]
+    def exchanged(self) -> dict[int, Tensor]:
+        """The leaves in whose place forward has put other data since this was asked last."""
+        found: dict[int, Tensor] = {}
+        for n, views in enumerate(self.views):
+            now = places(views)
+            if now != self.places[n]:
+                found |= {j: v for j, v in enumerate(views) if now[j] != self.places[n][j]}
+                self.places[n] = now
         return found
 
 
@@ -119,15 +136,16 @@ class Written:
         """
         given, changed = self.given[i], False
         with plainly():
+            exchanged, recorded, written = given.exchanged(), given.recorded(), given.versions()
             for j, leaf in enumerate(self.units[i]):
-                other = given.exchanged(j)
+                other = exchanged.get(j)
                 if other is not None and self.back.fits(leaf, other, fulls[j]):
                     fulls[j] = given.own[j] = other.detach()
                     self.counts[i][j] += 1
-                if given.recorded(j):
+                if j in recorded:
                     self.back.lost[leaf.path] = "written with gradients enabled"
                 changed |= self.back.store(leaf, fulls[j], self.began[i][j] if i in self.began else None)
-                if other is not None or given.version(j):
+                if other is not None or written[j]:
                     self.back.note(leaf, fulls[j])
         return changed
 
@@ -136,13 +154,11 @@ class Written:
         given = self.given.pop(i, None)
         if given is None:
             return None
-        for j in range(len(self.units[i])):
-            self.counts[i][j] += given.version(j)
-        both = list(zip(given.views, given.places, strict=True))
-        return [
-            Left([(weakref.ref(views[j]), places[j]) for views, places in both], given.own.get(j))
-            for j in range(len(self.units[i]))
-        ]
+        self.counts[i] = list(map(add, self.counts[i], given.versions()))
+        # By leaf, of each time that forward was given them.
+        views = zip(*[map(weakref.ref, views) for views in given.views], strict=True)
+        both = zip(views, zip(*given.places, strict=True), strict=True)
+        return [Left(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]
 
     def look_again(self) -> set[int]:
         """Store what has been written since into copies that somebody has; the units of which it is."""
