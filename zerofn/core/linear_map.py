@@ -132,7 +132,9 @@ def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.
 
 def _is_number(scale: Tensor) -> bool:
     """Whether its value can be read here: an ensemble has several, and what is being traced has none yet."""
-    return scale.ndim == 0 and not torch.compiler.is_compiling() and type(scale) is Tensor and not is_wrapped(scale)
+    if scale.ndim or torch.compiler.is_compiling() or type(scale) is not Tensor:
+        return False
+    return innermost_transform() is None or not is_wrapped(scale)
 
 
 def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -143,9 +143,13 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     attributes = module.__dict__
     rest = islice(attributes.items(), len(ORDINARY) - 1, None)
     last, _ = next(rest, ("", None))
-    if last == ORDINARY[-1]:
-        return [item for item in rest if type(item[1]) in HOLDERS]
-    return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
+    if last != ORDINARY[-1]:
+        return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
+    found: list[tuple[str, Any]] = []
+    for item in rest:
+        if type(item[1]) in HOLDERS:
+            found.append(item)
+    return found
 
 
 def _holds(holder: Any, key: Any, value: Any) -> bool:

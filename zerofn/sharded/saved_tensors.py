@@ -48,7 +48,7 @@ class Note(NamedTuple):
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a tensor that is saved; `None` for what is no parameter."""
-    local = t if type(t) is Tensor else _local(t)
+    local = _local(t)
     found = source.gathered.origin(local)
     if found is None or source.watch.is_elsewhere(*found):
         return None
@@ -58,7 +58,7 @@ def note_of(source: Units, t: Tensor) -> Note | None:
 
 def _local(t: Tensor) -> Tensor:
     """What this rank has of a tensor that is saved."""
-    return local_of(t) if is_distributed(t) else t
+    return t if type(t) is Tensor or not is_distributed(t) else local_of(t)
 
 
 @uncompiled

@@ -70,8 +70,10 @@ class Given:
 
     def is_elsewhere(self, j: int) -> bool:
         """Whether forward has put other data in the place of the leaf's."""
-        views = zip(self.views, self.places, strict=True)
-        return j in self.own or any(place(v[j]) != were[j] for v, were in views)
+        for views, were in zip(self.views, self.places, strict=True):
+            if place(views[j]) != were[j]:
+                return True
+        return j in self.own
 
     def exchanged(self) -> dict[int, Tensor]:
         """The leaves in whose place forward has put other data since this was asked last."""
