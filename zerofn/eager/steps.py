@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import is_not
 from typing import Any
 
 import torch
@@ -100,10 +101,11 @@ class Steps:
             micro_step=old.micro_step,
         )
         new, metrics = apply(self.pipe, grads, old, ctx)
-        if elsewhere := [path for path, x in new.leaves.items() if x is not old.leaves[path]]:
+        if any(map(is_not, new.leaves.values(), old.leaves.values())):
             with torch.no_grad():
-                for path in elsewhere:
-                    new.leaves[path] = old.leaves[path].copy_(new.leaves[path])
+                for path, x in old.leaves.items():
+                    if new.leaves[path] is not x:
+                        new.leaves[path] = x.copy_(new.leaves[path])
         self.home.state = new
         if window.holds:
             self._forget(grads)
