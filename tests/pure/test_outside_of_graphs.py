@@ -54,6 +54,34 @@ def test_one_whole_graph_is_refused_by_name(name):
         torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")(zf.init(TX, PARAMS), X)
 
 
+STEP = zf.make_step(fn, TX)
+
+
+def saved_and_loaded(state, x, directory):
+    zf.save(directory, state)
+    return zf.load(directory, state).params
+
+
+OTHERS = {
+    "zf.unroll": lambda state, x, directory: zf.unroll(STEP, state, [x * 1, x], every=1)[1],
+    "zf.replay": lambda state, x, directory: zf.replay(STEP, state, x * 1),
+    "zf.save": saved_and_loaded,
+    "zf.load": lambda state, x, directory: zf.load(directory, state).params,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_surrounds_steps_runs_uncompiled_or_is_refused_by_name(name, tmp_path):
+    torch._dynamo.reset()
+    state, directory = zf.init(TX, PARAMS), str(tmp_path / "kept")
+    zf.save(directory, state)
+    found = torch.compile(OTHERS[name], backend="aot_eager")(state, X, directory)
+    assert_trees_equal(found, OTHERS[name](state, X, directory))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=rf"(?s){name} inside of torch.compile.*write: .*{name}\("):
+        torch.compile(OTHERS[name], fullgraph=True, backend="aot_eager")(state, X, directory)
+
+
 def test_a_bound_function_and_a_pullback_from_outside_are_refused_by_name():
     state = zf.init(TX, PARAMS)
     bound = zf.bind(fn, TX, state)

@@ -14,6 +14,7 @@ from ..core.arguments import check_count, check_function
 from ..core.entries import entries
 from ..core.state import State
 from ..core.tree import Tree, tree_map
+from ..pure.outside_of_graphs import outside_since
 
 # Integers of as many bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,6 +40,10 @@ class Difference(NamedTuple):
     step: int = 0
 
 
+@outside_since(
+    "it runs a step twice, and compares what came of it in Python",
+    "zf.replay(torch.compile(step), state, *batch), outside of what is compiled",
+)
 def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, **keywords: Any) -> Difference | None:
     """Run a step twice from copies of one state and one batch, and name the first number whose bits differ.
 

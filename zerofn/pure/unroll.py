@@ -14,11 +14,16 @@ from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.transform import concrete
 from ..core.tree import Tree, flatten, tree_map, unflatten
+from .outside_of_graphs import outside_since
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
+@outside_since(
+    "it runs steps again in backward, from states that it kept: these are graphs of their own",
+    "zf.unroll(torch.compile(step), state, batches, every=k), outside of what is compiled",
+)
 def unroll(
     step: Callable[..., tuple[Any, Any]], state: Tree, batches: Sequence[Any], *args: Tree, every: int
 ) -> tuple[Any, Tensor]:

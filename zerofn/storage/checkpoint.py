@@ -19,6 +19,7 @@ from ..core.state import State
 from ..core.tree import tree_map
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
+from ..pure.outside_of_graphs import outside_since
 from ..ranks.background import settle
 from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved
@@ -37,6 +38,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer) -> None: ...
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[True]) -> None: ...
 @overload
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[False]) -> Saving: ...
+@outside_since("it writes files", "zf.save(directory, state), outside of what is compiled")
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool = True) -> Saving | None:
     """Write a checkpoint; one that is there is replaced.
 

@@ -18,6 +18,7 @@ from ..core.transform import Transform
 from ..core.within import joined
 from ..eager.optimizer import Optimizer
 from ..pure.api import pipe_of
+from ..pure.outside_of_graphs import outside_since
 from ..ranks.background import settle
 from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
@@ -37,6 +38,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Liter
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[False], tx: Transform | None = None
 ) -> tuple[State, Loaded]: ...
+@outside_since("it reads files", "zf.load(directory, state), outside of what is compiled")
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: bool = True, tx: Transform | None = None
 ) -> State | tuple[State, Loaded]:
