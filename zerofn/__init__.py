@@ -14,6 +14,7 @@ from typing import Any as _Any
 from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
+from ._compat import uncompiled as _uncompiled
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.groups import masked as masked
@@ -110,6 +111,7 @@ _LATER = {
 _MODULES = {"curvature": "analysis.curvature", "testing": "testing"}
 
 
+@_uncompiled  # or the compiler would look into all that an import runs
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{_MODULES[name]}", __name__)
