@@ -232,3 +232,30 @@ def test_what_is_not_of_a_save_is_left_alone(tmp_path):
 def test_refusals(tmp_path, call, kind, message):
     with pytest.raises(kind, match=message):
         call(tmp_path)
+
+
+def test_a_path_is_relative_to_where_it_was_given(tmp_path, monkeypatch):
+    """The process is elsewhere by the time that a save beside training is written."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    state = zf.init(zf.adamw(0.1), {"w": torch.ones(2)})
+    go, inside = threading.Event(), threading.Event()
+    write = dcp_writer.save_pieces
+
+    def slow(*args):
+        inside.set()
+        assert go.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(dcp_writer, "save_pieces", slow)
+    monkeypatch.chdir(here)
+    saves = zf.Checkpoints("runs")
+    saving = zf.save("net", state, wait=False)
+    assert inside.wait(30)
+    monkeypatch.chdir(there)
+    go.set()
+    saving.wait()
+    saves.save(state)
+    assert sorted(x.name for x in here.iterdir()) == ["net", "runs"] and not list(there.iterdir())
+    assert zf.load(here / "net", like=state).step == 0

@@ -126,10 +126,12 @@ def write(
     pieces = _pieces(given, buffers if group.rank == 0 else [])
     if not wait:
         pieces, unchanged = copied(pieces), still_then(unchanged)
+    # Where it is now: a process that goes elsewhere meanwhile would have it written there.
+    place = Path(directory).absolute()
 
     def go() -> None:
         try:
-            save_pieces(pieces, Path(directory), group, header, unchanged)
+            save_pieces(pieces, place, group, header, unchanged)
         except TimeoutError:
             raise  # of the lock: no disk has failed
         except OSError as error:

@@ -61,7 +61,8 @@ class Checkpoints:
         if best != 0:
             check_count("Checkpoints", "best", best, "checkpoints")
         check_flag("Checkpoints", "largest", largest)
-        self.root, self._last, self._best, self._largest = Path(root), last, best, largest
+        # Absolute, so that all saves of a run are in one place, wherever the process goes meanwhile.
+        self.root, self._last, self._best, self._largest = Path(root).absolute(), last, best, largest
 
     def at(self, step: int) -> Path:
         """The directory of a step, for `zf.load`."""
