@@ -80,13 +80,14 @@ class Blocks(Units):
     def handles(self, anchor: Tensor) -> Leaves:
         """Lazy parameters by path, which have a gradient if `anchor` has."""
         found: Leaves = {}
-        for i, unit in enumerate(self.units):
+        for i in range(len(self.units)):
             lazies = Handles.apply(anchor, self, i)
-            found.update(zip((leaf.path for leaf in unit), lazies, strict=True))
-            node = next((x.grad_fn for x in lazies if x.grad_fn is not None), None)
-            if node is not None:
-                # Nodes that are made first run last, and all full gradients would wait for that.
-                run_when_ready(node)
+            found.update(zip(self.plans.plan(i).place, lazies, strict=True))
+            for x in lazies:
+                if x.grad_fn is not None:
+                    # Nodes that are made first run last, and all full gradients would wait for that. All have one.
+                    run_when_ready(x.grad_fn)
+                    break
         return found
 
     @contextmanager

@@ -64,6 +64,8 @@ class Units:
         self.pipe, self.params = pipe, params
         self.watch = Written(self.units, params, plans.wire.span, pipe.road.exact)
         self.gathered = Gathered(self.units, self.blocks, params, self.watch)
+        # By unit and place in it: how often a parameter has changed.
+        self.age = self.gathered.age
         self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, Course() if early else None)
         self.rests = Rests(self.rounds, self.gathered, self.watch.back, ended)
         # The parameters are full ones for a while, so that they are seen as they are.
@@ -131,10 +133,6 @@ class Units:
         # Its age has told of writes into this one; those into its neighbours are told where they are used.
         self.gathered.live.move_to_end(i)
         return self.gathered.live[i][j]
-
-    def age(self, i: int, j: int) -> int:
-        """How often a parameter has changed."""
-        return self.gathered.age(i, j)
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters before anything is computed with them."""
