@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from time_limits import limit
 from torch import nn
 from torch.profiler import ProfilerActivity
 
@@ -379,3 +380,35 @@ def test_a_state_that_is_loaded_after_a_failure_replaces_all_of_it():
     mine, theirs = flat(opt.state.transforms), flat(other.state.transforms)
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def by_hand():
+    """What is put into `p.grad` is used in the step where backward did not reach the leaf, and refused where it did."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.arange(p.numel()).reshape(p.shape) / 5)
+    start = [p.detach().clone() for p in model.parameters()]
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)), in_backward=True)
+    model[0](torch.ones(1, 3).double()).sum().backward()
+    model[1].weight.grad = torch.full((1, 2), 3.0, dtype=torch.float64)
+    opt.step()
+    opt.zero_grad()
+    model[0](torch.ones(1, 3).double()).sum().backward()
+    model[0].weight.grad = torch.full((2, 3), 3.0, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"a second gradient of 0.weight before opt.step\(\)"):
+        opt.step()
+    opt.zero_grad()
+    opt.detach()
+    return [(p.detach() - x) for p, x in zip(model.parameters(), start, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_gradients_put_there_by_hand(ranks):
+    found = zf.launch(by_hand, ranks, timeout=limit()) if ranks > 1 else [by_hand()]
+    for weight, bias, last, unused in found:
+        # Two backwards of ones, of which the second was given up after it had updated.
+        torch.testing.assert_close(weight, torch.full_like(weight, -0.2))
+        torch.testing.assert_close(bias, torch.full_like(bias, -0.2))
+        torch.testing.assert_close(last, torch.full_like(last, -0.3))
+        assert not unused.any()

@@ -77,8 +77,12 @@ class Steps:
             raise ValueError(
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
             )
-        self.home.micro_step.collect(self.window.forced)
+        left = self.home.micro_step.collect(self.window.forced)
         assert self.home.in_backward is not None
+        for path, grad in left.items():
+            # Put there by hand: what backward has brought is gone.
+            write(self.params[path], None)
+            self.home.in_backward.arrived(path, grad)
         self.home.state, metrics = self.home.in_backward.finish()
         return metrics
 
