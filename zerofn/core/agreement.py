@@ -149,16 +149,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def agree(what: str, value: str | bytes, group: Group) -> None:
-    """Raises `ValueError` on *every* rank unless all ranks hold the same `value` (a digest, a short text).
-
-    >>> agree("the pipeline", "shard,adam", Group())
-    """
-    agree_on_all({what: value.hex() if isinstance(value, bytes) else value}, group)
-
-
 def agree_on_all(texts: dict[str, str], group: Group) -> None:
-    """As `agree`, of several in one message: the first that differs is told."""
+    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by what they are of.
+
+    The first that differs is told.
+
+    >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
+    """
     answers = gather_objects(tuple(texts.items()), group)
     if len(set(answers)) == 1:
         return

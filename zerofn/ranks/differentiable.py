@@ -60,20 +60,24 @@ def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, cut: Cut 
 class Linear(Function):
     """What the collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
 
-    So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides
-    along as the last one. The maps below differ in nothing else, but are written out: autograd and
-    `torch.func` find rules as static methods of each class, by name.
+    So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides along as the
+    last one. Autograd and `torch.func` find rules as static methods by name, without the class: each has its own.
     """
+
+    def __init_subclass__(cls) -> None:
+        def tangent(ctx: Any, t: Tensor, *_: Any) -> Any:
+            return cls.apply(t, *ctx.args)
+
+        def batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
+            out = cls.apply(x.movedim(in_dims[0], -1), *args)
+            return out, out.dim() - 1  # type: ignore[union-attr]
+
+        cls.jvp, cls.vmap = staticmethod(tangent), staticmethod(batched)  # type: ignore[assignment]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, *args = inputs
         ctx.args, ctx.dtype = args, x.dtype
-
-    @classmethod
-    def batched(cls, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
-        out = cls.apply(x.movedim(in_dims[0], -1), *args)
-        return out, out.dim() - 1
 
 
 class _Gather(Linear):
@@ -86,14 +90,6 @@ class _Gather(Linear):
         group, _, reduce_dtype, cut = ctx.args
         return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
-        return _Gather.apply(t, *ctx.args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Gather.batched(in_dims, x, *args)
-
 
 class _Scatter(Linear):
     @staticmethod
@@ -105,14 +101,6 @@ class _Scatter(Linear):
         group, _, reduce_dtype, cut = ctx.args
         return _Gather.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
-        return _Scatter.apply(t, *ctx.args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Scatter.batched(in_dims, x, *args)
-
 
 class _Replicate(Linear):
     @staticmethod
@@ -123,14 +111,6 @@ class _Replicate(Linear):
     def backward(ctx: Any, g: Tensor) -> Any:
         return _Reduce.apply(g, *ctx.args), None, None
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
-        return _Replicate.apply(t, *ctx.args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Replicate.batched(in_dims, x, *args)
-
 
 class _Reduce(Linear):
     @staticmethod
@@ -140,14 +120,6 @@ class _Reduce(Linear):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return _Replicate.apply(g, *ctx.args), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
-        return _Reduce.apply(t, *ctx.args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Reduce.batched(in_dims, x, *args)
 
 
 def all_gather(

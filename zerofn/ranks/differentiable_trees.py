@@ -88,7 +88,24 @@ def check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
         check_axis(bad[0], size, op)
 
 
-class _ReplicateAll(Function):
+class _OfAll(Function):
+    """What the two below share; a batch axis is one of each leaf."""
+
+    def __init_subclass__(cls) -> None:
+        def tangent(ctx: Any, *ts: Any) -> Any:
+            return cls.apply(*ctx.args, *ts[3:])
+
+        def batched(info: Any, in_dims: Any, *given: Any) -> Any:
+            return cls.apply(*given), in_dims[3:]
+
+        cls.jvp, cls.vmap = staticmethod(tangent), staticmethod(batched)  # type: ignore[assignment]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.args = inputs[:3]
+
+
+class _ReplicateAll(_OfAll):
     """`replicate` of many leaves with one collective in backward and no copy in forward."""
 
     @staticmethod
@@ -96,23 +113,11 @@ class _ReplicateAll(Function):
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.args = inputs[:3]
-
-    @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
         return (None, None, None, *_ReduceAll.apply(*ctx.args, *gs))  # type: ignore[misc]
 
-    @staticmethod
-    def jvp(ctx: Any, *ts: Any) -> Any:
-        return _ReplicateAll.apply(*ctx.args, *ts[3:])
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, group: Group, reduce_dtype: Any, cut: Cut, *xs: Tensor) -> Any:
-        return _ReplicateAll.apply(group, reduce_dtype, cut, *xs), in_dims[3:]
-
-
-class _ReduceAll(Function):
+class _ReduceAll(_OfAll):
     @staticmethod
     def forward(group: Group, reduce_dtype: torch.dtype | None, cut: Cut, *xs: Tensor) -> tuple[Tensor, ...]:
         tree = {str(i): x.reshape(-1) for i, x in enumerate(xs)}
@@ -120,20 +125,8 @@ class _ReduceAll(Function):
         return tuple(out[str(i)].view(x.shape) for i, x in enumerate(xs))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.args = inputs[:3]
-
-    @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
         return (None, None, None, *_ReplicateAll.apply(*ctx.args, *gs))  # type: ignore[misc]
-
-    @staticmethod
-    def jvp(ctx: Any, *ts: Any) -> Any:
-        return _ReduceAll.apply(*ctx.args, *ts[3:])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, group: Group, reduce_dtype: Any, cut: Cut, *xs: Tensor) -> Any:
-        return _ReduceAll.apply(group, reduce_dtype, cut, *xs), in_dims[3:]
 
 
 def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:

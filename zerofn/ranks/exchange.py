@@ -52,14 +52,6 @@ class _Exchange(Linear):
         group, split_dim, concat_dim, _, cut = ctx.args
         return _Exchange.apply(g, group, concat_dim, split_dim, cut.rows, Cut()), None, None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: Any) -> Any:
-        return _Exchange.apply(t, *ctx.args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-        return _Exchange.batched(in_dims, x, *args)
-
 
 def all_to_all(
     x: Tensor, group: Group, split_dim: int, concat_dim: int, *, splits: Sequence[int] | None = None

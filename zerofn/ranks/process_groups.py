@@ -173,21 +173,11 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
     return group
 
 
-def channel(group: Group) -> Group:
-    """Another channel between the ranks of a group, shared with nobody. Every rank of the world must call it.
-
-    For collectives whose order must not mix with that of the group itself.
-
-    >>> channel(world_group()).size
-    1
-    """
-    return channels([[group]])[0]
-
-
 def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
     """A channel for each of these, between all ranks that any of its groups connects, directly or through one another.
 
-    Several groups are the axes of a mesh. Every rank of the world must call it; they wait for each other once.
+    Shared with nobody, for collectives whose order must not mix with that of the groups. Several groups are the axes of
+    a mesh. Every rank of the world must call it; they wait for each other once.
 
     >>> [group.size for group in channels([[Group()], [Group(), Group()]])]
     [1, 1]
@@ -278,13 +268,6 @@ def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Ha
     """Opens the groups of all rows, on every rank in one order; gives the one that this rank is in."""
     opened = [_open(row, device, purpose) for row in rows]
     return next((group for group in opened if group is not None), None)
-
-
-def release(group: Group) -> None:
-    """Close one group: waits for its ranks, then destroys its process group. Every rank must call it."""
-    for key in [k for k, g in _registry.current().items() if g is group]:
-        raw.barrier(group)
-        _close(key)
 
 
 @contextmanager
@@ -394,12 +377,11 @@ def opened() -> list[Group]:
     return [g for g in _registry.current().values() if g is not None and g.pg is not None]
 
 
-def begun(own: bool = False) -> dict[str, int]:
+def begun() -> dict[str, int]:
     """By channel, the number of the last collective or common call that this process has begun.
 
-    Args:
-        own: only on channels on which no other thread of this process was the last: that one may go on.
+    Not of channels on which another thread of this process was the last: that one may go on.
     """
     here, me = presence(), threading.get_ident()
-    counts = {g.pg.group_name: g.traffic.begun for g in opened() if not own or g.traffic.thread in (0, me)}
+    counts = {g.pg.group_name: g.traffic.begun for g in opened() if g.traffic.thread in (0, me)}
     return {**counts, **(here.calls if here is not None else {})}

@@ -117,7 +117,7 @@ class _Call:
                 now = time.monotonic()
                 if now - looked > every:
                     looked = now
-                    self.here.waits(Waiting(self.call, self.channel, self.number, False, begun(own=True)))
+                    self.here.waits(Waiting(self.call, self.channel, self.number, False, begun()))
                     told = True
                     reason = self._hopeless(pulse, now - began)
                     if reason:
@@ -135,7 +135,7 @@ class _Call:
         if len(set(self.came.values())) > 1:
             return self._differ()
         missing = [r for r in self.ranks if r not in self.came]
-        mine = begun(own=True)
+        mine = begun()
         silent = []
         for rank in missing:
             if self.here.gone(rank):

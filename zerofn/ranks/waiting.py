@@ -64,7 +64,7 @@ class Watched:
         if here is None:
             return ""
         if tell:
-            where = Waiting(self.what, self.group.pg.group_name, self.number, True, begun(own=True))
+            where = Waiting(self.what, self.group.pg.group_name, self.number, True, begun())
             _quietly(functools.partial(here.waits, where))
         if gone := [r for r in self.group.ranks if _quietly(functools.partial(here.gone, r))]:
             return (
@@ -73,7 +73,7 @@ class Watched:
                 "every loop with the shortest. Under shard calls of the model count too: "
                 "after the last step, evaluate on every rank."
             )
-        mine, channel = begun(own=True), self.group.pg.group_name
+        mine, channel = begun(), self.group.pg.group_name
         for rank in self.group.ranks:
             other: Waiting | None = _quietly(functools.partial(here.waiting, rank)) if rank != here.rank else None
             if other is None or not other.bound or other.begun.get(channel, self.number) >= self.number:
