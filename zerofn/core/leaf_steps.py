@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .transform import TransformState
+from .transform import Context, TransformState
+from .tree import Leaves
 
 Numbers = Mapping[str, Any]
 
@@ -75,3 +76,27 @@ class LeafList:
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
         return LeafList(*lists, self.numbers, self.shared)
+
+
+class Given(NamedTuple):
+    """What an update of several leaves is made of.
+
+    Attributes:
+        grads: by path, of the leaves that are updated.
+        params: by path.
+        slots: state by name and path.
+        counts: updates of each leaf, including this one.
+        lr: learning rate; `None` of a direction.
+        numbers: hyperparameters by name.
+        shared: state that all leaves share, by name.
+        ctx: of the step.
+    """
+
+    grads: Leaves
+    params: Leaves
+    slots: TransformState
+    counts: Leaves
+    lr: Any
+    numbers: Numbers
+    shared: TransformState
+    ctx: Context

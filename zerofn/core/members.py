@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._compat import as_batch, beneath_functorch, only_vmap, stacked
-from .leaf_steps import LeafList, Numbers
-from .transform import Context, TransformState
+from .leaf_steps import Given, LeafList
+from .transform import TransformState
 from .tree import Leaves
 
 Kernel = Callable[[LeafList], None]
@@ -48,24 +48,16 @@ class Members:
         return batch.clone(memory_format=torch.contiguous_format)
 
 
-def kernel_on_members(
-    kernel: Kernel,
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    counts: Leaves,
-    told: tuple[Any, Numbers, TransformState],
-    ctx: Context,
-) -> tuple[Leaves, TransformState] | None:
+def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformState] | None:
     """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
 
     It can in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one number
     of updates share a list, as leaves do. In memory of their own where it is chosen after it which members skip a step.
     """
     level = only_vmap()
+    grads, params, slots, counts, lr, numbers, common, ctx = given
     if level is None or not grads:
         return None
-    lr, numbers, common = told
     listed = [x for p in grads for x in (grads[p], params[p], counts[p], *(old[p] for old in slots.values()))]
     members = Members(level, [*listed, lr, *numbers.values(), *common.values()])
     if not members.plain:
@@ -73,38 +65,31 @@ def kernel_on_members(
     with beneath_functorch(), torch.no_grad():
         new = {p: members.own(params[p], ctx.donate_to_kernels) for p in grads}
         own = {slot: {p: members.own(old[p], ctx.donate_to_kernels) for p in grads} for slot, old in slots.items()}
-        for group in _lists(members, grads, new, own, counts, told, ctx):
+        for group in _lists(members, given._replace(params=new, slots=own)):
             kernel(group)
         back = {slot: {p: as_batch(x, level) for p, x in of_leaf.items()} for slot, of_leaf in own.items()}
         return {p: as_batch(x, level) for p, x in new.items()}, back
 
 
-def _lists(
-    members: Members,
-    grads: Leaves,
-    new: Leaves,
-    own: TransformState,
-    counts: Leaves,
-    told: tuple[Any, Numbers, TransformState],
-    ctx: Context,
-) -> list[LeafList]:
+def _lists(members: Members, given: Given) -> list[LeafList]:
     """Lists of leaves of members, each of one count, one rate, and one of all that a kernel is told besides."""
-    lr, numbers, common = told
+    grads, params, slots, counts, lr, numbers, common, ctx = given
     alike = not any(isinstance(x, Tensor) and stacked(x) is not None for x in (lr, *numbers.values(), *common.values()))
     rates, rest = members.each(lr), [{k: members.each(x) for k, x in named.items()} for named in (numbers, common)]
     found: dict[tuple[int, int], LeafList] = {}
     for p, g in grads.items():
-        columns = [members.each(g), new[p].unbind(), members.each(counts[p]), *(x[p].unbind() for x in own.values())]
-        for i, (grad, param, count, *slots) in enumerate(zip(*columns, strict=True)):
+        states = [x[p].unbind() for x in slots.values()]
+        columns = members.each(g), params[p].unbind(), members.each(counts[p]), *states
+        for i, (grad, param, count, *own) in enumerate(zip(*columns, strict=True)):
             key = int(count), 0 if alike else i
             if key not in found:
                 theirs = [{k: x[i] for k, x in named.items()} for named in rest]
-                found[key] = LeafList([], [], {slot: [] for slot in own}, key[0], rates[i], [], [], *theirs)
+                found[key] = LeafList([], [], {slot: [] for slot in slots}, key[0], rates[i], [], [], *theirs)
             group = found[key]
             group.params.append(param)
             group.grads.append(grad)
             group.paths.append(p)
             group.offsets.append(ctx.offsets.get(p, 0))
-            for slot, x in zip(own, slots, strict=True):
+            for slot, x in zip(slots, own, strict=True):
                 group.slots[slot].append(x)
     return list(found.values())

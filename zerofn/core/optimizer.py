@@ -16,7 +16,7 @@ from .arguments import LARGEST, learning_rate
 from .counts import Derived, by_count, each, one_more
 from .derivatives import Pulled, by_hand, updated_by
 from .executor import counter
-from .leaf_steps import LeafList, LeafStep, Numbers
+from .leaf_steps import Given, LeafList, LeafStep, Numbers
 from .members import kernel_on_members
 from .transform import Context, Facts, Prepared, ScalarOrSchedule, Transform, TransformState
 from .tree import Layout, Leaves
@@ -103,82 +103,53 @@ def optimizer(
         before = list(map(state["count"].__getitem__, grads))
         counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
         common = {key: state[key] for key in shared if key in state} if shared else {}
-        given = (grads, params, {slot: state[slot] for slot in slots}, counts, (*carry, common), ctx)
+        given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, *carry, common, ctx)
         if kernel is not None and not ctx.recorded:
-            new, own = _in_place(kernel, by_count(counts).items(), *given)
-        elif kernel is not None and (groups := _groups(operator, *given)) is not None:
-            new, own = _in_place(kernel, groups, *given[:-1], replace(ctx, donate=ctx.donate_to_kernels))
-        elif kernel is not None and pulled is not None and _pulled_back(*given):
-            new, own = _with_derivative(kernel, pulled, derived, *given)
-        elif kernel is not None and (made := kernel_on_members(kernel, *given)) is not None:
+            new, own = _in_place(kernel, by_count(counts).items(), given)
+        elif kernel is not None and (groups := _groups(operator, given)) is not None:
+            new, own = _in_place(kernel, groups, given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels)))
+        elif kernel is not None and pulled is not None and _pulled_back(given):
+            new, own = _with_derivative(kernel, pulled, derived, given)
+        elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
-            new, own = _by_formula(formula, derived, *given)
+            new, own = _by_formula(formula, derived, given)
         return new, {**own, "count": counts}
 
     facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()))
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
-# The learning rate, `None` of a direction; hyperparameters; what all leaves share.
-Shared = tuple[Any, Numbers, TransformState]
-
-
-def _groups(
-    operator: Operator | None,
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    counts: Leaves,
-    told: Shared,
-    ctx: Context,
-) -> list[tuple[Any, list[str]]] | None:
+def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
     """The list of leaves that a kernel is called on in a graph, with counts; `None` where the formula is computed."""
-    if operator is None or not counts:
+    if operator is None or not given.counts:
         return None
-    leaves = _listed(list(grads), None, grads, params, slots, told, replace(ctx, donate=True))
+    leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
     tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
     if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and operator(leaves):
-        return [(torch.stack(list(counts.values())), leaves.paths)]
+        return [(torch.stack(list(given.counts.values())), leaves.paths)]
     return None
 
 
-def _listed(
-    group: list[str],
-    count: Any,
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    told: Shared,
-    ctx: Context,
-) -> LeafList:
+def _listed(group: list[str], count: Any, given: Given) -> LeafList:
     """Leaves as a kernel takes them: what it writes in the memory of the old where that is donated."""
-    lr, numbers, common = told
+    grads, params, slots, _, lr, numbers, common, ctx = given
     # Listed from C, as all that is asked of every leaf in every step.
     columns = {}
     for name, x in {"": params, **slots}.items():
         column = list(map(x.__getitem__, group))
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
-    given, written = list(map(grads.__getitem__, group)), columns.pop("")
-    return LeafList(written, given, columns, count, lr, group, offsets, numbers, common)
+    gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common)
 
 
-def _in_place(
-    kernel: Kernel,
-    groups: Iterable[tuple[Any, list[str]]],
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    counts: Leaves,
-    told: Shared,
-    ctx: Context,
-) -> tuple[Leaves, TransformState]:
+def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
     new: Leaves = {}
     own: TransformState = {}
     for count, group in groups:
-        leaves = _listed(group, count, grads, params, slots, told, ctx)
+        leaves = _listed(group, count, given)
         kernel(leaves)
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
@@ -186,57 +157,39 @@ def _in_place(
     return new, own
 
 
-def _pulled_back(
-    grads: Leaves, params: Leaves, slots: TransformState, counts: Leaves, told: Shared, ctx: Context
-) -> bool:
+def _pulled_back(given: Given) -> bool:
     """Whether these leaves' update is differentiated by hand."""
-    lr, numbers, _ = told
-    tensors = [[params[p], g, *(old[p] for old in slots.values())] for p, g in grads.items()]
-    return ctx.recorded and by_hand(tensors, (lr, *numbers.values()))
+    tensors = [[given.params[p], g, *(old[p] for old in given.slots.values())] for p, g in given.grads.items()]
+    return given.ctx.recorded and by_hand(tensors, (given.lr, *given.numbers.values()))
 
 
 def _with_derivative(
-    kernel: Kernel,
-    pulled: Pulled,
-    derived: Derived | None,
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    counts: Leaves,
-    told: Shared,
-    ctx: Context,
+    kernel: Kernel, pulled: Pulled, derived: Derived | None, given: Given
 ) -> tuple[Leaves, TransformState]:
     """As `_in_place`, in new memory and recorded: with the derivative that is written by hand."""
-    lr, numbers, common = told
+    grads, params, slots, counts, lr, numbers, common, ctx = given
     told_of = each(counts, lr, numbers, derived, ctx.recorded)
     steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in told_of]
     paths = [at.path for at in steps]
 
-    def run(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        columns = [dict(zip(paths, given[i : i + len(paths)], strict=True)) for i in range(0, len(given), len(paths))]
+    def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        columns = [
+            dict(zip(paths, tensors[i : i + len(paths)], strict=True)) for i in range(0, len(tensors), len(paths))
+        ]
         olds = dict(zip(slots, columns[2:], strict=True))
-        groups = by_count(counts).items()
-        new, own = _in_place(kernel, groups, columns[1], columns[0], olds, counts, told, ctx)
+        there = given._replace(params=columns[0], grads=columns[1], slots=olds)
+        new, own = _in_place(kernel, by_count(counts).items(), there)
         return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
 
-    given = [x[p] for x in (params, grads, *slots.values()) for p in paths]
-    found = updated_by(run, pulled, list(slots), steps, given)
+    tensors = [x[p] for x in (params, grads, *slots.values()) for p in paths]
+    found = updated_by(run, pulled, list(slots), steps, tensors)
     new, *own = (dict(zip(paths, found[i : i + len(paths)], strict=True)) for i in range(0, len(found), len(paths)))
     return new, dict(zip(slots, own, strict=True))
 
 
-def _by_formula(
-    formula: Formula,
-    derived: Derived | None,
-    grads: Leaves,
-    params: Leaves,
-    slots: TransformState,
-    counts: Leaves,
-    told: Shared,
-    ctx: Context,
-) -> tuple[Leaves, TransformState]:
+def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tuple[Leaves, TransformState]:
     """New parameters, or directions, and slots by a formula, leaf by leaf."""
-    lr, numbers, common = told
+    grads, params, slots, counts, lr, numbers, common, ctx = given
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
@@ -276,8 +229,8 @@ def direction(
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         before = list(map(state["count"].__getitem__, grads))
         counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
-        old = {slot: state[slot] for slot in slots}
-        out, own = _by_formula(formula, derived, grads, params, old, counts, (None, found, {}), ctx)
+        given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
+        out, own = _by_formula(formula, derived, given)
         return out, {**own, "count": counts}
 
     return Transform(
