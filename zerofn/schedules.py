@@ -7,8 +7,8 @@ tensor, which is what an ensemble under `torch.vmap` hands them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,33 +20,24 @@ from .core.pictures import curve
 SHOWN = 100
 
 
-def _repr(self: Any) -> str:
-    """As one would write it."""
-    return f"schedules.{self.written}"
-
-
-def _html(self: Any) -> str:
-    """A curve, to a little behind the last step at which it changes."""
-    steps = self.length + max(1, self.length // 10)
-    values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
-    return curve(values, f"{self!r}, {steps} steps")
-
-
 def _told(name: str, **given: Any) -> str:
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
 @dataclass(frozen=True, repr=False)
-class Constant:
-    """The same rate at every step."""
+class _Schedule:
+    """What all share: they compare by their numbers, and print as one would write them."""
 
-    value: float
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
+    written: str = field(default="", compare=False, kw_only=True)
+    function: ClassVar[str]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "written", self.written or _told("constant", value=self.value))
+        if not self.written:
+            given = {x.name: getattr(self, x.name) for x in fields(self) if x.compare}
+            object.__setattr__(self, "written", _told(self.function, **given))
+
+    def __repr__(self) -> str:
+        return f"schedules.{self.written}"
 
     @property
     def length(self) -> int:
@@ -54,28 +45,37 @@ class Constant:
         return SHOWN
 
     def __call__(self, step: Any) -> Any:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """A curve, to a little behind the last step at which it changes."""
+        steps = self.length + max(1, self.length // 10)
+        values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
+        return curve(values, f"{self!r}, {steps} steps")
+
+
+@dataclass(frozen=True, repr=False)
+class Constant(_Schedule):
+    """The same rate at every step."""
+
+    value: float
+    function = "constant"
+
+    def __call__(self, step: Any) -> Any:
         return self.value
 
 
 @dataclass(frozen=True, repr=False)
-class Linear:
+class Linear(_Schedule):
     """From `start` to `end` in `steps` steps, then `end`."""
 
     start: float
     end: float
     steps: int
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "written", self.written or _told("linear", start=self.start, end=self.end, steps=self.steps)
-        )
+    function = "linear"
 
     @property
     def length(self) -> int:
-        """Steps after which it changes no more."""
         return self.steps
 
     def __call__(self, step: Any) -> Any:
@@ -83,24 +83,16 @@ class Linear:
 
 
 @dataclass(frozen=True, repr=False)
-class Cosine:
+class Cosine(_Schedule):
     """Half a cosine from `peak` to `end` in `steps` steps, then `end` (Loshchilov & Hutter, 2017)."""
 
     peak: float
     steps: int
     end: float = 0.0
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "written", self.written or _told("cosine", peak=self.peak, steps=self.steps, end=self.end)
-        )
+    function = "cosine"
 
     @property
     def length(self) -> int:
-        """Steps after which it changes no more."""
         return self.steps
 
     def __call__(self, step: Any) -> Any:
@@ -111,24 +103,16 @@ class Cosine:
 
 
 @dataclass(frozen=True, repr=False)
-class Piecewise:
+class Piecewise(_Schedule):
     """`before` for the first `boundary` steps, then `after`, whose own step starts at zero."""
 
     before: Any
     boundary: int
     after: Any
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "written", self.written or f"Piecewise({self.before!r}, {self.boundary}, {self.after!r})"
-        )
+    function = "Piecewise"
 
     @property
     def length(self) -> int:
-        """Steps after which it changes no more."""
         return self.boundary + getattr(self.after, "length", SHOWN)
 
     def __call__(self, step: Any) -> Any:
@@ -138,24 +122,16 @@ class Piecewise:
 
 
 @dataclass(frozen=True, repr=False)
-class Step:
+class Step(_Schedule):
     """`value * gamma ** (step // every)`."""
 
     value: float
     every: int
     gamma: float
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "written", self.written or _told("step", value=self.value, every=self.every, gamma=self.gamma)
-        )
+    function = "step"
 
     @property
     def length(self) -> int:
-        """Steps after which it changes no more."""
         return 5 * self.every
 
     def __call__(self, step: Any) -> Any:
@@ -164,17 +140,12 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class LayerKeep:
+class LayerKeep(_Schedule):
     """How likely a layer is kept: `1 - depth * (1 - theta) * (1 - exp(-gamma * step))`."""
 
     theta: float
     gamma: float
-    written: str = field(default="", compare=False)
-    __repr__ = _repr
-    _repr_html_ = _html
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "written", self.written or _told("layer_keep", theta=self.theta, gamma=self.gamma))
+    function = "layer_keep"
 
     @property
     def length(self) -> int:
@@ -220,7 +191,7 @@ def warmup(peak: float, steps: int) -> Linear:
     peak, steps = _checked("warmup", peak=peak, steps=steps)
     # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
     told = _told("warmup", peak=peak, steps=steps)
-    return Linear(peak / steps, peak, max(steps - 1, 1), told) if steps > 1 else Linear(peak, peak, 1, told)
+    return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=told)
 
 
 linear_warmup = warmup
@@ -248,7 +219,7 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     if warmup_steps >= steps:
         raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
     told = _told("warmup_cosine", peak=peak, warmup_steps=warmup_steps, steps=steps, end=end)
-    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), told)
+    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), written=told)
 
 
 def step(value: float, every: int, gamma: float = 0.1) -> Step:

@@ -173,9 +173,8 @@ def _with_derivative(
     paths = [at.path for at in steps]
 
     def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        columns = [
-            dict(zip(paths, tensors[i : i + len(paths)], strict=True)) for i in range(0, len(tensors), len(paths))
-        ]
+        n = len(paths)
+        columns = [dict(zip(paths, tensors[i : i + n], strict=True)) for i in range(0, len(tensors), n)]
         olds = dict(zip(slots, columns[2:], strict=True))
         there = given._replace(params=columns[0], grads=columns[1], slots=olds)
         new, own = _in_place(kernel, by_count(counts).items(), there)
