@@ -8,7 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -119,18 +119,8 @@ def _kernel() -> Finding:
 
 def _time(implementation: str) -> float:
     def once() -> None:
-        adam_(
-            [p],
-            [g],
-            [m],
-            [v],
-            step=1,
-            lr=1e-3,
-            rounding="stochastic",
-            keys=[1],
-            offsets=[0],
-            implementation=implementation,
-        )
+        how: dict[str, Any] = dict(step=1, lr=1e-3, keys=[1], offsets=[0], implementation=implementation)
+        adam_([p], [g], [m], [v], rounding="stochastic", **how)
 
     p, g, m, v = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(4))
     once()  # the first builds it

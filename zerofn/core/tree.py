@@ -376,11 +376,10 @@ def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
 
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
     """Spread a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
-    numbers = optree.tree_unflatten(layout.spec, list(range(len(layout.places))))
     found: dict[str, Any] = {}
     try:
         values, spec = flatten(prefix)
-        for value, below in zip(values, spec.flatten_up_to(numbers), strict=True):
+        for value, below in zip(values, spec.flatten_up_to(layout.numbered), strict=True):
             for position in optree.tree_leaves(below, none_is_leaf=True, namespace=NAMESPACE):
                 if layout.places[position] >= 0:
                     found[layout.leaves[layout.places[position]].path] = value

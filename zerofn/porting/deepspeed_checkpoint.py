@@ -23,8 +23,7 @@ from .._errors import bad_leaves, explain, kind_of
 from ..core.entries import Entry, entries, rebuild
 from ..core.state import State
 from ..eager.optimizer import Optimizer
-from ..ranks.backend import gather_objects
-from ..storage.replicas import group_of, meet
+from ..storage.replicas import group_of, meet, raise_together
 
 WEIGHT, STEP = "fp32", "step"
 # What counts updates: of a leaf, of a whole transform, and of the state.
@@ -83,11 +82,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
         files = _files(Path(directory), like)
     except (ValueError, OSError) as error:
         failure = error
-    # A file may be damaged, or not be there, for some ranks alone; the others must not go on without them.
-    group = group_of(state.layout.placement)
-    failure = next((x for x in gather_objects(failure, group) if x is not None), None) if group.size > 1 else failure
-    if failure is not None:
-        raise failure
+    raise_together(failure, group_of(state.layout.placement))
     like.load_state(_filled(like, files))
     return like.state
 

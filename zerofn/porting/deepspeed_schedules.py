@@ -117,8 +117,6 @@ class LRRangeTest:
 NEEDED = object()
 BASE = object()
 
-_WARMUP = {"warmup_min_lr": "start", "warmup_max_lr": "peak", "warmup_num_steps": "steps", "warmup_type": "kind"}
-
 # By the name here, which one has in all schedules that have it: what it may be.
 VALUES: dict[str, Check] = {
     **dict.fromkeys(("start", "peak", "end", "low", "high", "rate"), number),
@@ -131,78 +129,51 @@ VALUES: dict[str, Check] = {
     "cycle_momentum": flag,
 }
 
-# By DeepSpeed's name: the class, DeepSpeed's parameters with their defaults, and what they are called here.
-SCHEDULES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
-    "WarmupLR": (
-        WarmupLR,
-        {"warmup_min_lr": 0.0, "warmup_max_lr": BASE, "warmup_num_steps": 1000, "warmup_type": "log"},
-        _WARMUP,
-    ),
+_WARMUP = {
+    "warmup_min_lr": ("start", 0.0),
+    "warmup_max_lr": ("peak", BASE),
+    "warmup_num_steps": ("steps", 1000),
+    "warmup_type": ("kind", "log"),
+}
+
+# By DeepSpeed's name: the class, and of DeepSpeed's parameters what they are called here and their defaults.
+SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
+    "WarmupLR": (WarmupLR, _WARMUP),
     "WarmupDecayLR": (
         WarmupDecayLR,
-        {
-            "warmup_min_lr": 0.0,
-            "warmup_max_lr": 1e-3,
-            "warmup_num_steps": 1000,
-            "warmup_type": "log",
-            "total_num_steps": NEEDED,
-        },
-        {**_WARMUP, "total_num_steps": "total"},
+        {**_WARMUP, "warmup_max_lr": ("peak", 1e-3), "total_num_steps": ("total", NEEDED)},
     ),
     "WarmupCosineLR": (
         WarmupCosineLR,
         {
-            "total_num_steps": NEEDED,
-            "warmup_min_ratio": 0.0,
-            "warmup_num_steps": 1000,
-            "cos_min_ratio": 1e-4,
-            "warmup_type": "log",
-        },
-        {
-            "total_num_steps": "total",
-            "warmup_min_ratio": "start",
-            "warmup_num_steps": "steps",
-            "cos_min_ratio": "end",
-            "warmup_type": "kind",
+            "total_num_steps": ("total", NEEDED),
+            "warmup_min_ratio": ("start", 0.0),
+            "warmup_num_steps": ("steps", 1000),
+            "cos_min_ratio": ("end", 1e-4),
+            "warmup_type": ("kind", "log"),
         },
     ),
     "OneCycle": (
         OneCycle,
         {
-            "cycle_min_lr": NEEDED,
-            "cycle_max_lr": NEEDED,
-            "cycle_first_step_size": 2000,
-            "cycle_second_step_size": None,
-            "cycle_first_stair_count": 0,
-            "cycle_second_stair_count": None,
-            "decay_lr_rate": 0.0,
-            "decay_step_size": 0,
-            "cycle_momentum": True,
-        },
-        {
-            "cycle_min_lr": "low",
-            "cycle_max_lr": "high",
-            "cycle_first_step_size": "up",
-            "cycle_second_step_size": "down",
-            "cycle_first_stair_count": "stairs",
-            "cycle_second_stair_count": "down_stairs",
-            "decay_lr_rate": "rate",
-            "decay_step_size": "decay_every",
+            "cycle_min_lr": ("low", NEEDED),
+            "cycle_max_lr": ("high", NEEDED),
+            "cycle_first_step_size": ("up", 2000),
+            "cycle_second_step_size": ("down", None),
+            "cycle_first_stair_count": ("stairs", 0),
+            "cycle_second_stair_count": ("down_stairs", None),
+            "decay_lr_rate": ("rate", 0.0),
+            "decay_step_size": ("decay_every", 0),
+            "cycle_momentum": ("cycle_momentum", True),
         },
     ),
     "LRRangeTest": (
         LRRangeTest,
         {
-            "lr_range_test_min_lr": 1e-3,
-            "lr_range_test_step_size": 2000,
-            "lr_range_test_step_rate": 1.0,
-            "lr_range_test_staircase": False,
-        },
-        {
-            "lr_range_test_min_lr": "low",
-            "lr_range_test_step_size": "every",
-            "lr_range_test_step_rate": "rate",
-            "lr_range_test_staircase": "staircase",
+            "lr_range_test_min_lr": ("low", 1e-3),
+            "lr_range_test_step_size": ("every", 2000),
+            "lr_range_test_step_rate": ("rate", 1.0),
+            "lr_range_test_staircase": ("staircase", False),
         },
     ),
 }
@@ -222,18 +193,17 @@ def schedule_of(reader: Reader, lr: float) -> Any:
             f"{kind!r} is none of {', '.join(SCHEDULES)}; a torch scheduler takes zf.attach's optimizer",
         )
         return lr
-    cls, defaults, renamed = SCHEDULES[kind]
-    for key in given.keys() - defaults.keys():
-        reader.refuse(f"scheduler.params.{key}", f"unknown; {kind} takes {', '.join(defaults)}")
-    for key in given.keys() & defaults.keys():
-        if reason := VALUES[renamed.get(key, key)](given[key]):
+    cls, known = SCHEDULES[kind]
+    for key in given.keys() - known.keys():
+        reader.refuse(f"scheduler.params.{key}", f"unknown; {kind} takes {', '.join(known)}")
+    for key in given.keys() & known.keys():
+        if reason := VALUES[known[key][0]](given[key]):
             reader.refuse(f"scheduler.params.{key}", reason)
-    values = {**defaults, **{k: v for k, v in given.items() if k in defaults}}
+    values = {name: given.get(key, default) for key, (name, default) in known.items()}
     if values.pop("cycle_momentum", False):
         reader.refuse("scheduler.params.cycle_momentum", 'betas are constant here; write "cycle_momentum": false')
-    values = {k: lr if v is BASE else v for k, v in values.items()}
-    missing = [k for k, v in values.items() if v is NEEDED]
+    missing = [key for key, (name, _) in known.items() if values.get(name) is NEEDED]
     for key in missing:
         reader.refuse(f"scheduler.params.{key}", "missing; it has no default")
-    arguments = {renamed.get(k, k): v for k, v in values.items()}
+    arguments = {name: lr if x is BASE else x for name, x in values.items()}
     return lr if missing else cls(**arguments, **({"peak": lr} if cls is WarmupCosineLR else {}))

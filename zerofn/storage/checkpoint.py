@@ -23,10 +23,11 @@ from ..pure.outside_of_graphs import outside_since
 from ..ranks.background import settle
 from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved
-from .fit import boxes_of, dtype_name, name_of
+from .fit import boxes_of, name_of
 from .manifest import ROW_MAJOR
 from .replicas import check_replicas, group_of, meet, row_major
 from .saving import Saving, copied, still, still_then
+from .words import dtype_name
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))

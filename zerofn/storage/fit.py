@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.entries import Entry, before
 from ..core.tree import Placement
+from .words import dtype_name
 
 
 def name_of(e: Entry, copy: int | None) -> str:
@@ -20,10 +20,6 @@ def name_of(e: Entry, copy: int | None) -> str:
 def copies_in(manifest: dict[str, Any]) -> int:
     """How many there are of what was not reduced yet; in older checkpoints one for each rank."""
     return manifest.get("copies", manifest["ranks"])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def boxes_of(e: Entry) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.api import pipe_of
-from ..ranks.backend import gather_objects
 from .buffers import buffers_of
 from .buffers import write as write_buffers
 from .checkpoint import state_of
-from .replicas import group_of, meet
+from .replicas import group_of, meet, raise_together
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -96,11 +95,7 @@ def load_safetensors(
     except Exception as error:
         # The format's own errors.
         failure = OSError(f"{path} could not be read: {error}")
-    # One file may be damaged, or not be there, for some ranks alone; the others must not go on without them.
-    group = group_of(state.layout.placement)
-    failure = next((x for x in gather_objects(failure, group) if x is not None), None) if group.size > 1 else failure
-    if failure is not None:
-        raise failure
+    raise_together(failure, group_of(state.layout.placement))
     fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
     transforms = pipe.init_transforms(leaves) if fresh else state.transforms
     step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))

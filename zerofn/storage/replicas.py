@@ -50,6 +50,16 @@ def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> G
     return group
 
 
+def raise_together(failure: BaseException | None, group: Group) -> None:
+    """Raise on every rank what one has found: a file may be damaged, or not be there, for some ranks alone.
+
+    The others must not go on without them. Of several failures it is that of the first rank.
+    """
+    failure = next((x for x in gather_objects(failure, group) if x is not None), None)
+    if failure is not None:
+        raise failure
+
+
 def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
     mine = os.path.abspath(place)
     answers = gather_objects((group.ranks, mine), world)

@@ -20,7 +20,7 @@ from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
 from .checkpoint import state_of
 from .replace import put_in_place
-from .replicas import group_of, meet
+from .replicas import group_of, meet, raise_together
 
 
 def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
@@ -80,9 +80,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
             _write(Path(path), lambda temporary: save_file(tensors, temporary, {"format": "pt", **tied}))
         except OSError as error:
             failure = error
-    failure = gather_objects(failure, group)[0]
-    if failure is not None:
-        raise failure
+    raise_together(failure, group)
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

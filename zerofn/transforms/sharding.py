@@ -30,7 +30,9 @@ def shard(mesh: Any = None) -> Transform:
     >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
     (torch.Size([2, 2]), torch.Size([2, 2]))
     """
-    return Transform("shard", needs="element", view_fn=_gathers_on_use(mesh), through=_to_shards)
+    return Transform(
+        "shard", needs="element", view_fn=_view("shard", mesh, Sharding, resident=False), through=_to_shards
+    )
 
 
 @transform
@@ -56,7 +58,9 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
     reduce_scatter()
     """
-    return Transform("reduce_scatter", needs="element", view_fn=_gathers_after_a_step(mesh), through=_scattered(mesh))
+    return Transform(
+        "reduce_scatter", needs="element", view_fn=_view("reduce_scatter", mesh, Sharding), through=_scattered(mesh)
+    )
 
 
 @transform
@@ -73,28 +77,14 @@ def all_reduce(mesh: Any = None) -> Transform:
     >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
     all_reduce()
     """
-    return Transform("all_reduce", needs="element", view_fn=_averages(mesh), through=_averaged)
+    return Transform("all_reduce", needs="element", view_fn=_view("all_reduce", mesh, Averaging), through=_averaged)
 
 
-def _gathers_on_use(mesh: Any) -> ViewOf:
-    """Parameters that live as shards. The group is opened when a pipeline is made, never when a transform is built."""
+def _view(function: str, mesh: Any, wire: type[Sharding] | type[Averaging], resident: bool = True) -> ViewOf:
+    """The view of a wire. The group is opened when a pipeline is made, never when a transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Sharding(ranks("shard", mesh)), resident=False, traceable=True)
-
-    return view
-
-
-def _gathers_after_a_step(mesh: Any) -> ViewOf:
-    def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Sharding(ranks("reduce_scatter", mesh)), resident=True, traceable=True)
-
-    return view
-
-
-def _averages(mesh: Any) -> ViewOf:
-    def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(Averaging(ranks("all_reduce", mesh)), resident=True, traceable=True)
+        return over_ranks(wire(ranks(function, mesh)), resident, traceable=True)
 
     return view
 
