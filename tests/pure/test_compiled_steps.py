@@ -41,7 +41,9 @@ def compiled(fn):
 
 @pytest.fixture(autouse=True)
 def no_graph_twice():
-    """A step that is compiled anew fails."""
+    """A step that is compiled anew fails. What other files have compiled is forgotten before: torch's own `vmap` is one
+    function of the process, and a second function under it would compile it anew."""
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
 
