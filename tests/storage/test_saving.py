@@ -245,14 +245,14 @@ def test_a_path_is_relative_to_where_it_was_given(tmp_path, monkeypatch):
 
     def slow(*args):
         inside.set()
-        assert go.wait(30)
+        assert go.wait(limit())
         return write(*args)
 
     monkeypatch.setattr(dcp_writer, "save_pieces", slow)
     monkeypatch.chdir(here)
     saves = zf.Checkpoints("runs")
     saving = zf.save("net", state, wait=False)
-    assert inside.wait(30)
+    assert inside.wait(limit())
     monkeypatch.chdir(there)
     go.set()
     saving.wait()
