@@ -342,6 +342,41 @@ def test_param_groups_without_effect():
         opt.add_param_group({"params": []})
 
 
+REGROUPED = {
+    "another list": lambda opt: setattr(opt, "param_groups", []),
+    "a group more": lambda opt: opt.param_groups.append({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1}),
+    "a group less": lambda opt: opt.param_groups.pop(),
+    "a parameter less": lambda opt: opt.param_groups[0]["params"].pop(),
+    "another parameter": lambda opt: opt.param_groups[0]["params"].__setitem__(0, nn.Parameter(torch.ones(1))),
+    "no rate": lambda opt: opt.param_groups[0].pop("lr"),
+}
+
+
+@pytest.mark.parametrize("change", REGROUPED)
+def test_other_parameters_in_param_groups(change: str):
+    model = net()
+    opt = zf.attach(model, zf.adamw(1e-3))
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    REGROUPED[change](opt)
+    with pytest.raises(ValueError, match="without lr" if change == "no rate" else "every parameter stays with its"):
+        opt.step()
+    assert all(torch.equal(x, before[k]) for k, x in model.state_dict().items())
+
+
+def test_what_is_not_assigned():
+    model = net()
+    opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.adamw(1e-3)))
+    for name, right in (("state", "opt.load_state"), ("tx", "zf.attach"), ("is_boundary", "opt.set_boundary")):
+        with pytest.raises(AttributeError, match=rf"opt.{name} = [\s\S]*write: [\s\S]*{right}"):
+            setattr(opt, name, {})
+    p = next(model.parameters())
+    for empty in (opt.state.clear, lambda: opt.state.pop(p), lambda: opt.state.__delitem__(p)):
+        with pytest.raises(TypeError, match="the entries that its transforms have made"):
+            empty()
+    assert opt.state.get(p).keys() == opt.state[p].keys() and opt.state.get(None, 3) == 3
+
+
 def test_a_wrong_loss():
     model = net()
     opt = zf.attach(model, zf.sgd(0.1))

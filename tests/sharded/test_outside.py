@@ -423,6 +423,27 @@ def test_mistakes_are_told_and_change_nothing():
             assert re.search(pattern, said[name]), f"{name}: {said[name]}"
 
 
+def second_parameters():
+    said = []
+    for pipe in (zf.shard, zf.reduce_scatter, zf.all_reduce):
+        model = make()
+        opt = zf.attach(model, zf.chain(pipe(), zf.sgd(0.1)))
+        block = model.blocks[1]
+        for make_one, given in ((nn.Parameter, block.weight), (nn.utils.parametrizations.weight_norm, block)):
+            with pytest.raises(RuntimeError) as caught:
+                make_one(given)
+            said.append(str(caught.value))
+        assert nn.Parameter(model.gain.detach().clone()).is_leaf
+        assert type(nn.Parameter(opt.detach().gain)) is nn.Parameter
+    return said
+
+
+def test_a_second_parameter_over_one_is_refused_by_name():
+    pattern = r"nn.Parameter\(p\) of the parameter blocks.1.weight of an attached model"
+    for said in zf.launch(second_parameters, 2, timeout=limit()):
+        assert len(said) == 6 and all(re.match(pattern, x) for x in said), said
+
+
 # -- memory -------------------------------------------------------------------------------------------------
 
 

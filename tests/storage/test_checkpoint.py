@@ -367,6 +367,17 @@ def alone(kind, over_ranks, fill=1.0):
     return tx, zf.init(tx, ALONE[kind](fill)), lambda s, i: step(s, torch.tensor(float(i)), weight=1.0)[0]
 
 
+@pytest.mark.parametrize("call", [zf.save, lambda d, state: zf.load(d, like=state), lambda d, _: zf.Checkpoints(d)])
+def test_no_name_is_no_directory(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = zf.init(zf.sgd(1.0), {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match="the directory that the process is in"):
+        call("", state)
+    assert not files(tmp_path)
+    zf.save(".", state)
+    assert "zerofn.json" in files(tmp_path)
+
+
 def alone_on_ranks(directory):
     """Save after 3 steps, load, and go on; give everything whole."""
     found = {}

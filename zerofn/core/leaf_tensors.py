@@ -62,6 +62,13 @@ class LeafTensors(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
+def entries_stay(wrong: str) -> TypeError:
+    """Why nothing is taken out of a state."""
+    why = "a state has the entries that its transforms have made, of every parameter"
+    anew = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
+    return TypeError(explain(wrong, why, f"opt.state[parameter]['exp_avg'].zero_();\n{anew}"))
+
+
 def assign(mine: LeafTensors, given: Any) -> None:
     """Copy what another mapping has under the same names; all of them, or an error and nothing is changed."""
     if not isinstance(given, Mapping) or set(given) != set(mine):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._compat import innermost, innermost_transform, register_pytree_node
 from .._errors import bad_leaves, explain
-from .leaf_tensors import LeafTensors, assign
+from .leaf_tensors import LeafTensors, assign, entries_stay
 from .pictures import bars
 from .transform import TransformState
 from .tree import Layout, Leaves, Tree, flatten, register_global
@@ -97,6 +97,21 @@ class State:
 
     def __setitem__(self, parameter: Tensor, tensors: Mapping[str, Any]) -> None:
         assign(self[parameter], tensors)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        raise entries_stay("del opt.state[parameter]")
+
+    def clear(self) -> None:
+        """Refused, as is `pop`: torch.optim makes anew at the next step what is taken out, and a pipeline does not."""
+        raise entries_stay("opt.state.clear()")
+
+    def pop(self, *args: Any) -> None:
+        """Refused, as is `clear`."""
+        raise entries_stay("opt.state.pop(parameter)")
+
+    def get(self, parameter: object, default: Any = None) -> Any:
+        """As of any mapping."""
+        return self._by_parameter().get(parameter, default) if isinstance(parameter, Tensor) else default
 
     def __contains__(self, parameter: object) -> bool:
         return isinstance(parameter, Tensor) and parameter in self._by_parameter()

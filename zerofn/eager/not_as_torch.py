@@ -36,3 +36,8 @@ def copied() -> TypeError:
             "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)",
         )
     )
+
+
+def replaced(name: str, why: str, right: str) -> AttributeError:
+    """Why something is not assigned, which in `torch.optim` would be, or would be taken without a word."""
+    return AttributeError(explain(f"opt.{name} = ...", why, right))

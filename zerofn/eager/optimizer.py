@@ -38,8 +38,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):
         _hooks.prepare(self)
+        self._tx = tx
         self._own = own = Attachment(model, tx, in_backward, start)
-        self.tx = tx
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
         self._model, self._pipe, self._params, self._home = model, own.pipe, own.params, own.home
@@ -64,6 +64,22 @@ class Optimizer(torch.optim.Optimizer):
         """
         state, seen = self._home.settled(), self._home.shown_states
         return state.keyed_by(self._params, lambda x: seen.shown(state, x))
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        why = "the pipeline has made its state for this model, and to assign another would leave the model's parameters"
+        new = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for one made anew"
+        raise not_as_torch.replaced("state", why, f"{new};\nopt.load_state(state) for one of this pipeline and model")
+
+    @property
+    def tx(self) -> Transform:
+        """The pipeline that the model was attached with."""
+        return self._tx
+
+    @tx.setter
+    def tx(self, value: Any) -> None:
+        why = "the model is attached with another one, and has its state"
+        raise not_as_torch.replaced("tx", why, "opt.detach(); opt = zf.attach(model, tx)")
 
     @property
     def global_steps(self) -> int:
@@ -153,6 +169,10 @@ class Optimizer(torch.optim.Optimizer):
     def is_boundary(self) -> bool:
         """Whether the next `step` closes the accumulation window."""
         return self._own.steps.window.closes()
+
+    @is_boundary.setter
+    def is_boundary(self, value: Any) -> None:
+        raise not_as_torch.replaced("is_boundary", "it says what the next step does", "opt.set_boundary(True)")
 
     def set_boundary(self, boundary: bool | None) -> None:
         """Decide by hand whether steps close the window; `None` gives the decision back to `accumulate`."""

@@ -39,6 +39,7 @@ class ParamGroups:
         self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
         # The rates as zerofn set them: others have been set by somebody else.
         self.shown = [g["lr"] for g in self.groups]
+        self.params = [list(g["params"]) for g in self.groups]
         # The names in each that have been looked at, so that new ones are looked at once.
         self.names: list[set[str]] = [set() for _ in self.groups]
         # The hyperparameters that have been looked at, so that a change is looked at once.
@@ -46,6 +47,7 @@ class ParamGroups:
 
     def rates(self) -> dict[str, float]:
         """Learning rates by prefix, where the groups and not a schedule own them."""
+        _check_params(self.groups, self.params)
         rates = {}
         for i, (group, shown, (prefix, (t, _))) in enumerate(
             zip(self.groups, self.shown, self.optimizers.items(), strict=True)
@@ -121,6 +123,26 @@ class ParamGroups:
             given = {k: there.get(k, x) for k, x in t.facts.settable}
             group.update({k: tuple(x) if isinstance(x, list) else x for k, x in given.items()})
         self.shown = [g["lr"] for g in self.groups]
+
+
+def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> None:
+    """Refuse groups of other parameters: which there are, and what updates each, the pipeline says."""
+    there = [g.get("params", ()) for g in groups]
+    if len(there) != len(params) or any(
+        len(a) != len(b) or not all(map(is_, a, b)) for a, b in zip(there, params, strict=True)
+    ):
+        has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, params))
+        raise ValueError(
+            explain(
+                f"param_groups of {has} parameters while the pipeline has {mine}, or others than these",
+                "what is added, taken out or exchanged there would have no effect: every parameter stays with its\n"
+                "part of the pipeline",
+                "p.requires_grad_(False), or zf.partition({'a': zf.adamw(1e-3), 'b': zf.sgd(1e-2)}, labels), before "
+                "zf.attach;\nopt.detach() and another zf.attach later on",
+            )
+        )
+    if not all("lr" in g for g in groups):
+        raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
 
 
 def _check_names(group: dict[str, Any], t: Transform) -> None:

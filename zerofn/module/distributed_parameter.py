@@ -43,7 +43,6 @@ class Distributed(Partial):
     """A parameter of which ranks have different parts, or the same whole, as one of torch's distributed tensors."""
 
     form: Form
-    path: str
     # The distributed tensor, differentiable.
     whole: Callable[[], Tensor]
     # Whether this rank has but a flat part of its part now.
@@ -62,10 +61,13 @@ class Distributed(Partial):
             if isinstance(args[0], Distributed) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
                 return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
             if name == "detach":
+                args[0]._check_new(sys._getframe(1))
                 return args[0]._shown(func(*args, **kwargs), "p.detach()", sys._getframe(1))
             if in_place(name):
                 return _write(func, name, args, kwargs)
             return func(*map(_whole, args), **{k: _whole(x) for k, x in kwargs.items()})
+
+    detach = Tensor.detach
 
     def __getattr__(self, name: str) -> Any:
         # What only distributed tensors have.

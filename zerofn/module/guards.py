@@ -60,7 +60,7 @@ def label(
     apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
     others = {path: p for path, p in params.items() if path not in forms}
     if units is None or gathering is None:
-        return apart + [tell(p, Partial, **told) for p in others.values()]
+        return apart + [tell(p, Partial, path=path, **told) for path, p in others.items()]
     is_whole = lambda: units.suspended  # noqa: E731
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
     shapes = {leaf.path: leaf.shape for leaf in pipe.layout.leaves}

@@ -60,7 +60,6 @@ class Parted(Partial):
     whole: Callable[[], Tensor]
     # Whether it is the full one for a while.
     is_whole: Callable[[], bool]
-    path: str
     full: torch.Size
     pieces: tuple[Piece, ...]
 
@@ -99,6 +98,9 @@ class Parted(Partial):
                 if frame.f_globals.get("__name__") == INIT and not args[0].is_whole():
                     return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
+
+    # As of any subclass that is asked before a function runs.
+    detach = Tensor.detach
 
     @property
     def of(self) -> Origin:
@@ -150,6 +152,7 @@ class Parted(Partial):
 def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
     """What gives parts to others, who are told that they are."""
     if name == "detach":
+        args[0]._check_new(frame)
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
     if name == "register_hook":
         p, hook = args

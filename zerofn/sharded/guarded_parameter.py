@@ -37,6 +37,7 @@ LOGGING = "accelerate"
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 APPLYING = CONVERTING.__code__
+COPYING = nn.Parameter.__new__.__code__
 # As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
@@ -109,6 +110,7 @@ class Partial(nn.Parameter):
 
     # The class it had, and has again when it is detached or copied.
     plain: type[nn.Parameter]
+    path: str
     why: str
     # The functions that would be wrong.
     refused: tuple[str, ...]
@@ -169,6 +171,24 @@ class Partial(nn.Parameter):
         else:
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             self._moved(frame)
+
+    def detach(self) -> Tensor:
+        if not is_dynamo_compiling():
+            self._check_new(sys._getframe(1))
+        return Tensor.detach(self)
+
+    def _check_new(self, frame: FrameType) -> None:
+        """Refuse `nn.Parameter(p)`, which torch makes by `p.detach()` and would refuse in words about that."""
+        if frame.f_code is COPYING:
+            raise RuntimeError(
+                explain(
+                    f"nn.Parameter(p) of the parameter {self.path} of an attached model",
+                    "it would be a second parameter over memory in which a pipeline keeps the first; "
+                    "weight_norm and\nother parametrizations make one",
+                    "nn.Parameter(p.detach().clone()) for one of its own; parametrizations before zf.attach, or after "
+                    "opt.detach()",
+                )
+            )
 
     def _moved(self, frame: FrameType) -> None:
         """It has other memory now."""

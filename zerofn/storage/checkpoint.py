@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -23,6 +22,7 @@ from ..pure.outside_of_graphs import outside_since
 from ..ranks.background import settle
 from ..ranks.group import Group
 from .buffers import buffers_of, check_can_be_saved
+from .files import place_of
 from .fit import boxes_of, name_of
 from .manifest import ROW_MAJOR
 from .replicas import check_replicas, group_of, meet, row_major
@@ -76,6 +76,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     model that is trained by functions of a state keeps its buffers by itself.
 
     Raises:
+        ValueError: `directory` is "".
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
         RuntimeError: `opt` makes a step meanwhile, in another thread. The checkpoint that was there is as it was.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
@@ -110,6 +111,7 @@ def write(
     unchanged = (lambda: None) if opt is None else still(lambda: opt._own.steps.writes)
     groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
+    place = place_of("zf.save({}, state)", directory)
     settle()
     meet("zf.save(directory, state)", given.layout.placement)
     group = group_of(given.layout.placement, directory)
@@ -127,8 +129,6 @@ def write(
     pieces = _pieces(given, buffers if group.rank == 0 else [])
     if not wait:
         pieces, unchanged = copied(pieces), still_then(unchanged)
-    # Where it is now: a process that goes elsewhere meanwhile would have it written there.
-    place = Path(directory).absolute()
 
     def go() -> None:
         try:

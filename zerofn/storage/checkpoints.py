@@ -20,7 +20,7 @@ from ..ranks.background import settle
 from ..ranks.group import Group
 from . import manifest as _manifest
 from .checkpoint import state_of, write
-from .files import discard
+from .files import discard, place_of
 from .loading import load
 from .replicas import group_of, meet
 from .saving import Saving
@@ -42,7 +42,8 @@ class Checkpoints:
         largest: whether the best score is the largest, such as an accuracy; by default the smallest, such as a loss.
 
     Raises:
-        ValueError: `last` is no positive int, `best` is negative, `largest` is no bool.
+        ValueError: `last` is no positive int, `best` is negative, `largest` is no bool,
+            `root` is "".
 
     >>> import tempfile, torch, zerofn as zf
     >>> tx = zf.sgd(1.0)
@@ -62,7 +63,8 @@ class Checkpoints:
             check_count("Checkpoints", "best", best, "checkpoints")
         check_flag("Checkpoints", "largest", largest)
         # Absolute, so that all saves of a run are in one place, wherever the process goes meanwhile.
-        self.root, self._last, self._best, self._largest = Path(root).absolute(), last, best, largest
+        self.root = place_of("zf.Checkpoints({})", root)
+        self._last, self._best, self._largest = last, best, largest
 
     def at(self, step: int) -> Path:
         """The directory of a step, for `zf.load`."""

@@ -9,12 +9,26 @@ import uuid
 from pathlib import Path
 from typing import BinaryIO
 
+from .._errors import explain
+
 # What a system says that cannot make a directory durable, or lets nobody try. Others mean that the disk is failing.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS}
 
 
 class NotAFile(ValueError):
     """Something else than a regular file has the name of one: a directory, a pipe, a device, a socket."""
+
+
+def place_of(call: str, directory: str | os.PathLike) -> Path:
+    """Where it is now, for whoever goes elsewhere meanwhile. No name, of a setting that was left out, is no place.
+
+    Raises:
+        ValueError: `directory` is "". To pathlib that is the directory of the process, with all that lies there.
+    """
+    if not os.fspath(directory):
+        why = "no name would be the directory that the process is in, among whatever else lies there"
+        raise ValueError(explain(call.format('""'), why, call.format('"runs/net"')))
+    return Path(directory).absolute()
 
 
 def token() -> str:

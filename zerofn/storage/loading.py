@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -24,6 +23,7 @@ from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
 from .checkpoint import state_of
+from .files import place_of
 from .fit import copies_in, differences, misfit_message, reordered, source
 from .partial import Loaded, Partial, groups_by_name
 from .replicas import group_of, meet
@@ -97,15 +97,16 @@ def load(
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
     model = state_of(like, "zf.load(directory, like={})")
+    place = place_of("zf.load({}, like=state)", directory)
     pipe = _pipe(model, opt, strict, tx)
     settle()
     meet("zf.load(directory, like=state)", model.layout.placement)
     group = group_of(model.layout.placement)
     wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict)
-    manifest = load_pieces(Path(directory), group, wanted.choose)
+    manifest = load_pieces(place, group, wanted.choose)
     if copies_in(manifest) != model.layout.placement.copies:
         own, placement = wanted.of_a_rank(manifest), model.layout.placement
-        share_windows(own, wanted.flat, manifest, lambda pick: load_pieces(Path(directory), group, pick))
+        share_windows(own, wanted.flat, manifest, lambda pick: load_pieces(place, group, pick))
         held = [e for e in wanted.entries if e.owner in placement.apart and e.key in wanted.flat]
         check_views([*own, *held], wanted.flat, manifest, placement.later)
     new = wanted.read()
