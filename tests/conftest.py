@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from time_limits import limit
 
-from zerofn.kernels import adam as _kernels
+from zerofn.kernels import adam_native as _kernels
 from zerofn.kernels import native as _native
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.

@@ -24,10 +24,10 @@ from .core.metrics import floats as floats
 from .core.state import State as State
 from .core.transform import Transform as Transform
 from .pure.api import bind as bind
-from .pure.api import full_params as full_params
-from .pure.api import init as init
 from .pure.api import update as update
 from .pure.api import vjp as vjp
+from .pure.states import full_params as full_params
+from .pure.states import init as init
 from .pure.step import make_step as make_step
 from .pure.whole import gather as gather
 from .pure.whole import global_norm as global_norm

@@ -30,10 +30,15 @@ from .core.arguments import (
     no_weight,
     weight_of,
 )
+from .core.coalesced import Like
 from .core.compose import as_transform, chain
+from .core.context import Context, Prepared
 from .core.conveyor import Conveyor
+from .core.dtypes import Dtypes
 from .core.executor import counter
+from .core.facts import Facts, Scope
 from .core.groups import of_members, values_by_path
+from .core.layout import Layout, Leaf, Leaves
 from .core.leaf_steps import LeafList, LeafStep
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer
@@ -49,26 +54,15 @@ from .core.spec import (
     makes_parameters,
     watches_parameters,
 )
-from .core.transform import (
-    Context,
-    Facts,
-    Prepared,
-    ScalarOrSchedule,
-    Scope,
-    Transform,
-    TransformState,
-    concrete,
-    number,
-    select,
-)
-from .core.tree import Layout, Leaf, Leaves, flatten, tree_map
-from .core.views import Dtypes, Like, Ranks, View, ViewOf, Wire, no_view, over_ranks
+from .core.transform import ScalarOrSchedule, Transform, TransformState
+from .core.tree import flatten, select, tree_map
+from .core.views import Ranks, View, ViewOf, Wire, no_view, over_ranks
 from .kernels.adam import adam_, adam_update
 from .kernels.adam_operator import adam_operator, has_kernel
 from .kernels.fused_operator import fused_operator, fused_update, many_for_fused
 from .kernels.lists import alike, plain, typed
 from .kernels.norms import not_finite, squared_norm
-from .kernels.recording import certain, differentiated, recorded, root, straight_through
+from .kernels.recording import certain, concrete, differentiated, number, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
 from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient, scaled
 from .ranks.batched import check_batch

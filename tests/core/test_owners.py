@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
+from zerofn.core.layout import Leaf
 from zerofn.core.owners import owners
-from zerofn.core.tree import Leaf
 from zerofn.extend import span
 from zerofn.transforms import muon as module
 

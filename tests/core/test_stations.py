@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import zerofn as zf
+from zerofn.core.layout import make_layout
 from zerofn.core.resolve import pipeline
-from zerofn.core.tree import make_layout
 from zerofn.extend import (
     Facts,
     Flat,

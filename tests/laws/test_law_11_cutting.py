@@ -14,8 +14,11 @@ from random_pipelines import BF16, F16, F32, F64, pipelines, seeds, trees
 
 import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
-from zerofn.testing import _Case, _completed, _cut_anywhere, _difference, check_transform, random_like, sample_params
+from zerofn.testing import check_transform, random_like, sample_params
 from zerofn.testing import cutting as _cutting
+from zerofn.testing.case import Case, completed
+from zerofn.testing.laws import _cut_anywhere
+from zerofn.testing.trees import difference
 
 element = functools.partial(zf.leafwise, needs="element")
 
@@ -180,7 +183,7 @@ LIARS = {
 def law(tx):
     """That law alone: others find some of these for other reasons."""
     tx = zf.chain(tx).parts[0] if not isinstance(tx, zf.Transform) else tx
-    return functools.partial(_cut_anywhere, _Case(tx, _completed(tx), sample_params()))
+    return functools.partial(_cut_anywhere, Case(tx, completed(tx), sample_params()))
 
 
 @pytest.mark.parametrize("name", LIARS)
@@ -324,7 +327,7 @@ def test_torchs_fused_adam_has_the_same_bits_where_no_vector_is_cut(optimizer, d
     tx, grads = optimizer(0.1, weight_decay=0.1), [random_like(params, i) for i in range(1, 5)]
     for ranks in (2, 3, 5):
         cut = [{p: (64 * i, 64 * j) for p, (i, j) in spans.items()} for spans in _cutting.draw_cut(layout, ranks, 7)]
-        _cutting.check_cut(tx, zf.chain(tx), params, grads, {}, cut, functools.partial(_difference, bound=None))
+        _cutting.check_cut(tx, zf.chain(tx), params, grads, {}, cut, functools.partial(difference, bound=None))
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -343,7 +346,7 @@ def test_torchs_fused_adam_cut_anywhere(optimizer, dtype):
                 for name, a, e in _cutting.compared(theirs, mine, spans):
                     # What is small, after larger terms were added up, has the error of those.
                     floor = 0.0 if "exp_avg_sq" in name else 0.1 if "exp_avg" in name else 0.5
-                    assert not _difference(a, e, (i if "exp_avg" in name else 2, floor)), (i, name)
+                    assert not difference(a, e, (i if "exp_avg" in name else 2, floor)), (i, name)
                     seen.update(name.split("/"))
         assert {"params", "exp_avg", "exp_avg_sq"} < seen
 
@@ -358,9 +361,9 @@ def test_any_pipeline_over_any_tree(params, parts, seed, ranks):
     layout, leaves = _cutting.make_layout(params)
     grads = [random_like(leaves, seed + i) for i in range(4)]
     cut = _cutting.draw_cut(layout, ranks, seed)
-    difference = functools.partial(_difference, bound=(8.0, 4.0))
+    near = functools.partial(difference, bound=(8.0, 4.0))
     for subject, pipe in _cutting.fit_for_pieces(tx):
-        _cutting.check_cut(subject, pipe, params, grads, {}, cut, difference)
+        _cutting.check_cut(subject, pipe, params, grads, {}, cut, near)
 
 
 @given(st.integers(0, 40), st.integers(1, 6), seeds)

@@ -10,7 +10,7 @@ from time_limits import limit
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-from zerofn.ranks import process_groups
+from zerofn.ranks.open_groups import registry
 
 SGD = {"lr": 0.3, "momentum": 0.8}
 EVERY = 2
@@ -111,7 +111,7 @@ def rows(rank, i):
 
 def between(nodes):
     """What this rank has sent to other nodes, on whichever channel: bytes of gradients and of parameters."""
-    groups = [g for g in process_groups._registry.groups.values() if g is not None and g.ranks == nodes]
+    groups = [g for g in registry.groups.values() if g is not None and g.ranks == nodes]
     sums = [sum(g.traffic.by_op.get(op, 0) for g in groups) for op in ("reduce_scatter", "all_gather", "all_reduce")]
     for group in groups:
         group.traffic.reset()

@@ -6,6 +6,7 @@ from typing import Any
 
 import zerofn.eager.channels
 import zerofn.eager.resident_params
+import zerofn.ranks.open_groups
 import zerofn.ranks.process_groups
 
 
@@ -27,7 +28,7 @@ class Channels:
         """The next channel. All groups here join all ranks."""
         if self.next == len(self.opened):
             # Not the model's that comes first, which would close them.
-            with zerofn.ranks.process_groups.held_by(None):
+            with zerofn.ranks.open_groups.held_by(None):
                 zerofn.ranks.process_groups.world_group("mesh"), zerofn.ranks.process_groups.world_group()
                 self.opened += self.open([groups])
         self.next += 1

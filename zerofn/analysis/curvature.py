@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.arguments import check_count, check_number
+from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaves
 from .hessian import Hessian
 
 

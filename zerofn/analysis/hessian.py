@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from .._errors import explain, kind_of
+from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaves
 from ..kernels.norms import leaf_norms
 from ..kernels.rounding import leaf_key, random_bits
-from ..pure.api import bind, pipe_of
+from ..pure.api import bind
+from ..pure.states import pipe_of
 
 # Of the counter generator: a stream that no rounding draws from.
 _STREAM = 77

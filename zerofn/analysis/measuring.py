@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._compat import at_end_of_backward, in_backward, is_wrapped
 from .._ranges import PHASE, UPDATE, VIEW, WAIT, listener, listening
 from ..module.nested_tensors import tensors_in
-from ..ranks.process_groups import opened
+from ..ranks.open_groups import opened
 from .flops import Flops
 from .measured import PHASES, Measured
 

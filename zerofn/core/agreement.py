@@ -12,13 +12,13 @@ from torch import Tensor
 
 from .._compat import is_wrapped
 from .._errors import bad_leaves, explain
-from ..kernels.recording import readable
+from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
 from ..ranks.reduction import mean_over
 from .arguments import weight_of
+from .layout import Leaves
 from .pipeline import Pipeline
-from .tree import Leaves
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
@@ -132,7 +132,7 @@ def check_weight(pipe: Pipeline, weight: Any) -> None:
 
 def fingerprint(x: Tensor) -> int:
     """A number of a tensor's bits that a changed or a moved element changes. Zero for a meta tensor, and in a batch."""
-    if x.is_meta or not x.numel() or not readable(x):
+    if x.is_meta or not x.numel() or not concrete(x):
         return 0
     flat = x.detach().contiguous().reshape(-1)
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .._errors import explain, kind_of
-from ..kernels.recording import readable
-from .transform import NEEDS, Schedule
+from ..kernels.recording import concrete
+from .facts import NEEDS
+from .transform import Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
@@ -39,7 +40,7 @@ def check_number(function: str, name: str, value: Any, low: float = 0.0, high: f
 def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. Text and bools are none."""
     if isinstance(value, Tensor) and value.ndim == 0:
-        if not readable(value):
+        if not concrete(value):
             return None  # a batch of them, or one that is not known before a graph is run
         value = value.item()
     value = plain(value)
@@ -168,7 +169,7 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> An
             )
         )
     # On a GPU looking at it would wait for the device; inside vmap nobody may look.
-    looked_at = isinstance(value, int | float) or (readable(value) and value.device.type == "cpu")
+    looked_at = isinstance(value, int | float) or (concrete(value) and value.device.type == "cpu")
     if looked_at and not 0 <= value <= LARGEST:
         raise ValueError(
             explain(

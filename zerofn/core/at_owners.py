@@ -16,10 +16,13 @@ from torch import Tensor
 
 from .._compat import is_shape_only
 from .by_rows import Rows, by_rows, keeps_leaves_alone, rows_here
+from .context import Context
+from .facts import OF_LEAVES, Scope
 from .groups import over_each
+from .layout import Layout, Leaves
 from .owners import Exchange, OwnerFailed, owners_of
-from .transform import OF_LEAVES, Context, Scope, Transform, TransformState
-from .tree import Layout, Leaves, tree_map
+from .transform import Transform, TransformState
+from .tree import tree_map
 from .views import Wire
 
 

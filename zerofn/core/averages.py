@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from .._errors import explain
+from .layout import Leaves
 from .state import State
-from .tree import Leaves
 
 
 def averages_of(state: State, of: str | None, where: str) -> Leaves:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .context import Context
+from .layout import Layout, Leaf, Leaves
 from .rows import rows_between
 from .second_cut import spans_of_all
-from .transform import Context, Transform, TransformState
-from .tree import Layout, Leaf, Leaves, flatten, tree_keys, unflatten
+from .transform import Transform, TransformState
+from .tree import flatten, tree_keys, unflatten
 from .views import Wire
 
 # By path: the shape of this rank's rows of a leaf.

@@ -11,12 +11,15 @@ import torch
 
 from .._errors import bad_leaves, explain
 from .arguments import check_needs
+from .context import Context, Prepared
 from .executor import Segment, finish, run
+from .facts import Facts, Scope, most
+from .layout import Layout, Leaves
 from .leafwise import transform
 from .order import check_order
 from .stretches import stretch, stretches
-from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most, nothing_to_prepare
-from .tree import Layout, Leaves, apart
+from .transform import Transform, TransformState, nothing_to_prepare
+from .tree import apart
 
 
 @runtime_checkable

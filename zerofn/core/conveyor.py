@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from . import lanes as _lanes
+from .context import Context
 from .executor import BUCKET_BYTES
 from .lanes import Arrival, Lane
-from .transform import Context, TransformState
-from .tree import Leaves, flatten, tree_keys, tree_map, unflatten
+from .layout import Leaves
+from .transform import TransformState
+from .tree import flatten, tree_keys, tree_map, unflatten
 
 
 @dataclass(frozen=True)

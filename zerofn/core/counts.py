@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._compat import foreach_add
-from ..kernels.recording import readable
+from ..kernels.recording import concrete
 from ..kernels.terms import once
 from .leaf_steps import Numbers
 
@@ -49,7 +49,7 @@ def each(
     Args:
         dtypes: those in which tensors that are derived are computed with.
     """
-    if recorded and not all(map(readable, counts.values())):
+    if recorded and not all(map(concrete, counts.values())):
         # Rounded together, lest there be a cast in the graph for each leaf; of several dtypes each by itself.
         narrow = all(dtype is torch.float32 for dtype in dtypes)
         yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.backend import as_distributed
+from ..ranks.distributed_form import as_distributed
 from ..ranks.group import Group
 from .rows import cut_by_rows, rows_between
 from .state import State

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from .._compat import is_shape_only, is_wrapped
 from .._errors import bad_leaves
-from .tree import Layout, Leaves, Tree
+from .layout import Layout, Leaves
+from .tree import Tree
 
 _IS_CPU = attrgetter("is_cpu")
 

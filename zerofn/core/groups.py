@@ -8,12 +8,14 @@ from typing import Any
 
 from .._errors import bad_leaves, explain
 from .compose import as_transform, chain, complete, in_turn
+from .context import Context, Prepared
 from .executor import Segment
+from .facts import Facts, Scope, most
+from .layout import Layout, Leaves, prefix_values
 from .leafwise import transform
 from .order import effect
 from .stretches import stretch
-from .transform import Context, Facts, Prepared, Scope, Transform, TransformState, most
-from .tree import Layout, Leaves, prefix_values
+from .transform import Transform, TransformState
 from .views import no_view
 
 

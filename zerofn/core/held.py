@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .transform import Context, Scope, Transform, TransformState
-from .tree import Leaves
+from .context import Context
+from .facts import Scope
+from .layout import Leaves
+from .transform import Transform, TransformState
 
 
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:

@@ -19,8 +19,8 @@ from .._compat import version
 from .._errors import explain, kind_of
 from ..kernels.rounding import leaf_key, stream_key
 from .agreement import agree_on_chain, agree_on_prints, fingerprint
+from .layout import Leaf, Leaves
 from .pipeline import Pipeline
-from .tree import Leaf, Leaves
 
 Init = Callable[[str, Tensor], Any]
 # What to write.

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .transform import Context, TransformState
-from .tree import Leaves
+from .context import Context
+from .layout import Leaves
+from .transform import TransformState
 
 Numbers = Mapping[str, Any]
 

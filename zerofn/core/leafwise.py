@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
+from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, plain
+from .context import Context, Prepared
 from .executor import counter
-from .transform import Context, Facts, Prepared, Transform, TransformState, number
-from .tree import Layout, Leaves, apart, flatten
+from .facts import Facts
+from .layout import Layout, Leaves
+from .transform import Transform, TransformState
+from .tree import apart, flatten
 
 P = ParamSpec("P")
 # What a function of one tensor is told where it asks for it, as keyword-only arguments without a default.

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from .._compat import functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
 from .._ranges import VIEW, ranged
-from .tree import Leaf
+from .layout import Leaf
 from .views import View
 
 # (tensor with any leading batch dimensions, loss scale or None) -> tensor

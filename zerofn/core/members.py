@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .._compat import as_batch, beneath_functorch, only_vmap, stacked
+from .layout import Leaves
 from .leaf_steps import Given, LeafList
 from .transform import TransformState
-from .tree import Leaves
 
 Kernel = Callable[[LeafList], None]
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .._errors import explain
+from .facts import OF_PIECES
 from .spec import USED_UP, Misplaced, Spec, Station, changes_gradients, makes_parameters, watches_parameters
-from .transform import OF_PIECES, Transform
+from .transform import Transform
 
 
 def check_order(parts: Sequence[Transform]) -> None:

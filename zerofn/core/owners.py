@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..kernels.recording import readable
+from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import exchange_into
-from .tree import Leaf, Leaves
+from .layout import Leaf, Leaves
 from .views import Wire
 
 IN_UPDATE = "an update of whole leaves that failed at their owner"
@@ -168,7 +168,7 @@ class Owners:
             theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
             lengths = [[self._length(here, x) for x in of_rank] for of_rank in theirs]
             # In a graph nobody can look, and a function has run before its graph does.
-            tells = readable(first)
+            tells = concrete(first)
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]

@@ -18,23 +18,18 @@ from .._errors import explain
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
 from ..ranks.reduction import OverRanks
+from .context import Context, OneProcess, Reduction
+from .dtypes import Dtypes
+from .facts import Scope
 from .grad_norm import GRAD_NORM
+from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
 from .road import Road, groups_of
 from .spec import Station
 from .stations import at_views
 from .stretches import Stretch, stretches
-from .transform import (
-    Context,
-    OneProcess,
-    Reduction,
-    Scope,
-    Transform,
-    TransformState,
-    nothing_to_prepare,
-)
-from .tree import Layout, Leaf, Leaves
-from .views import Dtypes, Factor, View, Wire, cutter
+from .transform import Transform, TransformState, nothing_to_prepare
+from .views import Factor, View, Wire, cutter
 from .within import counted_elsewhere
 
 T = TypeVar("T")

@@ -10,15 +10,17 @@ from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from .at_owners import run_at_owners
 from .compose import as_transform, complete
+from .dtypes import Dtypes
+from .facts import OF_PIECES
+from .layout import Layout, Placement, the_one
 from .order import check_complete, check_pieces
 from .owners import place_in
 from .pipeline import Pipeline
 from .road import groups_of
 from .second_cut import behind, check_axes
 from .stations import survey
-from .transform import OF_PIECES, Transform
-from .tree import Layout, Placement, the_one
-from .views import Dtypes, Ranks, View, Wire, cutting, reducing_in
+from .transform import Transform
+from .views import Ranks, View, Wire, cutting, reducing_in
 from .whole_of_model import beside, check_other_axes, check_wholes
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ..kernels.recording import recorded
 from ..ranks.group import Group
+from .coalesced import Like, pull_all, view_all
+from .dtypes import Dtypes, summable
+from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView, over, stored_by
 from .spec import Spec
-from .tree import Layout, Leaf, Leaves
-from .views import Dtypes, Like, View, Wire, cutter, cutting, pull_all, summable, view_all
+from .views import View, Wire, cutter, cutting
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._errors import explain
 from ..ranks.group import Group
+from .layout import Leaf
 from .rows import rows_between
-from .tree import Leaf
 from .views import View, Wire, cutter, over_ranks
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .._compat import innermost, innermost_transform, register_pytree_node
 from .._errors import bad_leaves, explain
+from .layout import Layout, Leaves
 from .leaf_tensors import LeafTensors, assign, entries_stay
 from .pictures import bars
 from .transform import TransformState
-from .tree import Layout, Leaves, Tree, flatten, register_global
+from .tree import Tree, flatten, register_global
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from .._errors import bad_leaves
+from .dtypes import Dtypes
+from .layout import Layout, Leaf
 from .order import passed
 from .placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .rows import rows_between
 from .spec import Spec, Station
 from .transform import Transform
-from .tree import Layout, Leaf
-from .views import Dtypes, View, Wire, cutting, summed_in
+from .views import View, Wire, cutting, summed_in
 
 # What is known of a leaf before any transform is asked.
 FIXED = attrgetter("shape", "stored_dtype", "sum_dtype", "mesh", "range", "axis", "here")

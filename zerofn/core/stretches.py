@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .transform import Scope, Transform, TransformState
+from .facts import Scope
+from .transform import Transform, TransformState
 
 States = dict[str, TransformState]
 

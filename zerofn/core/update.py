@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .._compat import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
+from .context import Context
 from .executor import finish, run
 from .gradients import check_readable, misshapen
+from .layout import Leaf, Leaves
 from .pipeline import Pipeline
 from .state import State
-from .transform import Context, select
-from .tree import Leaf, Leaves, Tree, flatten, tree_map, tree_paths
+from .tree import Tree, flatten, select, tree_map, tree_paths
 
 Metrics = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""The words of a view half: how one leaf is seen, what talks to other ranks, and the dtypes on the way.
+"""The words of a view half: how one leaf is seen, and what talks to other ranks.
 
 A `View` is a record of functions on one leaf. The runner never asks which transform it belongs to, only what it says
 of itself: whether a wire carries it to other ranks, whether it changes nothing but dtypes, whether what it gives stays
@@ -8,28 +8,15 @@ in the model between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from .._ranges import VIEW, ranged
 from ..ranks.group import Group
-from .tree import Layout, Leaf, Leaves
-
-# Bytes of one collective's buffer: a sixteenth of all, so that buffers under way are small beside the model, but
-# no smaller than what a message costs anyway and no larger than full bandwidth needs.
-LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
-
-
-class Like(NamedTuple):
-    """What a gradient would be at one place of the road, whether or not this rank has it."""
-
-    numel: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+from .dtypes import Dtypes, summable
+from .layout import Layout, Leaf
 
 
 class Wire(Protocol):
@@ -94,65 +81,6 @@ class Wire(Protocol):
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """The mean gradient of every leaf as this rank keeps it, flat; `None` where no rank had one."""
         ...
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Dtypes on the road of a parameter and its gradient; `None` leaves one as it is.
-
-    Attributes:
-        param_dtype: what the model sees.
-        store_dtype: what the state keeps.
-        grad_dtype: what the update half is given.
-        reduce_dtype: what gradients are summed over ranks in.
-        output_dtype: what floating-point outputs of the model are cast to.
-        buffers: from the names of an attached model's floating-point buffers to what each is cast to.
-        by_path: others, for leaves that have their own.
-    """
-
-    param_dtype: torch.dtype | None = None
-    store_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    buffers: Callable[[Sequence[str]], Mapping[str, torch.dtype | None]] | None = None
-    by_path: Mapping[str, Dtypes] = field(default_factory=dict)
-
-    def of(self, leaf: Leaf) -> Dtypes:
-        """Those of one leaf."""
-        return self.by_path.get(leaf.path, self)
-
-    def stored(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of the leaf in the state."""
-        return self.of(leaf).store_dtype or leaf.dtype
-
-    def seen(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of the leaf in the model."""
-        own = self.of(leaf)
-        return own.param_dtype or own.store_dtype or leaf.dtype
-
-    def gradient(self, leaf: Leaf) -> torch.dtype:
-        """The dtype of the leaf's gradient once it is pulled back."""
-        own = self.of(leaf)
-        stored = own.store_dtype or leaf.dtype
-        return own.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
-
-    def summed(self, leaf: Leaf) -> torch.dtype:
-        """The dtype in which gradients of the leaf are summed over ranks."""
-        return self.reduce_dtype or summable(self.seen(leaf))
-
-    @property
-    def inputs(self) -> torch.dtype | None:
-        """What floating-point inputs of a model are cast to: the one dtype that all of its parameters were given."""
-        given = {d.param_dtype or d.store_dtype for d in (self.by_path.values() or (self,))}
-        return given.pop() if len(given) == 1 else None
-
-    @property
-    def seen_otherwise(self) -> bool:
-        """Whether a model may compute in other dtypes than it was made in."""
-        every = (self, *self.by_path.values())
-        given = [x for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype, d.buffers)]
-        return any(x is not None for x in given)
 
 
 # (tensor, leaf) -> tensor; of a view that reads its transform's state (tensor, leaf, state) -> tensor.
@@ -233,11 +161,6 @@ class View:
         return self.dtypes is not None
 
 
-def summable(dtype: torch.dtype) -> torch.dtype:
-    """Where nobody says in which dtype to sum: in that of the gradients; fp16 in fp32, since it overflows at 65504."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a wire sums gradients of a dtype."""
     return wire.reduce_dtype or summable(dtype)
@@ -280,62 +203,3 @@ def reducing_in(view: View, dtype: torch.dtype | None) -> View:
     assert view.wire is not None
     other = over_ranks(view.wire.on(view.wire.group, dtype), view.resident, view.traceable)
     return replace(other, name=view.name, given=view.given)
-
-
-def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
-    """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
-    if limit is None:
-        total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
-        limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
-    found: list[list[Leaf]] = []
-    open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
-    for leaf in leaves:
-        dtype = dtypes[leaf.path]
-        bucket, size = open_.get(dtype, ([], 0))
-        if not bucket or size + leaf.numel * dtype.itemsize > limit:
-            bucket, size = [], 0
-            found.append(bucket)
-        bucket.append(leaf)
-        open_[dtype] = bucket, size + leaf.numel * dtype.itemsize
-    return found
-
-
-def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
-    """A view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
-    with ranged(VIEW, view.name):
-        wire = view.wire
-        if wire is None or not wire.cuts or wire.group.size == 1:
-            return {
-                leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves
-            }
-        if into:
-            # A caller who says where to write to has cut them already.
-            flat = [into[leaf.path].detach().view(-1) for leaf in leaves]
-            wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
-            return into
-        out: Leaves = {}
-        for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
-            fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket)
-            out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
-        return out
-
-
-def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
-    """A view's transpose for many leaves, coalesced and in a fixed order whichever have a gradient here.
-
-    Not differentiable.
-    """
-    with ranged(VIEW, view.name):
-        wire = view.wire
-        if wire is None:
-            return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
-        out: Leaves = {}
-        for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
-            flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
-            first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
-            buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
-            for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
-                if g is not None:
-                    # Of a part there is no other shape than flat, as it comes.
-                    out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
-        return out

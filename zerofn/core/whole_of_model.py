@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from .._errors import bad_leaves, explain
 from ..ranks.group import Group
+from .facts import OF_PIECES
 from .groups import over_each
+from .layout import Layout, Placement
 from .order import WHOLE
-from .transform import OF_PIECES, Transform
-from .tree import Layout, Placement
+from .transform import Transform
 from .views import View
 
 TOGETHER = "zf.partition of the chain, by which parameters that are cut get an optimizer with needs='element'"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..core.layout import Leaves
 from ..core.state import State
-from ..core.tree import Leaves
 from ..ranks.group import Group
 from ..sharded.agreement_on_rounds import check_marks, told_by_all
 from ..sharded.rests import KEPT

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from .._compat import uncompiled
+from ..core.coalesced import Like
 from ..core.gradients import check_readable
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves
-from ..core.views import Like
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read, write
 from ..sharded.reducer import Stream

@@ -10,9 +10,9 @@ from torch import nn
 
 from .._compat import in_backward
 from .._errors import explain
+from ..core.layout import make_layout, parameters_of
 from ..core.resolve import pipeline
 from ..core.transform import Transform
-from ..core.tree import make_layout, parameters_of
 from ..module.attach_checks import (
     Owner,
     Watch,

@@ -9,8 +9,8 @@ import torch
 
 from .._errors import explain
 from ..core.averages import averages_of
+from ..core.layout import Leaves
 from ..core.state import State
-from ..core.tree import Leaves
 
 
 class Averaged:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.tree import Leaves
-from ..ranks.backend import as_local
+from ..ranks.distributed_form import as_local
 from . import torch_form
 from .param_groups import ParamGroups
 from .resident_params import Residence

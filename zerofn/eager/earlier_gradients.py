@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaves
 from ..sharded.guarded_parameter import read, write
 from .resident_form import cut
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import TransformState
-from ..core.tree import Leaves
 from ..ranks.group import Group
 from ..sharded.agreement_on_rounds import told_by_all
 from .earlier_gradients import Earlier

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaves
 from ..sharded.guarded_parameter import read, write
 from .resident_form import cut, resize
 

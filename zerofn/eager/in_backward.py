@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.context import Context
 from ..core.executor import Segment
+from ..core.facts import Scope
 from ..core.grad_norm import GRAD_NORM
 from ..core.order import effect
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.stretches import stretch
-from ..core.transform import Context, Scope, Transform
+from ..core.transform import Transform
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:

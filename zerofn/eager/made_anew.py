@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..core.coalesced import cut
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaves
-from ..core.views import cut
 
 
 class Anew:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves
 from ..sharded.guarded_parameter import Writes, writes
 from ..sharded.write_back import Sampling, same
 

@@ -13,9 +13,9 @@ from .._errors import explain
 from ..core.agreement import check_finite
 from ..core.arguments import check_flag
 from ..core.initial import Init, check_init, device_of, first_values
+from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
-from ..core.tree import Leaf
 from ..module.attach_checks import check_memory
 from ..module.meta import Made, by_function, by_reset, check_resets
 from .optimizer import Optimizer

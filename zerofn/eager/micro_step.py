@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.tree import Leaves
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read
 from ..sharded.uncleared_gradients import Uncleared

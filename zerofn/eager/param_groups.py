@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.arguments import learning_rate
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
-from ..core.tree import Leaves
 
 # What a group shows whose optimizer has no rate: the factor that schedulers multiply, so that none goes unnoticed.
 NO_RATE = 1.0

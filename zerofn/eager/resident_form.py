@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf
 from ..sharded.guarded_parameter import read, write
 
 

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.agreement import agree_on_start
+from ..core.context import Context
 from ..core.executor import counter
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.transform import Context, TransformState
+from ..core.transform import TransformState
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.entries import entries
+from ..core.layout import Leaf
 from ..core.state import State
-from ..core.tree import Leaf
 from ..sharded.origins import Origin
 from ..sharded.part import part_of
 from ..sharded.whole_of_part import Gathering, Piece

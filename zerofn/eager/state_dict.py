@@ -12,7 +12,7 @@ from ..core.entries import over_ranks
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.backend import as_local, coordinate_of, cut_as, mesh_of
+from ..ranks.distributed_form import as_local, coordinate_of, cut_as, mesh_of
 from .param_groups import OWN, packed
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.

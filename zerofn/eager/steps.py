@@ -12,9 +12,9 @@ from torch import Tensor
 from .._compat import version
 from .._errors import explain
 from ..core.agreement import check_weight
+from ..core.context import Context
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..core.transform import Context
-from ..core.tree import Leaves
 from ..core.update import apply
 from ..kernels.recording import recorded
 from ..module.attach_checks import Watch

@@ -23,7 +23,7 @@ from ..core.entries import Entry, of_rank, rebuild
 from ..core.leaf_tensors import LeafTensors
 from ..core.rows import cut_by_rows
 from ..core.state import State
-from ..ranks.backend import as_local, in_full, mesh_of
+from ..ranks.distributed_form import as_local, in_full, mesh_of
 from ..ranks.group import Group
 from .param_groups import HYPERPARAMETERS, ParamGroups, packed
 

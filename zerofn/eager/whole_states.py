@@ -12,8 +12,8 @@ from torch import Tensor
 from .._errors import explain
 from ..core.entries import Entry, entries, of_nobody, rebuild
 from ..core.state import State
-from ..ranks.backend import as_rows
 from ..ranks.collectives import all_reduce_
+from ..ranks.distributed_form import as_rows
 from ..ranks.group import Group
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .._errors import bad_leaves
-from ..core.tree import Leaves
+from ..core.layout import Leaves
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import writes

@@ -16,17 +16,15 @@ Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofn._compat import has_triton, is_wrapped, tell_autograd
+from zerofn._compat import has_triton, is_wrapped
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam_formula import (
-    Dtypes,
     Leaves,
     Settings,
     run_chunked,
@@ -37,71 +35,10 @@ from zerofn.kernels.adam_formula import (
 )
 from zerofn.kernels.rounding import FORMAT, known_formats
 
+from .adam_native import run_native
+
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-_EXACT = (torch.float32,) * 4
-
-
-def _run_native(leaves: Leaves, settings: Settings) -> None:
-    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built."""
-    groups: dict[Dtypes, list[int]] = {}
-    for i in range(len(leaves.params)):
-        groups.setdefault(leaves.dtypes(i), []).append(i)
-    for dtypes, entries in groups.items():
-        columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
-        part = Leaves(*columns)
-        function = native_kernel(dtypes, settings.rounding, settings.beta1, settings.form)
-        if function is None:
-            run_chunked(part, settings)
-            continue
-        _call(function, part, settings)
-        tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
-
-
-def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
-    _native.run(
-        function,
-        leaves.tensors,
-        keys=leaves.keys,
-        offsets=leaves.offsets,
-        seed=settings.seed,
-        step=settings.step,
-        scalars=settings.scalars,
-    )
-
-
-@functools.cache
-def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
-    """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
-
-    Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
-    millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
-    in bfloat16 it would show in one number of thousands.
-    """
-    if dtypes != _EXACT and native_kernel(_EXACT, rounding, beta1, form) is None:
-        return None
-    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
-    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)
-    if function is None:
-        return None
-    native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
-    _call(function, native, settings)
-    run_chunked(eager, settings)
-    pairs = zip(native.tensors, eager.tensors, strict=True)
-    if all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs):
-        return function
-    _native.give_up("the C kernel, as this compiler builds it, gives other bits than eager torch")
-    return None
-
-
-def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
-    """One entry of 1001 elements, from subnormal to infinite, with each magnitude next to many others."""
-    i = torch.arange(1001)
-    p, g, m, v = (
-        ((1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign).to(dtype)
-        for stride, sign, dtype in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), dtypes, strict=True)
-    )
-    return Leaves([p], [g], [m], [v], [torch.zeros_like(p)] if kahan else None, keys=[7], offsets=[3])
 
 
 def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
@@ -314,6 +251,6 @@ def adam_(
             run_whole(leaves, settings)
             return
         flat, copies = _contiguous(leaves)
-        {"native": _run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
+        {"native": run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
         for tensor, copy in copies:
             tensor.copy_(copy)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from zerofn._compat import while_traced
-from zerofn.kernels.adam import adam_, native_kernel
+from zerofn.kernels.adam import adam_
 from zerofn.kernels.adam_formula import Dtypes
+from zerofn.kernels.adam_native import native_kernel
 from zerofn.kernels.operators import operator
 from zerofn.kernels.rounding import FORMAT
 

@@ -68,13 +68,18 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
     return not active and (not torch.is_grad_enabled() or not _requires_grad(values))
 
 
-def readable(x: Any) -> bool:
+def concrete(x: Any) -> bool:
     """Whether Python may read the number in `x`: it is one, for all members of a batch, and known while this runs.
 
-    >>> readable(torch.ones(())), torch.vmap(lambda x: x * readable(x))(torch.ones(1))
+    >>> concrete(torch.ones(())), torch.vmap(lambda x: x * concrete(x))(torch.ones(1))
     (True, tensor([0.]))
     """
     return not torch.compiler.is_compiling() and not (is_wrapped(x) and levels(x))
+
+
+def number(x: Tensor) -> Any:
+    """The Python number in a 0-d tensor; the tensor itself where Python cannot read it."""
+    return x.item() if concrete(x) else x
 
 
 def certain(condition: Tensor) -> bool:
@@ -85,7 +90,7 @@ def certain(condition: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or condition.device.type != "cpu":
         return False
-    if readable(condition):
+    if concrete(condition):
         return bool(condition)
     if only_vmap() is None:
         return False

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._compat import is_wrapper, registered
 from .._errors import bad_leaves, explain
-from ..core.tree import Layout, Leaves
+from ..core.layout import Layout, Leaves
 
 # What must stay of a parameter beside its address; asked of all in every step, and so from C.
 TOLD = attrgetter("shape", "dtype", "device", "requires_grad")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import registered
-from ..core.views import Dtypes
+from ..core.dtypes import Dtypes
 
 
 def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:

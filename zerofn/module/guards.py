@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._compat import IGNORED_BY_DDP
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves
 from ..ranks.distributed_tensors import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell

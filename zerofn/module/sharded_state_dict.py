@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import explain
+from ..core.layout import Leaf, parameters_of
 from ..core.pipeline import Pipeline
 from ..core.rows import cut_by_rows, rows_between, span
 from ..core.second_cut import spans_of_all
-from ..core.tree import Leaf, parameters_of
-from ..ranks.backend import as_distributed, as_local, in_full, mesh_of
+from ..ranks.distributed_form import as_distributed, as_local, in_full, mesh_of
 from ..sharded.part import Part
 from .forward_hooks import Hook
 

@@ -22,8 +22,8 @@ from torch.autograd import Function
 
 from .._compat import run_when_ready, version
 from .._errors import explain
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves
 from ..sharded.gather_on_use import Units, check_alone
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.unit_plans import UnitPlans

@@ -13,19 +13,21 @@ from .._errors import explain, kind_of
 from .._ranges import PHASE, ranged
 from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
+from ..core.layout import Layout, Leaves
 from ..core.linear_map import leave
 from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.state import State
-from ..core.transform import Transform, number
-from ..core.tree import Layout, Leaves, Tree, apart, flatten, parted, tree_map
+from ..core.transform import Transform
+from ..core.tree import Tree, apart, flatten, parted, tree_map
 from ..core.update import Metrics, apply, check_vmap
-from ..kernels.recording import only_compiled
+from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
-from .api import asked, resolved
+from .api import asked
 from .linearize import linearize
 from .outside_of_graphs import outside_of_graphs
 from .seeing import seeing
+from .states import resolved
 
 
 @outside_of_graphs

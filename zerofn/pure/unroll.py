@@ -12,8 +12,8 @@ from torch.autograd import Function
 from .._compat import constant, functorch_active, is_function
 from .._errors import explain
 from ..core.arguments import check_count, check_function
-from ..core.transform import concrete
 from ..core.tree import Tree, flatten, tree_map, unflatten
+from ..kernels.recording import concrete
 from .outside_of_graphs import outside_since
 
 # Tensors in, tensors out: those that can be differentiated, and the others.

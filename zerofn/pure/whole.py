@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
+from ..core.coalesced import view_all
+from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaves, Tree, flatten
-from ..core.views import view_all
+from ..core.tree import Tree, flatten
 from ..kernels.norms import squared_norm
 from ..sharded.guarded_parameter import pieces
-from .api import pipe_of
+from .states import pipe_of
 
 
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:

@@ -7,7 +7,7 @@ Groups are opened by `ranks.process_groups`, which keeps them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -243,96 +243,3 @@ def checkpoint_library() -> Any:
     import torch.distributed.checkpoint as library
 
     return library
-
-
-def as_distributed(
-    shards: Mapping[Hashable, tuple[Tensor, tuple[int, ...], tuple[int, ...]]], group: Group
-) -> dict[Hashable, Tensor]:
-    """Shards, each with its shape and that of its whole, as torch's own distributed tensors over the same memory.
-
-    Those are what torch's checkpoints cut anew for another number of ranks.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
-    # A state may have parts on the host. A mesh of another device type would move them.
-    kinds = {x.device.type for x, _, _ in shards.values()}
-    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
-    made: dict[Hashable, Tensor] = {}
-    for key, (x, mine, shape) in shards.items():
-        whole, part = torch.empty(shape, device="meta"), _from_zero(x).view(mine)
-        made[key] = DTensor.from_local(
-            part, meshes[x.device.type], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    return made
-
-
-def cut_as(x: Tensor, like: Tensor) -> Tensor:
-    """A distributed tensor in the shape of another, and cut as that is; all ranks call it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(x, DTensor) and isinstance(like, DTensor)
-    return distribute_tensor(x.full_tensor().reshape(like.shape), like.device_mesh, like.placements)
-
-
-def as_rows(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
-    """Distributed tensors of these whole shapes, cut by rows; of the dtype and on the device of `like`, and unset."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in {x.device.type for _, x in like.values()}}
-    made: dict[Hashable, Tensor] = {}
-    for key, (shape, x) in like.items():
-        whole = torch.empty(shape, dtype=x.dtype, device="meta")
-        low, high = (min(i * -(-shape[0] // group.size), shape[0]) for i in (group.rank, group.rank + 1))
-        rows = torch.empty((high - low, *shape[1:]), dtype=x.dtype, device=x.device)
-        mesh = meshes[x.device.type]
-        made[key] = DTensor.from_local(
-            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    return made
-
-
-def in_full(x: Tensor) -> Tensor:
-    """A distributed tensor whole, which all ranks ask for together; a plain tensor as it is."""
-    if type(x) is Tensor:
-        return x
-    from torch.distributed.tensor import DTensor
-
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _from_zero(x: Tensor) -> Tensor:
-    """The same memory, as a storage that begins there: torch cannot pickle a distributed tensor with an offset."""
-    if x.storage_offset() == 0:
-        return x
-    # As bytes, since DLPack does not know every dtype.
-    return torch.from_dlpack(x.detach().view(torch.uint8)).view(x.dtype)
-
-
-def coordinate_of(x: Tensor) -> tuple[int, ...] | None:
-    """Of a distributed tensor, of which rank it is the part; `None` of a plain one."""
-    if type(x) is Tensor:
-        return None
-    from torch.distributed.tensor import DTensor
-
-    place = x.device_mesh.get_coordinate() if isinstance(x, DTensor) else None
-    return None if place is None else tuple(place)
-
-
-def mesh_of(x: Tensor) -> tuple[int, ...] | None:
-    """The ranks that a distributed tensor lies over by rows, in order; `None` of a plain one, and of others."""
-    if type(x) is Tensor:
-        return None
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0):
-        return None
-    return tuple(x.device_mesh.mesh.tolist())
-
-
-def as_local(x: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor; a plain tensor as it is."""
-    if type(x) is Tensor:
-        return x
-    from torch.distributed.tensor import DTensor
-
-    return x.to_local() if isinstance(x, DTensor) else x

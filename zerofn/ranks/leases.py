@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .backend import world
-from .process_groups import held_alone, held_by, let_go
+from .open_groups import held_alone, held_by, let_go
 from .together import limit, together
 
 # Seconds for which a rank on which attach has failed waits for the others to fail as well.

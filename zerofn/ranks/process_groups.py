@@ -1,4 +1,4 @@
-"""The channels of this process: opened once, kept, closed in order.
+"""Channels between ranks: opened once for each mesh and purpose, and closed in order.
 
 Every rank must open them in the same order, which `torch.distributed.new_group` demands; the purposes tell apart
 what must not mix.
@@ -11,11 +11,9 @@ import functools
 import itertools
 import os
 import sys
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,48 +23,10 @@ from .._errors import explain
 from . import backend as raw
 from .background import settle
 from .group import Group
+from .open_groups import close_all, finished, registry
 from .presence import Presence
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
-
-
-class _Registry:
-    """The open groups of this process, so that the same (mesh, purpose) is the same channel everywhere.
-
-    Opening a group is a collective act, so what is looked up must be the same on every rank: the key is
-    the whole mesh (equal on all ranks of a world), not this rank's own row of it. `functools.lru_cache`
-    would do for looking up, but it cannot list what is to be closed nor notice that the user destroyed
-    the default group, which destroys every group made on top of it.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
-        # By key, who asked for a group: an attached model, or None for what has no end, such as a pure state.
-        self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
-        self.holder: Any = None  # who asks now
-        self.opened = 0  # how many channels were opened so far
-        self.default: Any = None  # the default group these were made on
-        self.ours = False  # whether that default group was made here
-        self.made = 0  # how many default groups were made here so far
-        self.presence: Presence | None = None  # of the ranks of the default group
-
-    def current(self) -> dict[tuple[Any, Hashable], Group | None]:
-        default = raw.default_group()
-        if default is not self.default:
-            self.groups.clear()
-            self.holders.clear()
-            self.default, self.ours, self.presence = default, False, None
-        return self.groups
-
-    def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
-        groups = self.current()
-        self.holders.setdefault((key, purpose), set()).add(self.holder)
-        if (key, purpose) not in groups:
-            groups[key, purpose] = make()
-        return groups[key, purpose]
-
-
-_registry = _Registry()
 
 
 def _launched() -> bool:
@@ -78,16 +38,16 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
 
     The ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
-    raw.make_default(backend, file, f"zerofn/{_registry.made}")
-    _registry.made += 1
+    raw.make_default(backend, file, f"zerofn/{registry.made}")
+    registry.made += 1
 
 
 def _ensure_default() -> bool:
     """Whether there is a default group, after making one if this process was launched as a rank."""
     if raw.default_group() is None and _launched():
         initialize()
-        _registry.current()
-        _registry.ours = True
+        registry.current()
+        registry.ours = True
         atexit.register(_leave)
     return raw.world()[1] > 1
 
@@ -112,14 +72,14 @@ def world_group(purpose: Hashable = "") -> Group:
         return _open(tuple(range(raw.world()[1])), raw.device_of(), purpose)
 
     several = _ensure_default()
-    group = _registry.get("world", purpose, make)
+    group = registry.get("world", purpose, make)
     assert group is not None
-    if several and _registry.presence is None:
+    if several and registry.presence is None:
         # A store may outlive the group: what is written into it now must not be taken for what is there.
         name = raw.gather_objects(uuid.uuid4().hex, group)[0]
         group.traffic.reset()
         store = raw.job_store(f"zerofn/{name}")
-        _registry.presence = None if store is None else Presence(store, raw.world()[0])
+        registry.presence = None if store is None else Presence(store, raw.world()[0])
     return group
 
 
@@ -167,7 +127,7 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
         # A row of one is one on every rank (meshes are rectangular), so nobody waits for this one.
         return Group(0, 1, ranks, raw.device_of(mesh.device_type), purpose) if me in ranks else None
 
-    group = _registry.get(mesh, purpose, make)
+    group = registry.get(mesh, purpose, make)
     if group is None:
         raise ValueError(f"rank {me} is not in the mesh of ranks {list(ranks)}; pass it a mesh that it is in")
     return group
@@ -191,8 +151,8 @@ def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
         group: Group | None = groups[0]
         if len(ranks) > 1:
             rows, device = _rows([each[n] for each in every]), raw.device_of(groups[0].device.type)
-            _registry.opened += 1
-            group = _registry.get(_registry.opened, "channel", functools.partial(_open_all, rows, device, "channel"))
+            registry.opened += 1
+            group = registry.get(registry.opened, "channel", functools.partial(_open_all, rows, device, "channel"))
         assert group is not None
         opened.append(group)
     return opened
@@ -219,7 +179,7 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
         parts = [part for part in parts if not part & joined] + [joined]
     rows = tuple(sorted(tuple(sorted(part)) for part in parts))
 
-    group = _registry.get(rows, purpose, lambda: _open_all(rows, raw.device_of(), purpose))
+    group = registry.get(rows, purpose, lambda: _open_all(rows, raw.device_of(), purpose))
     assert group is not None
     return group
 
@@ -270,54 +230,6 @@ def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Ha
     return next((group for group in opened if group is not None), None)
 
 
-@contextmanager
-def held_by(holder: Any) -> Iterator[None]:
-    """Groups that are asked for inside are `holder`'s, until it lets them go."""
-    before, _registry.holder = _registry.holder, holder
-    try:
-        yield
-    finally:
-        _registry.holder = before
-
-
-def held_alone(holder: Any) -> list[Any]:
-    """The keys of groups that only `holder` has asked for, in the order in which they were opened."""
-    return [key for key in _registry.current() if _registry.holders[key] == {holder}]
-
-
-def let_go(holder: Any, close: bool) -> None:
-    """Groups of `holder` are no longer its own. Every rank of the world must call it, after all that is sent in them.
-
-    Args:
-        holder: as given to `held_by`.
-        close: those that nobody else has asked for; else they stay open for whoever asks next.
-    """
-    for key in held_alone(holder) if close else ():
-        _close(key)
-    for holders in _registry.holders.values():
-        if holder in holders:
-            holders.remove(holder)
-            holders.update(() if holders else {None})
-
-
-def _close(key: Any) -> None:
-    group = _registry.groups.pop(key)
-    del _registry.holders[key]
-    if group is not None and group.pg is not None:
-        raw.destroy(group.pg)
-        # Not None, which to torch is the default group. What is left of a group has nothing open.
-        object.__setattr__(group, "pg", Closed())
-
-
-class Closed:
-    """The process group of a group that was closed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(
-            "a channel between ranks was used after opt.detach(), which closes it. Attach the model anew."
-        )
-
-
 def shutdown() -> None:
     """Close every group opened here, and the default group if it was made here. Every rank must call it.
 
@@ -325,63 +237,25 @@ def shutdown() -> None:
     that one abort ("terminate called without an active exception"). Without a launched world: no effect.
     """
     settle()
-    groups = _registry.current()
-    if not any(group and group.pg for group in groups.values()) and not _registry.ours:
+    groups = registry.current()
+    if not any(group and group.pg for group in groups.values()) and not registry.ours:
         groups.clear()
         return
     raw.barrier(world_group("mesh"))
-    _close_all()
-
-
-def _close_all() -> None:
-    for group in list(_registry.groups.values()):
-        if group and group.pg is not None:
-            raw.destroy(group.pg)
-    _registry.groups.clear()
-    _registry.holders.clear()
-    if _registry.ours:
-        raw.destroy(None)
-    _registry.current()
+    close_all()
 
 
 def _leave() -> None:
     """At the end of a process under torchrun: close what we opened. After an error nobody is waited for:
     the other ranks may be in the middle of something else, and the launcher ends them."""
-    _registry.current()
-    if not (_registry.ours and raw.default_group() is not None):
+    registry.current()
+    if not (registry.ours and raw.default_group() is not None):
         return
     finished()
     failed = getattr(sys, "last_value", None) is not None
     try:
         if not failed:
             raw.await_all(None, timedelta(seconds=10))
-        _close_all()
+        close_all()
     except RuntimeError:
         pass  # the others are gone already: there is nothing left to close in order
-
-
-def presence() -> Presence | None:
-    """What the ranks of this job tell each other outside of collectives; None before any group was opened."""
-    _registry.current()
-    return _registry.presence
-
-
-def finished() -> None:
-    """Tell the other ranks that this one takes part in nothing any more."""
-    if _registry.presence is not None:
-        _registry.presence.finished()
-
-
-def opened() -> list[Group]:
-    """The groups of several ranks that are open in this process."""
-    return [g for g in _registry.current().values() if g is not None and g.pg is not None]
-
-
-def begun() -> dict[str, int]:
-    """By channel, the number of the last collective or common call that this process has begun.
-
-    Not of channels on which another thread of this process was the last: that one may go on.
-    """
-    here, me = presence(), threading.get_ident()
-    counts = {g.pg.group_name: g.traffic.begun for g in opened() if g.traffic.thread in (0, me)}
-    return {**counts, **(here.calls if here is not None else {})}

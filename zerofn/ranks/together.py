@@ -21,8 +21,8 @@ import zlib
 from typing import NoReturn
 
 from .._errors import explain
+from .open_groups import begun, presence
 from .presence import Presence, Pulse, Waiting
-from .process_groups import begun, presence
 
 SETTING = "ZEROFN_TOGETHER_TIMEOUT"
 LIMIT = 25.0

@@ -12,8 +12,8 @@ import torch
 from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group
+from .open_groups import begun, presence
 from .presence import Waiting
-from .process_groups import begun, presence
 
 _LOOK = timedelta(seconds=2)  # after which a rank that waits looks whether the others are still there
 

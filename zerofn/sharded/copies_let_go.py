@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.tree import Leaf
+from ..core.layout import Leaf
 from .write_back import Place, WriteBack, place, plainly
 
 # Storages are one object for as long as anybody has a tensor on them.

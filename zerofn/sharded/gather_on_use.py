@@ -21,8 +21,8 @@ from torch.autograd import Function
 from .._compat import all_plain, beneath_functorch, functorch_active, is_batch, uncompiled
 from .._errors import explain
 from ..core.gradients import check_dense
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.tree import Leaf, Leaves
 from ..ranks.group import Group
 from .gathered import ALIVE, Gathered
 from .lazy_tensor import Lazy

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._compat import memory
-from ..core.tree import Leaf, Leaves
+from ..core.layout import Leaf, Leaves
 from .copies_let_go import StorageRef
 from .guarded_parameter import writes
 from .written_in_forward import Written

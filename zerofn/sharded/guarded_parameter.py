@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat import COMPILER, CONVERTING, uncompiled, version
 from .._errors import explain
-from ..core.tree import Leaves
+from ..core.layout import Leaves
 from .part import plain
 
 PACKAGE = __name__.partition(".")[0]

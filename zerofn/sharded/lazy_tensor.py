@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._compat import no_torch_function, schema, uncompiled, without_memory
 from .._errors import explain
-from ..core.tree import Leaf, Leaves, Tree, tree_map
+from ..core.layout import Leaf, Leaves
+from ..core.tree import Tree, tree_map
 
 
 class Source(Protocol):

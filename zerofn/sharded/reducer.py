@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .._ranges import VIEW, WAIT, ranged
-from ..core.tree import Leaf
-from ..core.views import Like, Wire, cut
+from ..core.coalesced import Like, cut
+from ..core.layout import Leaf
+from ..core.views import Wire
 from ..ranks.group import Group
 from .agreement_on_rounds import Question, check_marks
 from .unit_plans import Sum

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from .._errors import explain
-from ..core.tree import Leaves
+from ..core.layout import Leaves
 
 
 class Uncleared:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .._ranges import VIEW, ranged
+from ..core.layout import Leaf, Leaves
 from ..core.linear_map import over
-from ..core.tree import Leaf, Leaves
 from .unit_plans import Plan, Sum, UnitPlans
 
 NOTHING = type(None)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.coalesced import cut
+from ..core.layout import Leaf
 from ..core.road import Road
-from ..core.tree import Leaf
-from ..core.views import View, Wire, cut, summed_in
+from ..core.views import View, Wire, summed_in
 
 NO_LIMIT = 1 << 62
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.tree import Leaf
+from ..core.layout import Leaf
 from ..ranks.group import Group
 from ..ranks.join import CALL, Asked, Rounds
 from .gathered import ALIVE, Gathered

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..core.tree import Leaf, Leaves
+from ..core.layout import Leaf, Leaves
 
 # Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
 SMALL = 1 << 18

@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from .._compat import uncompiled
 from .._errors import explain
-from ..core.tree import Leaf
+from ..core.layout import Leaf
 from ..core.views import Wire, over_ranks
 
 

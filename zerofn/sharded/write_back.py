@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_leaves
-from ..core.tree import Leaf, Leaves
+from ..core.layout import Leaf, Leaves
 
 _SHAPE = attrgetter("shape")
 # Where a tensor's memory is, and how it lies there.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from .._errors import explain
 from ..core.entries import Entry, entries
+from ..core.layout import Placement
 from ..core.pictures import bars
 from ..core.state import State
-from ..core.tree import Placement
 from ..eager.optimizer import Optimizer
 from .stations_table import StationsTable
 from .words import dtype_name, readable, span_of

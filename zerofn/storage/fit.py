@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.entries import Entry, before
-from ..core.tree import Placement
+from ..core.layout import Placement
 from .words import dtype_name
 
 

@@ -18,7 +18,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
-from ..pure.api import pipe_of
+from ..pure.states import pipe_of
 from .buffers import buffers_of
 from .buffers import write as write_buffers
 from .checkpoint import state_of

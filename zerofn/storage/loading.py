@@ -16,8 +16,8 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.within import joined
 from ..eager.optimizer import Optimizer
-from ..pure.api import pipe_of
 from ..pure.outside_of_graphs import outside_since
+from ..pure.states import pipe_of
 from ..ranks.background import settle
 from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from .._compat import shape_only
 from .._errors import explain
 from ..core.executor import counter
+from ..core.layout import Leaves, make_layout, parameters_of
 from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaves, Tree, make_layout, parameters_of, tree_map
+from ..core.tree import Tree, tree_map
 from ..core.views import Ranks
 from ..module.attach_checks import check_initialised
 from ..module.buffer_dtypes import dtypes_of_buffers

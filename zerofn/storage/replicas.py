@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..core.entries import entries, of_nobody
+from ..core.layout import Placement
 from ..core.state import State
-from ..core.tree import Placement
 from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
 from ..ranks.process_groups import connected, world_group

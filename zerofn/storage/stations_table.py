@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.layout import Leaf
 from ..core.pictures import road
 from ..core.pipeline import Pipeline
 from ..core.placements import AxisPlacement, Owner
 from ..core.spec import Spec, Station
-from ..core.tree import Leaf
 from ..core.views import View
 from .words import dtype_name, readable, span_of
 

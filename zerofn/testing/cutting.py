@@ -18,13 +18,15 @@ from ..core.by_rows import keeps_leaves_alone
 from ..core.compose import chain
 from ..core.entries import Entry, entries
 from ..core.executor import counter
+from ..core.facts import OF_PIECES
+from ..core.layout import Layout, Leaf, Leaves, make_layout
 from ..core.order import effect
 from ..core.pipeline import Pipeline
 from ..core.resolve import pipeline
 from ..core.spec import as_it_is
 from ..core.state import State
-from ..core.transform import OF_PIECES, Transform
-from ..core.tree import Layout, Leaf, Leaves, Tree, make_layout
+from ..core.transform import Transform
+from ..core.tree import Tree
 from ..core.update import apply
 from ..core.views import over_ranks
 from ..ranks.group import Group

@@ -9,11 +9,12 @@ from typing import Any
 from .._errors import bad_leaves
 from ..core.compose import chain
 from ..core.executor import counter
+from ..core.layout import Leaves, make_layout
 from ..core.resolve import pipeline
 from ..core.spec import Spec
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Leaves, Tree, make_layout
+from ..core.tree import Tree
 from ..core.update import apply
 from ..core.views import Ranks
 from ..ranks.group import Group

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..background import settle
-from ..process_groups import finished, initialize
+from ..open_groups import finished
+from ..process_groups import initialize
 from .serialization import load, pickler, read
 
 NOTE = 16  # bytes before the text of a note: kind and time

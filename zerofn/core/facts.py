@@ -1,0 +1,72 @@
+"""What a transform says of itself: what others may know of it, and how much of a tree its update must see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What others may know of a transform without knowing which it is. What holds others declares it for all of them.
+
+    Attributes:
+        optimizes: what leaves it is new parameters.
+        watches: it looks at new parameters.
+        window: micro-steps that it adds up before one goes on; 1 where it holds none back.
+        weighted: whether those are weighted.
+        adds: what leaves it is added to the parameters where nothing else makes new ones.
+        directs: what leaves it is the direction of a step, which is no gradient any more.
+        rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
+        settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
+        reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
+            In a step that does not reach it each is 0, or what its state has under that name.
+    """
+
+    optimizes: bool = False
+    watches: bool = False
+    window: int = 1
+    weighted: bool = False
+    adds: bool = False
+    directs: bool = False
+    rate: Any = None
+    settable: tuple[tuple[str, Any], ...] = ()
+    reports: frozenset[str] = frozenset()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps gradients for a later micro-step."""
+        return self.window > 1 or self.weighted
+
+
+class Scope(Enum):
+    """How much of the tree an update half must see at once."""
+
+    LEAF = "each leaf alone"
+    TREE = "one look at the whole tree, then each leaf alone"
+    WHOLE = "the whole tree"
+
+
+# How much an update must see to be right, from least to most: an element; an element and a number of the whole tree
+# that is reduced over ranks (a norm, an overflow); a row of the first dimension; a leaf; the tree. `Scope` says how
+# much the executor hands over at once on one rank, and this what of it a rank must have whole.
+NEEDS = ("element", "number", "row", "leaf", "tree")
+
+
+# What is right where leaves are cut over ranks, flat, in ranges that may begin anywhere.
+OF_PIECES = ("element", "number")
+
+
+# What is right at the owner of a leaf; the first of them where a rank has whole rows, too.
+OF_LEAVES = ("row", "leaf")
+
+
+def most(needs: Iterable[str]) -> str:
+    """What a transform needs that holds others with these needs.
+
+    >>> most(["element", "leaf", "number"]), most([])
+    ('leaf', 'element')
+    """
+    return max(needs, key=NEEDS.index, default="element")

@@ -1,0 +1,146 @@
+"""A state from parameters, the parameters of a state, and the pipeline that the two belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.agreement import agree_on_start, check_finite
+from ..core.averages import averages_of
+from ..core.executor import counter
+from ..core.initial import Init, check_init, device_of, first_values, made_by
+from ..core.layout import make_layout
+from ..core.pipeline import Pipeline
+from ..core.resolve import pipeline
+from ..core.state import State
+from ..core.transform import Transform
+from ..core.tree import Tree
+from ..kernels.recording import recorded
+from .linearize import check_graph
+from .outside_of_graphs import outside_of_graphs
+from .seeing import seeing
+
+
+@outside_of_graphs
+def init(
+    tx: Transform,
+    params: Tree,
+    *,
+    create_graph: bool = False,
+    init: Init | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> State:
+    """The first state of a pipeline: stored parameters, the state of each transform, counters.
+
+    Args:
+        tx: a transform, or a chain, with an optimizer in it.
+        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses
+            registered with optree (globally or in the namespace ``"zerofn"``). A tensor that stands at
+            several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
+        create_graph: let the state be a function of `params` to autograd, for derivatives by the initial parameters.
+            Inside of torch.func it is one in any case.
+        init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
+            are made one at a time, and each rank keeps its part, so that the tree need not fit into one rank's memory:
+            the peak is a state and one leaf. torch's generators are seeded by `seed` and the path for each leaf (and
+            put back), so that numbers are the same on any number of ranks; on another kind of device they are others.
+        seed: of the draws of `init`.
+        device: where `init` is to write and the state is to be; by default where torch makes tensors.
+
+    Returns:
+        A `State`. It shares no memory with `params`.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor.
+        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named. What `init` leaves
+            unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
+    >>> state
+    State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+    >>> meta = {"w": torch.empty(1000, 1000, device="meta")}
+    >>> state = zf.init(zf.sgd(0.1), meta, init=lambda path, x: torch.nn.init.normal_(x, std=0.02))
+    >>> round(float(state.params["w"].std()), 3)
+    0.02
+    """
+    check_graph("zf.init", create_graph)
+    check_init("zf.init", init, seed)
+    layout, tensors = make_layout(params)
+    pipe = pipeline(tx, layout, "zf.init")
+    if pipe.dtypes.buffers is not None:
+        why = "a tree of parameters has no buffers, so it would have no effect"
+        right = (
+            "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
+            "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
+        )
+        raise ValueError(explain("zf.init(chain(precision(buffer_dtype=...), ...), params)", why, right))
+    if not create_graph and not recorded():
+        tensors = {p: x.detach() for p, x in tensors.items()}
+    if init is None:
+        agree_on_start(pipe, tensors)
+        stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+    else:
+        check_finite(tensors)
+        at, by = device_of(device), init
+        whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
+        made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
+        stored = first_values(pipe, made, lambda leaf, x: _own(pipe.road.store(x, leaf)))
+    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@outside_of_graphs
+def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
+    """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
+
+    Args:
+        tx: the pipeline.
+        state: its state.
+        of: `"params"`, or the name of an `ema`, or of the `masked` or `partition` that holds one, for the
+            averages; what is not averaged there is as it is stored.
+
+    Returns:
+        Tensors that share memory with the state where nothing had to be gathered or cast.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
+    [tensor([1., 1.])]
+    """
+    pipe = pipe_of(tx, state, "zf.full_params")
+    leaves = state.leaves
+    if of != "params":
+        leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
+    return state.layout.join(pipe.road.whole(leaves))
+
+
+def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+    """The pipeline of a state, after a look at whether they belong together; its views see that state."""
+    return seeing(resolved(tx, state, where), state, where)
+
+
+def resolved(tx: Transform, state: Any, where: str) -> Pipeline:
+    """The pipeline of a state, after a look at whether they belong together."""
+    if not isinstance(state, State):
+        raise TypeError(
+            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
+        )
+    state.check_kept(where)
+    pipe = pipeline(tx, state.layout, where)
+    names = [p.name for p in pipe.parts]
+    if list(state.transforms) != names:
+        raise ValueError(
+            explain(
+                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
+                "the state was made by another pipeline",
+                "state = zf.init(tx, params) with this very tx",
+            )
+        )
+    return pipe
