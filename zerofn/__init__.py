@@ -14,7 +14,7 @@ from typing import Any as _Any
 from . import collectives as collectives
 from . import extend as extend
 from . import schedules as schedules
-from ._compat import uncompiled as _uncompiled
+from ._compat.compiler import uncompiled as _uncompiled
 from .core.compose import chain as chain
 from .core.compose import guest as guest
 from .core.groups import masked as masked

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zerofn as zf
-from zerofn._compat import shape_only
+from zerofn._compat.tensors import shape_only
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam import adam_
 from zerofn.kernels.norms import squared_norm

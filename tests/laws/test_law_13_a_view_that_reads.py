@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn._compat import COMPILES_STATES
+from zerofn._compat.compiler import COMPILES_STATES
 from zerofn.extend import Transform, View, as_it_is, transform
 
 STAGES = {

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
-from zerofn._compat import COMPILES_STATES
+from zerofn._compat.compiler import COMPILES_STATES
 
 BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -150,7 +150,7 @@ def test_plan_of_meta_tensors_allocates_nothing():
 
 def test_plan_pins_nothing():
     """State that is offloaded from a GPU is pinned on the host; a plan has no memory to pin."""
-    from zerofn._compat import shape_only
+    from zerofn._compat.tensors import shape_only
     from zerofn.transforms.offload import _place
 
     with shape_only() as fake:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 import zerofn as zf
-from zerofn._compat import COMPILES_STATES
+from zerofn._compat.compiler import COMPILES_STATES
 
 F64 = torch.float64
 

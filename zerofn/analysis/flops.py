@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compat import in_backward
+from .._compat.autograd import in_backward
 
 # Attention on the processor has no formula before torch 2.15; it is that of the same kernel elsewhere.
 _ATTENTION = (

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._compat import at_end_of_backward, in_backward, is_wrapped
+from .._compat.autograd import at_end_of_backward, in_backward
+from .._compat.functorch import is_wrapped
 from .._ranges import PHASE, UPDATE, VIEW, WAIT, listener, listening
 from ..module.nested_tensors import tensors_in
 from ..ranks.open_groups import opened

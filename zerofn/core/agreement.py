@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
+from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves, explain
 from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_shape_only
+from .._compat.tensors import is_shape_only
 from .by_rows import Rows, by_rows, keeps_leaves_alone, rows_here
 from .context import Context
 from .facts import OF_LEAVES, Scope

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import foreach_add
+from .._compat.operators import foreach_add
 from ..kernels.recording import concrete
 from ..kernels.terms import once
 from .leaf_steps import Numbers

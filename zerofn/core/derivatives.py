@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import only_reverse
+from .._compat.functorch import only_reverse
 from .leaf_steps import LeafStep
 
 # (cotangents of the new parameter and, by name, of the new slots; old parameter, gradient, new slots, what else) ->

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._compat import is_shape_only, is_wrapped
+from .._compat.functorch import is_wrapped
+from .._compat.tensors import is_shape_only
 from .._errors import bad_leaves
 from .layout import Layout, Leaves
 from .tree import Tree

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import version
+from .._compat.tensors import version
 from .._errors import explain, kind_of
 from ..kernels.rounding import leaf_key, stream_key
 from .agreement import agree_on_chain, agree_on_prints, fingerprint

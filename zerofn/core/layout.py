@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._compat import pytree, register_constant
+from .._compat.compiler import pytree, register_constant
 from .._errors import bad_leaves, explain
 from ..ranks.distributed_tensors import is_distributed
 from .rows import span

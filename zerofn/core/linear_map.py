@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import functorch_active, innermost_transform, is_wrapped
+from .._compat.functorch import functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
 from .._ranges import VIEW, ranged
 from .layout import Leaf

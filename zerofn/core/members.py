@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import as_batch, beneath_functorch, only_vmap, stacked
+from .._compat.functorch import as_batch, beneath_functorch, only_vmap, stacked
 from .layout import Leaves
 from .leaf_steps import Given, LeafList
 from .transform import TransformState

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import innermost, innermost_transform, register_pytree_node
+from .._compat.compiler import register_pytree_node
+from .._compat.functorch import innermost, innermost_transform
 from .._errors import bad_leaves, explain
 from .layout import Layout, Leaves
 from .leaf_tensors import LeafTensors, assign, entries_stay

@@ -15,7 +15,8 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 from torch import Tensor
 
-from .._compat import memories, pytree
+from .._compat.compiler import pytree
+from .._compat.tensors import memories
 from .._errors import explain
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.

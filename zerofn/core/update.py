@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
+from .._compat.functorch import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
 from .context import Context
 from .executor import finish, run

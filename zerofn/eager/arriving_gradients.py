@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import uncompiled
+from .._compat.compiler import uncompiled
 from ..core.coalesced import Like
 from ..core.gradients import check_readable
 from ..core.layout import Leaf, Leaves

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat import in_backward
+from .._compat.autograd import in_backward
 from .._errors import explain
 from ..core.layout import make_layout, parameters_of
 from ..core.resolve import pipeline

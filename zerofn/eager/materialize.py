@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import is_wrapper
+from .._compat.tensors import is_wrapper
 from .._errors import explain
 from ..core.agreement import check_finite
 from ..core.arguments import check_flag

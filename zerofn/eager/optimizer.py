@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import uncompiled
+from .._compat.compiler import uncompiled
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._compat import HOOKS_OF
+from .._compat.modules import HOOKS_OF
 
 
 def prepare(opt: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import version
+from .._compat.tensors import version
 from .._errors import explain
 from ..core.agreement import check_weight
 from ..core.context import Context

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import LOADS_STATES
+from .._compat.modules import LOADS_STATES
 from .._errors import bad_leaves, explain
 from ..core.entries import Entry, of_rank, rebuild
 from ..core.leaf_tensors import LeafTensors

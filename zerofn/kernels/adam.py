@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofn._compat import has_triton, is_wrapped
+from zerofn._compat.functorch import is_wrapped
+from zerofn._compat.operators import has_triton
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam_formula import (
     Leaves,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerofn._compat import tell_autograd
+from zerofn._compat.autograd import tell_autograd
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam_formula import (
     Dtypes,

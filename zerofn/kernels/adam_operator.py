@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofn._compat import while_traced
+from zerofn._compat.compiler import while_traced
 from zerofn.kernels.adam import adam_
 from zerofn.kernels.adam_formula import Dtypes
 from zerofn.kernels.adam_native import native_kernel

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofn._compat import fused_adam_, fused_adamw_, tell_autograd
+from zerofn._compat.autograd import tell_autograd
+from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels.lists import typed
 from zerofn.kernels.operators import operator
 

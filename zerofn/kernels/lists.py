@@ -7,7 +7,7 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import Tensor
 
-from .._compat import functorch_active, is_wrapped
+from .._compat.functorch import functorch_active, is_wrapped
 
 # Asked of every leaf in every step, and so from C.
 _DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from .._compat import foreach_norm
+from .._compat.operators import foreach_norm
 from .native import squares
 from .recording import recorded
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import (
+from .._compat.functorch import (
     beneath_functorch,
     differentiating,
     functorch_active,

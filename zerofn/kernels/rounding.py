@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import reinterpret, while_traced
+from .._compat.compiler import while_traced
+from .._compat.functorch import reinterpret
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D

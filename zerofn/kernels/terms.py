@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import foreach_mul
+from .._compat.operators import foreach_mul
 from .recording import differentiated, recorded
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from .._compat import is_wrapper, registered
+from .._compat.modules import registered
+from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaves
 

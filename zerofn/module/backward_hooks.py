@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._compat import backward_hooks
+from .._compat.modules import backward_hooks
 from .._errors import bad_leaves
 
 

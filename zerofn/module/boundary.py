@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import backward_call, executing, functorch_active, graph_task, next_sequence, number_of
+from .._compat.autograd import backward_call, executing, graph_task, next_sequence, number_of
+from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
 from ..ranks.distributed_tensors import Form

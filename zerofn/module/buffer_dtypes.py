@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import registered
+from .._compat.modules import registered
 from ..core.dtypes import Dtypes
 
 

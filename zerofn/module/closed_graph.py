@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .._compat import is_wrapped, number_of
+from .._compat.autograd import number_of
+from .._compat.functorch import is_wrapped
 from .._errors import explain
 from ..core.linear_map import LeafView
 from .crossing import Crossing

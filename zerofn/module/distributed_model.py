@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._compat import has_hooks, local_of, registered, set_local, sharded_by_torch
+from .._compat.autograd import has_hooks
+from .._compat.modules import registered, sharded_by_torch
+from .._compat.tensors import local_of, set_local
 from .._errors import bad_leaves, explain
 from ..core.within import Within
 from ..ranks.distributed_tensors import CUT, Form, is_distributed, reason_against

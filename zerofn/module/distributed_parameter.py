@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import in_backward
+from .._compat.autograd import in_backward
 from .._errors import explain
 from ..ranks.distributed_tensors import Form
 from ..sharded.guarded_parameter import Partial, in_memory, ours

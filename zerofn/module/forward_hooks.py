@@ -14,16 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import (
-    CALL,
-    backward_hooks,
-    forward_hooks,
-    next_sequence,
-    register_in,
-    registered,
-    set_flat_weights,
-    uncompiled,
-)
+from .._compat.autograd import next_sequence
+from .._compat.compiler import uncompiled
+from .._compat.modules import CALL, backward_hooks, forward_hooks, register_in, registered, set_flat_weights
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting

@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import number_of, registered, version
+from .._compat.autograd import number_of
+from .._compat.modules import registered
+from .._compat.tensors import version
 from .crossing import crossing_of
 from .nested_tensors import map_tensors
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import IGNORED_BY_DDP
+from .._compat.modules import IGNORED_BY_DDP
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..ranks.distributed_tensors import Form

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import registered, reset_of, version
+from .._compat.modules import registered, reset_of
+from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.initial import INIT, Init, blank, made_by, seeded, unset
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import base_of, is_wrapped, number_of
+from .._compat.autograd import number_of
+from .._compat.functorch import is_wrapped
+from .._compat.tensors import base_of
 from .._errors import explain
 
 Fn = Callable[[Tensor], Tensor]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import uncompiled
+from .._compat.compiler import uncompiled
 from .boundary import Sight
 
 

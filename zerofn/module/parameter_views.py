@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
+from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._compat import with_globals
+from .._compat.operators import with_globals
 from .._errors import explain
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import SHALLOW, gradient_hooks, in_backward, uncompiled
+from .._compat.autograd import gradient_hooks, in_backward
+from .._compat.compiler import uncompiled
+from .._compat.tensors import SHALLOW
 from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from .._compat import backward_call, number_of, version
+from .._compat.autograd import backward_call, number_of
+from .._compat.tensors import version
 from .._errors import explain
 from ..core.linear_map import EdgeMap, linear_map, times, untracked
 from .crossing import Crossing

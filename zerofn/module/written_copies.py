@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._compat import innermost, is_wrapped, version
+from .._compat.functorch import innermost, is_wrapped
+from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.linear_map import is_linear_map
 from ..sharded.write_back import carried, same

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import functorch_active, uncompiled
+from .._compat.compiler import uncompiled
+from .._compat.functorch import functorch_active
 from .._ranges import PHASE, ranged
 from ..core.agreement import check_weight
 from ..core.arguments import check_function, check_positional

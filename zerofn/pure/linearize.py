@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import functorch_active
+from .._compat.functorch import functorch_active
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.executor import passed

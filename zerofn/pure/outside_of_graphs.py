@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .._compat import uncompiled
+from .._compat.compiler import uncompiled
 from .._errors import explain
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._compat import constant, is_function, is_wrapped, levels
+from .._compat.functorch import constant, is_function, is_wrapped, levels
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.state import State

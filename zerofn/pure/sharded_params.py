@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import run_when_ready, version
+from .._compat.autograd import run_when_ready
+from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
@@ -176,7 +177,7 @@ def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
 def by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
     """Leaves by unit: elements of the outermost lists, or of dicts with numbers for names, and the others.
 
-    >>> from zerofn.core.tree import make_layout
+    >>> from zerofn.core.layout import make_layout
     >>> w = torch.zeros(99, 99)
     >>> layout, _ = make_layout({"blocks": [{"a": w + 0, "b": w + 0}, {"a": w + 0}], "head": w + 0, "tail": w + 0})
     >>> [[leaf.path for leaf in unit] for unit in by_prefix(layout.leaves)]

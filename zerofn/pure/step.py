@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import COMPILES_STATES, functorch_active, uncompiled, while_traced
+from .._compat.compiler import COMPILES_STATES, uncompiled, while_traced
+from .._compat.functorch import functorch_active
 from .._errors import explain, kind_of
 from .._ranges import PHASE, ranged
 from ..core.agreement import shared_weight

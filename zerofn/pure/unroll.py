@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import constant, functorch_active, is_function
+from .._compat.functorch import constant, functorch_active, is_function
 from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat import beneath_functorch, outlasting
+from .._compat.functorch import beneath_functorch
+from .._compat.operators import outlasting
 from .._ranges import WAIT, ranged
 from .group import Group
 

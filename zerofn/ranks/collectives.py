@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_wrapped
+from .._compat.functorch import is_wrapped
 from . import backend as raw
 from .group import Group
 from .waiting import DONE, Landing, Watched, run

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import all_plain, beneath_functorch, functorch_active, is_batch, uncompiled
+from .._compat.compiler import uncompiled
+from .._compat.functorch import beneath_functorch, functorch_active, is_batch
+from .._compat.tensors import all_plain
 from .._errors import explain
 from ..core.gradients import check_dense
 from ..core.layout import Leaf, Leaves

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .._compat import memory
+from .._compat.tensors import memory
 from ..core.layout import Leaf, Leaves
 from .copies_let_go import StorageRef
 from .guarded_parameter import writes

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import COMPILER, CONVERTING, uncompiled, version
+from .._compat.compiler import COMPILER, uncompiled
+from .._compat.modules import CONVERTING
+from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
 from .part import plain

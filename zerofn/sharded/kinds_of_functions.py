@@ -8,7 +8,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from .._compat import SHALLOW, tagged_pointwise
+from .._compat.operators import tagged_pointwise
+from .._compat.tensors import SHALLOW
 
 
 class Kind(enum.Enum):

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat import no_torch_function, schema, uncompiled, without_memory
+from .._compat.compiler import uncompiled
+from .._compat.operators import schema
+from .._compat.tensors import no_torch_function, without_memory
 from .._errors import explain
 from ..core.layout import Leaf, Leaves
 from ..core.tree import Tree, tree_map

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import in_backward
+from .._compat.autograd import in_backward
 from .._errors import explain
 from .whole_of_part import Piece, cut, gathered
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import alias_of
+from .._compat.tensors import alias_of
 from .._errors import explain
 from .kinds_of_functions import Kind, in_place, kind_of
 from .linear_functions import check_linear, from_hooks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._compat import memory
+from .._compat.tensors import memory
 from .._errors import explain
 from .kinds_of_functions import in_place
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .._compat import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward, uncompiled
+from .._compat.autograd import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward
+from .._compat.compiler import uncompiled
 from ..ranks.join import STEP
 from .gathered import Gathered
 from .unit_rounds import UnitRounds

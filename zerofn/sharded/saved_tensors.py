@@ -24,7 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import innermost, local_of, next_sequence, number_of, saved_by, saved_tensors_hooks, uncompiled, version
+from .._compat.autograd import next_sequence, number_of, saved_by, saved_tensors_hooks
+from .._compat.compiler import uncompiled
+from .._compat.functorch import innermost
+from .._compat.tensors import local_of, version
 from ..ranks.distributed_tensors import Form, is_distributed
 from .gather_on_use import Units
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import uncompiled
+from .._compat.compiler import uncompiled
 from .._errors import explain
 from ..core.layout import Leaf
 from ..core.views import Wire, over_ranks

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import version
+from .._compat.tensors import version
 from ..core.layout import Leaf, Leaves
 from .copies_let_go import Left, LetGo
 from .write_back import Place, WriteBack, place, places, plainly

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import is_wrapper, persistent_buffers
+from .._compat.modules import persistent_buffers
+from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain
 from ..core.entries import Entry
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import shape_only
+from .._compat.tensors import shape_only
 from .._errors import explain
 from ..core.executor import counter
 from ..core.layout import Leaves, make_layout, parameters_of

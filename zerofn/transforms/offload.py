@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import is_shape_only
+from .._compat.tensors import is_shape_only
 from .._errors import explain
 from ..extend import (
     Context,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import foreach_copy_
+from .._compat.operators import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
 from .packing import flat_to_sum, row_of, rows_to_sum, wholes_of
 

@@ -1,0 +1,1 @@
+"""Every torch name that is private or has changed between releases, looked up once."""

@@ -1,0 +1,152 @@
+"""Transforms of torch.func: which are under way, and what they have wrapped around a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Function
+
+from .compiler import while_traced
+
+# What torch.func wraps tensors in, and the levels of its transforms.
+functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+# The same as a function of C, `None` outside, for who has asked whether the compiler traces, which cannot read it.
+innermost_transform = functorch.peek_interpreter_stack
+
+
+@while_traced
+def functorch_active() -> bool:
+    """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+@while_traced
+def differentiating() -> bool:
+    """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    return any(level.key().name in ("Grad", "Jvp") for level in functorch.get_interpreter_stack())
+
+
+def only_reverse() -> bool:
+    """Whether nothing but derivatives backwards is under way: plain autograd, torch.func.grad and vjp, in any depth."""
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    stack = functorch.get_interpreter_stack() if functorch_active() else ()
+    return all(level.key().name == "Grad" for level in stack)
+
+
+def only_vmap() -> int | None:
+    """The level of the vmap that is under way, where it is the only transform of torch.func and no graph is made."""
+    return None if torch.compiler.is_compiling() else vmap_level()
+
+
+@while_traced
+def vmap_level() -> int | None:
+    """As `only_vmap`, while the compiler traces too."""
+    if not functorch_active() or torch.autograd.forward_ad._current_level >= 0:
+        return None
+    levels = functorch.get_interpreter_stack()
+    return levels[0].level() if len(levels) == 1 and levels[0].key().name == "Vmap" else None
+
+
+def behind(x: Tensor, level: int) -> Tensor | None:
+    """The members of a batch of that vmap in one tensor; `None` of one that all members share. Traced as well."""
+    return functorch._unwrap_batched(x, level)[0] if functorch.is_batchedtensor(x) else None
+
+
+def stacked(x: Tensor) -> Tensor | None:
+    """The members of a batch one behind the other, as a plain tensor; `None` of one that all members share."""
+    return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0) if is_wrapped(x) else None
+
+
+def as_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor as a batch of its rows in the vmap of that level."""
+    return functorch._add_batch_dim(x, 0, level)
+
+
+# Inside, tensors are made as if no transform of torch.func were under way: it takes them for constants.
+beneath_functorch = temporarily_clear_interpreter_stack
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The plain tensor inside of those that transforms of torch.func have wrapped around it."""
+    while functorch.maybe_get_level(x) != -1:
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def is_wrapped(x: object) -> bool:
+    """Whether `x` is a tensor of a torch.func transform, whose value no Python branch may read."""
+    return isinstance(x, Tensor) and functorch.maybe_get_level(x) != -1
+
+
+def constant(x: Tensor) -> Tensor:
+    """`x` as no function of anything, at any level of torch.func; a batch is one still."""
+    if not is_wrapped(x):
+        with beneath_functorch():
+            return x.detach()
+    inner = constant(functorch.get_unwrapped(x))
+    if functorch.is_batchedtensor(x):
+        return functorch._add_batch_dim(inner, functorch.maybe_get_bdim(x), functorch.maybe_get_level(x))
+    return inner
+
+
+def is_function(x: Tensor) -> bool:
+    """Whether `x` is a function of something that is differentiated, at any level."""
+    while True:
+        if x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None:
+            return True
+        if not is_wrapped(x):
+            return False
+        x = functorch.get_unwrapped(x)
+
+
+def is_batch(x: Tensor) -> bool:
+    """Whether `x` stands for several tensors: in torch.func.vmap, or as a cotangent of `is_grads_batched`.
+
+    The latter are of an older vmap, of which nothing shows but that they have no storage.
+    """
+    if functorch.maybe_get_level(x) != -1:
+        return True
+    if x.layout is not torch.strided:  # one that is sparse has none either
+        return False
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
+
+
+def levels(x: Tensor) -> frozenset[int]:
+    """The nested vmaps in which a tensor is batched."""
+    found = set()
+    while is_wrapped(x):
+        if functorch.is_batchedtensor(x):
+            found.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return frozenset(found)
+
+
+class _Reinterpret(Function):
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # type: ignore[override]
+        return _Reinterpret.apply(x, dtype), in_dims[0]
+
+
+def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits in a dtype of the same size. `Tensor.view` has no rule for torch.func.vmap in torch 2.11."""
+    wrapped = not torch.compiler.is_compiling() and is_wrapped(x)
+    return _Reinterpret.apply(x, dtype) if wrapped else x.view(dtype)
