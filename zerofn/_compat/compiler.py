@@ -51,6 +51,22 @@ def uncompiled(fn: Fn, why: str | None = None) -> Fn:
     return fn
 
 
+_ITSELF = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+# What makes graphs of the functions that are called here: `None` or `False` where nothing does.
+makes_graphs: Callable[[], Any] = _eval_frame.get_eval_frame_callback
+
+
+def begins_uncompiled(fn: Fn) -> Fn:
+    """`fn` as one that Python runs where a compiled function begins with it: a graph begins with what it calls.
+
+    Traced into it is as any other.
+    """
+    fn.__code__ = fn.__code__.replace()
+    _eval_frame.set_code_exec_strategy(fn.__code__, _ITSELF)
+    return fn
+
+
 def register_pytree_node(cls: type, flatten, unflatten) -> None:
     """Make `cls` a node for torch.func, whose tree library has no public registration."""
     pytree.register_pytree_node(  # type: ignore[attr-defined]

@@ -15,7 +15,11 @@ from ..core.arguments import check_count, check_number
 from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
+from ..pure.outside_of_graphs import outside_since
 from .hessian import Hessian
+
+_WHY = "it takes products until their numbers say that it is enough"
+_RIGHT = "zf.curvature.{}(loss_fn, tx, state, *batch), outside of what is compiled"
 
 
 class Spectrum(NamedTuple):
@@ -39,6 +43,7 @@ class Trace(NamedTuple):
     error: Tensor
 
 
+@outside_since(_WHY, _RIGHT.format("max_eigenvalue"), "curvature.max_eigenvalue")
 def max_eigenvalue(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -104,6 +109,7 @@ def max_eigenvalue(
     return found
 
 
+@outside_since(_WHY, _RIGHT.format("spectrum"), "curvature.spectrum")
 def spectrum(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -170,6 +176,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
         vectors.append({p: x / beside[-1] for p, x in w.items()})
 
 
+@outside_since(_WHY, _RIGHT.format("trace"), "curvature.trace")
 def trace(
     loss_fn: Callable[..., Any],
     tx: Transform,

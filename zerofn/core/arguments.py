@@ -7,18 +7,33 @@ in float32 skips every step, and a flag of "no" is true.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .._compat.compiler import uncompiled
 from .._errors import explain, kind_of
 from ..kernels.recording import concrete
 from .facts import NEEDS
 from .transform import Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def made_outside_of_graphs(fn: Made) -> Made:
+    """`fn`, which makes a transform, as what the compiler leaves alone; in a whole graph it is refused by its name."""
+    wrong = f"{fn.__name__}(...) inside of torch.compile(..., fullgraph=True)"
+    right = (
+        f"tx = ...{fn.__name__}(...), outside of what is compiled; a number that changes between steps is a tensor,\n"
+        "which a graph reads: rate = torch.tensor(0.1), zf.sgd(lr=rate), and later rate.fill_(0.05)"
+    )
+    return uncompiled(fn, explain(wrong, "arguments of a transform are looked at by code that is in no graph", right))
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .._errors import bad_leaves, explain
-from .arguments import check_needs
+from .arguments import check_needs, made_outside_of_graphs
 from .context import Context, Prepared
 from .executor import Segment, finish, run
 from .facts import Facts, Scope, most
@@ -30,6 +30,7 @@ class GradientTransformation(Protocol):
     update: Callable[..., Any]
 
 
+@made_outside_of_graphs
 def chain(*transforms: Transform | GradientTransformation) -> Transform:
     """Compose transforms; left to right is the road of a gradient from the model to storage.
 

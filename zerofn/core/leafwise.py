@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.recording import number
-from .arguments import check_flag, check_needs, learning_rate, plain
+from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared
 from .executor import counter
 from .facts import Facts
@@ -26,11 +26,13 @@ P = ParamSpec("P")
 STEP, PATH = "step", "path"
 
 
+@made_outside_of_graphs
 def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
     """Make `factory` record its arguments in the transform and hint at misspelt keywords."""
     signature = inspect.signature(factory)
     names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
+    @made_outside_of_graphs
     @functools.wraps(factory)
     def build(*args: P.args, **kwargs: P.kwargs) -> Transform:
         for given in kwargs:
@@ -45,6 +47,7 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
     return build
 
 
+@made_outside_of_graphs
 def leafwise(
     function: Callable | None = None,
     *,
@@ -123,6 +126,7 @@ def leafwise(
     told = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
     options = {name: default for name, default in options.items() if name not in told}
 
+    @made_outside_of_graphs
     @functools.wraps(function)
     def build(**given: Any) -> Transform:
         for name in given:

@@ -7,9 +7,13 @@ from torch import nn
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.transform import Transform
+from ..pure.outside_of_graphs import outside_since
 from .optimizer import Optimizer
 
 
+@outside_since(
+    "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
+)
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
     """Bridge a pipeline to a model that is trained by `loss.backward()`.
 

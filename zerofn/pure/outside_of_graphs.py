@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .._compat.compiler import uncompiled
+import torch
+from torch import Tensor
+
+from .._compat.compiler import begins_uncompiled, makes_graphs, uncompiled
+from .._compat.functorch import beneath_functorch, innermost_transform
 from .._errors import explain
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -22,21 +26,56 @@ def outside_of_graphs(fn: Fn) -> Fn:
         "it resolves a pipeline for a tree of parameters, by code that is in no graph",
         "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
         "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",
+        fn.__name__,
     )
 
 
-def outside_since(why: str, right: str) -> Callable[[Fn], Fn]:
+def outside_since(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
     """As `outside_of_graphs`, for another reason.
 
     Args:
         why: it can be in no graph.
         right: what to write.
+        name: what the user has called, where this is a part of it.
     """
-    return lambda fn: _outside(fn, why, right)
+    return lambda fn: _outside(fn, why, right, name or fn.__name__)
 
 
-def _outside(fn: Fn, why: str, right: str) -> Fn:
-    named = f"zf.{fn.__name__} inside of torch.compile(..., fullgraph=True)"
+def asked_of_transforms() -> Callable[[], bool]:
+    """A function that says whether torch.func calls what is compiled: torch makes no graph there, in words of its own.
+
+    Where one whole graph is asked for it is refused by name, else what is called is to run uncompiled. Pieces of it
+    that run beneath the transform, the forward of a `Function`, would be compiled for tensors of the transform.
+    """
+
+    def in_a_graph(x: Tensor) -> None:
+        _not_there(x)
+
+    @begins_uncompiled
+    def called_by_transforms() -> bool:
+        if torch.compiler.is_compiling() or innermost_transform() is None or not makes_graphs():
+            return False
+        with beneath_functorch():
+            # The compiler looks at no function that has no tensor.
+            in_a_graph(torch.empty(0))
+        return True
+
+    # The compiler keeps with the code whether a graph may end in it.
+    in_a_graph.__code__ = in_a_graph.__code__.replace()
+    return called_by_transforms
+
+
+@uncompiled
+def _not_there(x: Tensor) -> None:
+    """torch.func.grad, vjp, jvp or vmap over what is compiled: torch makes no graph inside of its transforms.
+
+    write: torch.compile(torch.func.grad(fn), fullgraph=True) of a function that calls the step as zf.make_step returned
+    it; or torch.func.grad of that function; or torch.compile(step) without fullgraph, which runs uncompiled there
+    """
+
+
+def _outside(fn: Fn, why: str, right: str, name: str) -> Fn:
+    named = f"zf.{name} inside of torch.compile(..., fullgraph=True)"
     return uncompiled(
         fn, explain(named, why, f"{right};\nor torch.compile without fullgraph, where it runs uncompiled")
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.compiler import COMPILES_STATES, uncompiled, while_traced
+from .._compat.compiler import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
 from .._compat.functorch import functorch_active
 from .._errors import explain, kind_of
 from .._ranges import PHASE, ranged
@@ -26,7 +26,7 @@ from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import asked
 from .linearize import linearize
-from .outside_of_graphs import outside_of_graphs
+from .outside_of_graphs import asked_of_transforms, outside_of_graphs
 from .seeing import seeing
 from .states import resolved
 
@@ -71,25 +71,31 @@ def make_step(
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
-    pipes, run = Pipelines(tx, "step"), _runner(loss_fn, donate)
+    pipes, run, called_by_transforms = Pipelines(tx, "step"), _runner(loss_fn, donate), asked_of_transforms()
 
+    @begins_uncompiled
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         if keywords:
             check_positional("step(state", keywords)
+        if called_by_transforms():
+            return step_called_by_transforms(whole, state, batch, weight)
+        return whole(state, batch, weight)
+
+    def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
-            return step_before_torch_2_13(step, state, batch, weight)
+            return step_before_torch_2_13(whole, state, batch, weight)
         pipe = pipes.of(state, tracing)
         if pipe.reads:
             if tracing:
-                return step_with_states_in_views(step, state, batch, weight)
+                return step_with_states_in_views(whole, state, batch, weight)
             pipe = seeing(pipe, state, "a step")
         state.check_data("a step")
         if tracing and pipe.groups:
             if not pipe.traceable:
-                return step_by_own_wire(step, state, batch, weight)
+                return step_by_own_wire(whole, state, batch, weight)
             if create_graph or not only_compiled(flatten(state)[0]):
-                return step_over_ranks(step, state, batch, weight)
+                return step_over_ranks(whole, state, batch, weight)
             # Collectives of a graph have no derivative, and a rate that requires grad would ask for one.
             with torch.no_grad():
                 return run(pipe, state, batch, weight, record=True)
@@ -101,7 +107,7 @@ def make_step(
         return run(pipe, state, batch, weight, record)
 
     # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
-    step.__code__, run.__code__ = step.__code__.replace(), run.__code__.replace()
+    whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
     return step
 
 
@@ -197,41 +203,47 @@ class Pipelines:
 
 
 @uncompiled
-def step_over_ranks(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+def step_over_ranks(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.
 
     write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of
     torch.func, of a state that does not require grad
     """
-    return step(state, *batch, weight=weight)
+    return whole(state, batch, weight)
 
 
 @uncompiled
-def step_by_own_wire(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+def step_by_own_wire(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """A step through a view whose wire is not said to be traceable is no graph.
 
     write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack` gives
     a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph
     """
-    return step(state, *batch, weight=weight)
+    return whole(state, batch, weight)
 
 
 @uncompiled
-def step_with_states_in_views(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+def step_with_states_in_views(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.
 
     write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
     """
-    return step(state, *batch, weight=weight)
+    return whole(state, batch, weight)
 
 
 @uncompiled
-def step_before_torch_2_13(step: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+def step_before_torch_2_13(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
     """The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.
 
     write: torch.compile(step) without fullgraph, or torch 2.13
     """
-    return step(state, *batch, weight=weight)
+    return whole(state, batch, weight)
+
+
+@uncompiled
+def step_called_by_transforms(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    """A compiled step that torch.func calls."""
+    return whole(state, batch, weight)
 
 
 def _no_loss(loss: Any) -> ValueError:

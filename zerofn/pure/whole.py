@@ -13,9 +13,13 @@ from ..core.transform import Transform
 from ..core.tree import Tree, flatten
 from ..kernels.norms import squared_norm
 from ..sharded.guarded_parameter import pieces
+from .outside_of_graphs import outside_since
 from .states import pipe_of
 
+_WHY = "it resolves a pipeline for a tree of parameters, by code that is in no graph"
 
+
+@outside_since(_WHY, "zf.gather(tx, state, tree), outside of what is compiled")
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     """A tree that is laid out as `state.params` is, whole: gradients of a bound function, moments, a vector.
 
@@ -85,9 +89,18 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
             )
         )
     if tx is not None and state is not None:
-        pipe = pipe_of(tx, state, "zf.global_norm")
-        return pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm"))).sqrt()
+        return _of_the_whole(tree, tx, state)
     return _squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}).sqrt()
+
+
+@outside_since(
+    _WHY,
+    'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
+    "global_norm",
+)
+def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
+    pipe = pipe_of(tx, state, "zf.global_norm")
+    return pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm"))).sqrt()
 
 
 def _squares(leaves: Leaves) -> Tensor:

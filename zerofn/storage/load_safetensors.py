@@ -18,6 +18,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
+from ..pure.outside_of_graphs import outside_since
 from ..pure.states import pipe_of
 from .buffers import buffers_of
 from .buffers import write as write_buffers
@@ -27,6 +28,7 @@ from .replicas import group_of, meet, raise_together
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
+@outside_since("it reads files", "zf.load_safetensors(path, like=state), outside of what is compiled")
 def load_safetensors(
     path: str | os.PathLike,
     like: State | Optimizer,

@@ -15,6 +15,7 @@ from ..core.entries import Entry, entries
 from ..core.state import State
 from ..core.within import joined
 from ..eager.optimizer import Optimizer
+from ..pure.outside_of_graphs import outside_since
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
@@ -23,6 +24,7 @@ from .replace import put_in_place
 from .replicas import group_of, meet, raise_together
 
 
+@outside_since("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
 def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
     """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._compat.compiler import uncompiled
 from .._errors import explain, unknown_keyword
 from ..extend import LeafList, LeafStep, ScalarOrSchedule, Transform, check_lr, optimizer, typed
 
@@ -23,6 +24,15 @@ RESERVED = ("count", STEP)
 CLOSE = 1e-9
 
 
+_GRAPH = explain(
+    "from_torch(...) inside of torch.compile(..., fullgraph=True)",
+    "it tries the class on a leaf, by code that is in no graph; and what it makes is in none",
+    "zf.adam, zf.sgd and the others of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True);\n"
+    "or torch.compile without fullgraph, where it runs uncompiled",
+)
+
+
+@functools.partial(uncompiled, why=_GRAPH)
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer], lr: ScalarOrSchedule | None = None, **options: Any
 ) -> Transform:
