@@ -20,7 +20,7 @@ class Channels:
     def __init__(self):
         self.opened: list[Any] = []
         self.next = 0
-        zerofn.eager.resident_params.agree_on_start = lambda pipe, params: None
+        zerofn.eager.resident_params.agree_on_start = lambda *given: None
         self.open = zerofn.eager.channels.channels
         zerofn.eager.channels.channels = lambda joining: [self.take(groups) for groups in joining]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,18 +17,20 @@ from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
 from ..ranks.reduction import mean_over
+from ..ranks.together import together
 from .arguments import weight_of
 from .layout import Leaves
 from .pipeline import Pipeline
+from .transform import TransformState
 
 
-def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
+def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
 
     Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
     """
     check_finite(tensors)
-    agree_on_chain(pipe)
+    agree_on_chain(pipe, call)
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
         agree_on_prints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
@@ -37,10 +40,18 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves) -> None:
         agree_on_prints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
 
 
-def agree_on_chain(pipe: Pipeline) -> None:
-    """Raise on every rank if ranks have other pipelines, or other trees of parameters."""
+def agree_on_chain(pipe: Pipeline, call: str) -> None:
+    """Raise on every rank if ranks have other pipelines, or other trees of parameters.
+
+    Args:
+        pipe: the pipeline.
+        call: as the user writes it. Ranks that have not come yet may load or fetch something for long and are waited
+            for; not those that are seen to wait elsewhere, as after an error that one rank has caught alone.
+    """
     if not pipe.every_group:
         return
+    for group in pipe.every_group:
+        together(call, group.ranks, f"{call} on every rank", math.inf)
     # The address of a function differs between processes that run the same code.
     tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
     leaves = pipe.layout.leaves
@@ -96,6 +107,35 @@ def agree_on_prints(
             problem = ValueError(bad_leaves("ranks start from different parameters", bad, right))
     if problem is not None:
         raise problem
+
+
+def first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
+    """The first states of all transforms; on every rank, or on none.
+
+    Raises:
+        Exception: what a transform raised on this rank.
+        RuntimeError: on the others.
+    """
+    states: dict[str, TransformState] = {}
+    failure: Exception | None = None
+    try:
+        states = pipe.init_transforms(stored)
+    except Exception as error:
+        failure = error
+    for group in pipe.every_group:
+        told = zip(group.ranks, gather_objects(failure is not None, group), strict=True)
+        if failure is None and (bad := [str(rank) for rank, failed in told if failed]):
+            failure = failed_elsewhere(bad, "zf.init(tx, params)")
+    if failure is not None:
+        raise failure
+    return states
+
+
+def failed_elsewhere(ranks: Sequence[str], call: str) -> RuntimeError:
+    """What the others raise where a first state could not be made on these ranks."""
+    why = "a transform raised there, which says more, and all ranks make first states together"
+    right = f"{call} again, with a transform that does not raise"
+    return RuntimeError(explain(f"first states failed on rank {', '.join(ranks)}", why, right))
 
 
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:

@@ -79,7 +79,7 @@ def made_by(init: Init, like: Tensor, path: str, seed: int, device: torch.device
 
 
 def first_values(
-    pipe: Pipeline, whole: Iterator[tuple[Leaf, Tensor]], keep: Callable[[Leaf, Tensor], Tensor]
+    pipe: Pipeline, whole: Iterator[tuple[Leaf, Tensor]], keep: Callable[[Leaf, Tensor], Tensor], call: str
 ) -> Leaves:
     """What this rank keeps of leaves that are made one after the other, once all ranks have made the same.
 
@@ -87,8 +87,9 @@ def first_values(
         pipe: whose ranks must agree.
         whole: leaves as they are made, in full, every one of the layout in any order.
         keep: what is kept of one, in memory of its own.
+        call: as the user writes it.
     """
-    agree_on_chain(pipe)
+    agree_on_chain(pipe, call)
     kept: Leaves = {}
     prints: dict[str, int] = {}
     failure: Exception | None = None

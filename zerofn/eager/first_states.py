@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from ..core.agreement import failed_elsewhere
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import TransformState
@@ -36,9 +36,7 @@ def first_states(pipe: Pipeline, stored: Leaves, control: Group | None, earlier:
         rows = told_by_all([int(failure is not None), int(bool(earlier.grads))], control)
         bad = [str(rank) for rank, (failed, _) in zip(control.ranks, rows, strict=True) if failed]
         if bad and failure is None:
-            why = "a transform raised there, which says more, and all ranks attach together"
-            right = "zf.attach(model, tx) again, with a transform that does not raise"
-            failure = RuntimeError(explain(f"first states failed on rank {', '.join(bad)}", why, right))
+            failure = failed_elsewhere(bad, "zf.attach(model, tx)")
         if failure is None and any([had for _, had in rows]):
             earlier.cut(stored)
     if failure is not None:

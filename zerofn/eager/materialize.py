@@ -104,7 +104,7 @@ def _start(
         settled[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=leaf.trainable)
         return settle_in(pipe, leaf, new)
 
-    stored = first_values(pipe, whole(), keep)
+    stored = first_values(pipe, whole(), keep, "zf.materialize(model, tx)")
 
     def settle() -> dict[str, Tensor]:
         for path, new in settled.items():

@@ -52,7 +52,7 @@ Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
 def as_they_are(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """Parameters that have their first values: each rank takes its part of them."""
     check_memory(params)
-    agree_on_start(pipe, params)
+    agree_on_start(pipe, params, "zf.attach(model, tx)")
     return lambda: {leaf.path: settle_in(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.agreement import agree_on_start, check_finite
+from ..core.agreement import agree_on_start, check_finite, first_states
 from ..core.averages import averages_of
 from ..core.executor import counter
 from ..core.initial import Init, check_init, device_of, first_values, made_by
@@ -81,15 +81,16 @@ def init(
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
     if init is None:
-        agree_on_start(pipe, tensors)
+        agree_on_start(pipe, tensors, "zf.init(tx, params)")
         stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
     else:
         check_finite(tensors)
         at, by = device_of(device), init
         whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
         made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
-        stored = first_values(pipe, made, lambda leaf, x: _own(pipe.road.store(x, leaf)))
-    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+        keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
+        stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
+    return State(stored, first_states(pipe, stored), counter(), counter(), pipe.layout)
 
 
 def _own(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import sys
 import uuid
@@ -25,6 +26,7 @@ from .background import settle
 from .group import Group
 from .open_groups import close_all, finished, registry
 from .presence import Presence
+from .together import together
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 
@@ -69,6 +71,7 @@ def world_group(purpose: Hashable = "") -> Group:
     def make() -> Group | None:
         if not several:
             return Group(purpose=purpose)
+        _meet(math.inf)
         return _open(tuple(range(raw.world()[1])), raw.device_of(), purpose)
 
     several = _ensure_default()
@@ -81,6 +84,11 @@ def world_group(purpose: Hashable = "") -> Group:
         store = raw.job_store(f"zerofn/{name}")
         registry.presence = None if store is None else Presence(store, raw.world()[0])
     return group
+
+
+def _meet(seconds: float) -> None:
+    """Before a group is opened: an error where others are seen to wait elsewhere, as after one that was caught here."""
+    together("the opening of a group", tuple(range(raw.world()[1])), "the same calls of zerofn on every rank", seconds)
 
 
 def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
@@ -210,6 +218,7 @@ def _of_all_ranks(obj: Any) -> list[Any]:
         RuntimeError: it would wait for ever, since the ranks would give it different names.
     """
     control = world_group("mesh")
+    _meet(_ARRIVAL.total_seconds())
     raw.await_all(control.pg, _ARRIVAL)
     counts, found = zip(*raw.gather_objects((raw.groups_made(), obj), control), strict=True)
     if len(set(counts)) > 1:

@@ -76,9 +76,12 @@ class Watched:
         mine, channel = begun(), self.group.pg.group_name
         for rank in self.group.ranks:
             other: Waiting | None = _quietly(functools.partial(here.waiting, rank)) if rank != here.rank else None
-            if other is None or not other.bound or other.begun.get(channel, self.number) >= self.number:
+            if other is None or not other.bound:
                 continue
-            if mine.get(other.channel, other.number) < other.number:
+            # In the same place of the same channel, and in something else: neither can end, or only by chance.
+            crossed = (other.channel, other.number) == (channel, self.number) and other.what != self.what
+            missed = other.begun.get(channel, self.number) < self.number
+            if crossed or (missed and mine.get(other.channel, other.number) < other.number):
                 return explain(
                     f"this rank waits in {self.what} for rank {rank}, and rank {rank} in {other.what} for this one",
                     "the ranks make different calls, and each waits for the other's",
