@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,19 +43,18 @@ def tagged_pointwise(name: str) -> bool:
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def outlasting(name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Begin work that may outlast the profiler's: a profiler is shown that it began, and does not follow it.
+@contextmanager
+def outlasting(name: str) -> Iterator[None]:
+    """For beginning work that may outlast the profiler under way, which is shown that it began and does not follow it.
 
     When gloo ends such work it writes into the profiler's memory from a thread of its own, also where the profiler is
     gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` and its `wait()` outside kill
     the process in every second run.
     """
-    if not profiler_runs():
-        return begin(*args, **kwargs)
     with torch.profiler.record_function(f"zerofn::{name}"):
         torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
         try:
-            return begin(*args, **kwargs)
+            yield
         finally:
             torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
 

@@ -93,8 +93,8 @@ class Attachment:
         if self.home.channels.control is not None:
             together(call, self.home.channels.control.ranks, right)
 
-    def check(self, what: str) -> None:
-        """That `opt.what()` can be called now."""
+    def check(self, what: str, averaged: bool = False) -> None:
+        """That `opt.what()` can be called now; with `averaged` where averages stand for parameters, too."""
         if not self.here:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
@@ -107,6 +107,8 @@ class Attachment:
                     "call it after loss.backward() has returned",
                 )
             )
+        if self.averages.on and not averaged:
+            self.averages.refuse(f"opt.{what}()")
 
     def detach(self) -> None:
         if self.here:

@@ -125,7 +125,6 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: no parameter has a gradient.
         """
         self._own.check("step")
-        self._averages.refuse("opt.step()")
         if lr_kwargs is not None and self.lr_scheduler is None:
             raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
         loss = None
@@ -161,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
         """
-        self._own.check("backward")
+        self._own.check("backward", averaged=True)
         check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
         return self._own.steps.backward(loss, retain_graph, scale_wrt_gas)
 
@@ -187,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: only some ranks came, as for `zf.save`.
         """
-        self._own.check("gathered")
+        self._own.check("gathered", averaged=True)
         if self._home.units is not None:
             inside = "and inside of it `if rank == 0:` around what one rank does alone"
             self._own.meet("opt.gathered()", f"with opt.gathered(): on every rank, {inside}")
@@ -222,7 +221,6 @@ class Optimizer(torch.optim.Optimizer):
         -1.0
         """
         self._own.check("averaged")
-        self._averages.refuse("opt.averaged()")
         with self._averages.during(self.state, of):
             yield self._model
 
@@ -282,7 +280,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._own.check("load_state_dict")
-        self._averages.refuse("opt.load_state_dict(...)")
         self._own.dicts.load(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

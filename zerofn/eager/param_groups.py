@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from numbers import Integral, Real
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -45,59 +45,37 @@ class ParamGroups:
         # The hyperparameters that have been looked at, so that a change is looked at once.
         self.checked = [dict(t.facts.settable) for t, _ in self.optimizers.values()]
 
-    def rates(self) -> dict[str, float]:
-        """Learning rates by prefix, where the groups and not a schedule own them."""
+    def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+        """By prefix: learning rates, where the groups and not a schedule own them, and hyperparameters that have been
+        set to something else than the pipeline has.
+
+        Raises:
+            ValueError: what is set would have no effect, or the optimizer does not take it.
+        """
         _check_params(self.groups, self.params)
-        rates = {}
-        for i, (group, shown, (prefix, (t, _))) in enumerate(
-            zip(self.groups, self.shown, self.optimizers.items(), strict=True)
-        ):
+        rates: dict[str, float] = {}
+        numbers: dict[str, dict[str, Any]] = {}
+        for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
             if group.keys() != self.names[i]:
                 _check_names(group, t)
                 self.names[i] = set(group)
             if t.facts.rate is not None and not callable(t.facts.rate):
                 rates[prefix] = group["lr"]
-            elif group["lr"] != shown and t.facts.rate is None:
-                raise ValueError(
-                    explain(
-                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
-                        "that optimizer has no learning rate, so what is set here would have no effect",
-                        "a keyword-only argument lr in a function of your own, def mine(grad, param, *, lr), which is "
-                        "given\nwhat is set here; a transformation of another library with a schedule of its own",
-                    )
-                )
-            elif group["lr"] != shown:
-                raise ValueError(
-                    explain(
-                        f"param_groups lr was set to {group['lr']!r} while the pipeline has {t!r}",
-                        "that transform owns its learning rate, so what is set here would have no effect",
-                        "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone",
-                    )
-                )
-        return rates
-
-    def numbers(self) -> dict[str, dict[str, Any]]:
-        """Hyperparameters by prefix that have been set to something else than the pipeline has.
-
-        Raises:
-            ValueError: one that the optimizer does not take.
-        """
-        found = {}
-        entries = zip(self.groups, self.checked, self.optimizers.items(), strict=True)
-        for i, (group, checked, (prefix, (t, _))) in enumerate(entries):
-            given = dict(t.facts.settable)
+            elif group["lr"] != self.shown[i]:
+                _refuse_rate(group["lr"], t)
+            known = dict(t.facts.settable)
             # One that somebody has taken out is that of the pipeline.
-            values = list(map(group.get, given, given.values()))
-            if all(map(is_, values, given.values())):
+            values = list(map(group.get, known, known.values()))
+            if all(map(is_, values, known.values())):
                 continue
-            now = dict(zip(given, values, strict=True))
-            if any(now[k] is not x and not _same(now[k], x) for k, x in checked.items()):
+            now = dict(zip(known, values, strict=True))
+            if any(now[k] is not x and not _same(now[k], x) for k, x in self.checked[i].items()):
                 assert t.factory is not None
                 t.factory(**{**t.config, **now})
                 self.checked[i] = now
-            if own := {k: now[k] for k, x in given.items() if not _same(now[k], x)}:
-                found[prefix] = own
-        return found
+            if own := {k: now[k] for k, x in known.items() if not _same(now[k], x)}:
+                numbers[prefix] = own
+        return rates, numbers
 
     def told(self) -> list[dict[str, Any]]:
         """The groups without hyperparameters that are the pipeline's, which another pipeline may have otherwise."""
@@ -143,6 +121,21 @@ def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> N
         )
     if not all("lr" in g for g in groups):
         raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
+
+
+def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
+    """A rate was set of which the optimizer has none, or one of its own."""
+    if t.facts.rate is None:
+        why = "that optimizer has no learning rate"
+        right = (
+            "a keyword-only argument lr in a function of your own, def mine(grad, param, *, lr), which is given\n"
+            "what is set here; a transformation of another library with a schedule of its own"
+        )
+    else:
+        why = "that transform owns its learning rate"
+        right = "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone"
+    wrong = f"param_groups lr was set to {rate!r} while the pipeline has {t!r}"
+    raise ValueError(explain(wrong, f"{why}, so what is set here would have no effect", right))
 
 
 def _check_names(group: dict[str, Any], t: Transform) -> None:

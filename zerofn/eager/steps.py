@@ -50,26 +50,24 @@ class Steps:
     def context(self) -> Context:
         """What the update halves are told of a step that is made in backward."""
         self.writes += 2
-        return self.pipe.context(donate=True, lr=self.groups.rates(), numbers=self.groups.numbers())
+        rates, numbers = self.groups.given()
+        return self.pipe.context(donate=True, lr=rates, numbers=numbers)
 
     def make(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
         self.watch.check()
         self.writes += 1
         try:
-            return self._made(weight)
+            metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
+            with torch.set_grad_enabled(False):
+                # Some are entries of the state, into which `load_state_dict` writes.
+                metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
+            if bool(metrics["updated"]) or self.home.reads:
+                self.home.refresh()
+            self.groups.show(metrics)
+            return metrics
         finally:
             self.writes += 1
-
-    def _made(self, weight: Any) -> dict[str, Tensor]:
-        metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
-        with torch.set_grad_enabled(False):
-            # Some are entries of the state, into which `load_state_dict` writes.
-            metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
-        if bool(metrics["updated"]) or self.home.reads:
-            self.home.refresh()
-        self.groups.show(metrics)
-        return metrics
 
     def _finish(self, weight: Any) -> dict[str, Tensor]:
         """What is left to do where each leaf was updated in backward."""
@@ -89,7 +87,7 @@ class Steps:
     def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         # What was set may be refused, and what is collected cannot be put back.
-        window, rates, numbers = self.window, self.groups.rates(), self.groups.numbers()
+        window, (rates, numbers) = self.window, self.groups.given()
         grads = self.home.micro_step.collect(window.forced)
         if weight is not None:
             check_weight(self.pipe, weight)

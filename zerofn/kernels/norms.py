@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -71,7 +72,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
-        return torch.stack([x.to(torch.float32) for both in map(bounds, tensors) for x in both]).mul(0.0).sum()
+        return torch.stack([*chain.from_iterable(map(bounds, tensors))]).to(torch.float32).mul(0.0).sum()
     return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).mul(0.0).sum()
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch
-from .._compat.operators import outlasting
 from .._ranges import WAIT, ranged
 from .group import Group
 
@@ -150,67 +149,43 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 # ---------------------------------------------------------------------------------------- collectives
 
 
-# The first four are those that a compiler knows and has a node of its graphs for: no handle, and no note to a profiler.
+# A compiler knows them without `async_op`, and has a node of its graphs for each; with it they return torch's handle.
 
 
-def gather(out: Tensor, inp: Tensor, group: Group) -> None:
-    _gather_single(_bytes_of(out), _bytes_of(inp), group=group.pg)
+def gather(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
+    return _gather_single(out, inp, group=group.pg, async_op=async_op)
 
 
-def scatter(out: Tensor, inp: Tensor, group: Group) -> None:
-    _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg)
+def scatter(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
+    return _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg, async_op=async_op)
 
 
-def exchange(out: Tensor, inp: Tensor, group: Group, outs: list[int] | None = None, ins: list[int] | None = None):
-    dist.all_to_all_single(_bytes_of(out), _bytes_of(inp), outs, ins, group=group.pg)
+def exchange(
+    out: Tensor,
+    inp: Tensor,
+    group: Group,
+    outs: list[int] | None = None,
+    ins: list[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    return dist.all_to_all_single(out, inp, outs, ins, group=group.pg, async_op=async_op)
 
 
-def reduce(t: Tensor, op: str, group: Group) -> None:
-    dist.all_reduce(t, op=REDUCE[op], group=group.pg)
+def swap(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
+    """Send `inp` to the one other rank, and get its own, of the same length, into `out`."""
+    n = inp.shape[0]
+    lengths = [0, n] if group.rank == 0 else [n, 0]
+    return dist.all_to_all_single(out, inp, lengths, lengths, group=group.pg, async_op=async_op)
 
 
-def begin_gather(out: Tensor, inp: Tensor, group: Group) -> Any:
-    return outlasting("all_gather", _gather_single, _bytes_of(out), _bytes_of(inp), group=group.pg, async_op=True)
-
-
-def begin_scatter(out: Tensor, inp: Tensor, group: Group) -> Any:
-    add = dist.ReduceOp.SUM
-    return outlasting("reduce_scatter", _scatter_single, out, inp, op=add, group=group.pg, async_op=True)
+def reduce(t: Tensor, op: str, group: Group, async_op: bool = False) -> Any:
+    return dist.all_reduce(t, op=REDUCE[op], group=group.pg, async_op=async_op)
 
 
 def available() -> list[str]:
     """The backends that this torch was built with."""
     asked = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
     return [name for name, there in asked.items() if there()]
-
-
-def begin_exchange(
-    out: Tensor,
-    inp: Tensor,
-    group: Group,
-    outs: list[int] | None = None,
-    ins: list[int] | None = None,
-    what: str = "all_to_all",
-) -> Any:
-    if inp.element_size() == 1:
-        out, inp = _bytes_of(out), _bytes_of(inp)
-    return outlasting(what, dist.all_to_all_single, out, inp, outs, ins, group=group.pg, async_op=True)
-
-
-def begin_swap(out: Tensor, inp: Tensor, group: Group, what: str) -> Any:
-    """Begin to send `inp` to the one other rank, and to get its own, of the same length, into `out`."""
-    n = inp.shape[0]
-    lengths = [0, n] if group.rank == 0 else [n, 0]
-    return begin_exchange(out, inp, group, lengths, lengths, what)
-
-
-def begin_reduce(t: Tensor, op: str, group: Group) -> Any:
-    return outlasting("all_reduce", dist.all_reduce, t, op=REDUCE[op], group=group.pg, async_op=True)
-
-
-def _bytes_of(t: Tensor) -> Tensor:
-    # fp8 is unknown to gloo. Moving needs no arithmetic, so it may travel as bytes; reducing may not.
-    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def barrier(group: Group) -> None:

@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.functorch import is_wrapped
+from .._compat.functorch import innermost_transform
 from . import backend as raw
 from .group import Group
-from .waiting import DONE, Landing, Watched, run
+from .waiting import DONE, Landing, begin
 
 
 def _no_fp8(t: Tensor, what: str) -> None:
     if t.is_floating_point():
         raise TypeError(f"{what} cannot add {t.dtype} values; cast to bfloat16 or float32 first (reduce_dtype=)")
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    # fp8 is unknown to gloo. Moving needs no arithmetic, so it may travel as bytes; reducing may not.
+    return t.view(torch.uint8) if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather") -> Any:
@@ -34,17 +39,21 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
+    if inp.element_size() == 1:
+        out, inp = _bytes_of(out), _bytes_of(inp)
     if torch.compiler.is_compiling():
         raw.gather(out, inp, group)
         return DONE if async_op else None
-    group.traffic.sent(what, (group.size - 1) * out.nbytes // group.size)
+    sent = (group.size - 1) * out.nbytes // group.size
     if group.size != 2 or group.device.type != "cpu":
-        return run(raw.begin_gather(out, inp, group), what, group, async_op)
-    # gloo's own gathers into memory of its own and copies all of it from there.
-    rows = out.detach().chunk(2)
-    if is_wrapped(out) or rows[group.rank].data_ptr() != inp.data_ptr():
-        rows[group.rank].copy_(inp.detach())
-    work = Watched(raw.begin_swap(rows[1 - group.rank], inp, group, what), what, group)
+        work = begin(what, sent, group, raw.gather, out, inp, group)
+    else:
+        # gloo's own gathers into memory of its own and copies all of it from there.
+        rows = out.detach().chunk(2)
+        # What torch.func has wrapped has no address.
+        if innermost_transform() is not None or rows[group.rank].data_ptr() != inp.data_ptr():
+            rows[group.rank].copy_(inp.detach())
+        work = begin(what, sent, group, raw.swap, rows[1 - group.rank], inp, group)
     return work if async_op else work.wait() and None
 
 
@@ -63,22 +72,23 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     if torch.compiler.is_compiling():
         _scatter_in_graph(out, inp, group)
         return DONE if async_op else None
-    group.traffic.sent("reduce_scatter", (group.size - 1) * inp.nbytes // group.size)
+    what, sent = "reduce_scatter", (group.size - 1) * inp.nbytes // group.size
     if group.device.type != "cpu":
-        return run(raw.begin_scatter(out, inp, group), "reduce_scatter", group, async_op)
+        work = begin(what, sent, group, raw.scatter, out, inp, group)
+        return work if async_op else work.wait() and None
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
     if group.size == 2:
         rows = inp.detach().chunk(2)
         received = torch.empty_like(out)
-        sent = raw.begin_swap(received, rows[1 - group.rank], group, "reduce_scatter")
+        work = begin(what, sent, group, raw.swap, received, rows[1 - group.rank], group)
         # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.
         add = lambda: torch.add(rows[group.rank], received, out=out.detach())  # noqa: E731
     else:
         received = torch.empty_like(inp)
-        sent = raw.begin_exchange(received, inp, group, what="reduce_scatter")
+        work = begin(what, sent, group, raw.exchange, received, inp, group)
         parts = received.reshape(group.size, *out.shape)
         add = lambda: torch.sum(parts, 0, dtype=out.dtype, out=out.detach())  # noqa: E731
-    work = Landing(Watched(sent, "reduce_scatter", group), add)
+    work = Landing(work, add)
     return work if async_op else work.wait() and None
 
 
@@ -96,12 +106,14 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
     if group.size == 1:
         out.copy_(inp)
         return
+    if inp.element_size() == 1:
+        out, inp = _bytes_of(out), _bytes_of(inp)
     # Also where this rank has nothing to send or to get: others may.
     if torch.compiler.is_compiling():
         raw.exchange(out, inp, group, outs, ins)
         return
-    group.traffic.sent("all_to_all", (inp.numel() - ins[group.rank]) * inp.element_size())
-    run(raw.begin_exchange(out, inp, group, outs, ins), "all_to_all", group, False)
+    sent = (inp.numel() - ins[group.rank]) * inp.element_size()
+    begin("all_to_all", sent, group, raw.exchange, out, inp, group, outs, ins).wait()
 
 
 def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
@@ -115,5 +127,5 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
     if torch.compiler.is_compiling():
         raw.reduce(t, op, group)
         return DONE if async_op else None
-    group.traffic.sent("all_reduce", 2 * (group.size - 1) * t.nbytes // group.size)
-    return run(raw.begin_reduce(t, op, group), "all_reduce", group, async_op)
+    work = begin("all_reduce", 2 * (group.size - 1) * t.nbytes // group.size, group, raw.reduce, t, op, group)
+    return work if async_op else work.wait() and None

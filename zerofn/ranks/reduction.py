@@ -50,15 +50,12 @@ class OverRanks:
                     "ctx.total(squared_norm, grads): of what, and how a number is made of it",
                 )
             )
-        return self._sum(x)
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return _summed(x, (*self.shards, *self.model))
+        return _summed(x, *self.shards, *self.model)
 
     def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
         if self.elsewhere:
             leaves = {path: _nothing(x) if path in self.elsewhere else x for path, x in leaves.items()}
-        return self._sum(number(leaves))
+        return _summed(number(leaves), *self.shards, *self.model)
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -102,7 +99,7 @@ class _Maximum(Function):
         return _Maximum.apply(x, group), in_dims[0]  # type: ignore[return-value]
 
 
-def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
+def _summed(x: Tensor, *groups: Group) -> Tensor:
     alone = numbers_alone((x,))
     for group in groups:
         x = _over(x, group, "sum") if alone else _at(group, x, all_reduce)
@@ -123,5 +120,5 @@ def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
         x = x if numbers_alone((x,)) else _at(group, x, replicate)
-        x = _summed(x, (group,)) / group.size
+        x = _summed(x, group) / group.size
     return x

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._compat.operators import outlasting, profiler_runs
 from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group
@@ -137,7 +138,12 @@ class Landing:
 DONE = Done()
 
 
-def run(work: Any, what: str, group: Group, async_op: bool) -> Any:
-    """Wait for a collective that was begun, or hand it on."""
-    work = Watched(work, what, group) if group.device.type == "cpu" else Named(work, what)
-    return work if async_op else work.wait() and None
+def begin(what: str, sent: int, group: Group, collective: Callable[..., Any], *given: Any) -> Watched | Named:
+    """Begin a collective in which this rank sends so many bytes, and count it; what waits for it, and looks."""
+    group.traffic.sent(what, sent)
+    if profiler_runs():
+        with outlasting(what):
+            work = collective(*given, async_op=True)
+    else:
+        work = collective(*given, async_op=True)
+    return Watched(work, what, group) if group.device.type == "cpu" else Named(work, what)

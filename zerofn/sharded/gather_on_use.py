@@ -24,6 +24,7 @@ from .._compat.tensors import all_plain
 from .._errors import explain
 from ..core.gradients import check_dense
 from ..core.layout import Leaf, Leaves
+from ..core.linear_map import untracked
 from ..core.pipeline import Pipeline
 from ..ranks.group import Group
 from .gathered import ALIVE, Gathered
@@ -208,7 +209,9 @@ class GatherUnit(Function):
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_alone(ctx.units.units[ctx.i], gs)
-        return None, None, None, *ScatterUnit.apply(ctx.units, ctx.i, *gs)
+        # As what a Function returns, but for a node that nobody would go through.
+        found = ctx.units.gradients(ctx.i, gs) if untracked() else ScatterUnit.apply(ctx.units, ctx.i, *gs)
+        return None, None, None, *found
 
 
 class ScatterUnit(Function):
