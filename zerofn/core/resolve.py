@@ -48,18 +48,18 @@ def pipeline(
         if view is not None and view.wire is not None:
             before = [x for x in views[:i] if x is not None]
             views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
-    check_axes([(part.name, view) for part, view in zip(parts, views, strict=True)])
-    check_other_axes([view for view in views if view is not None], model)
+    stages = [view for view in views if view is not None]
+    check_axes(stages)
+    check_other_axes(stages, model)
     check_wholes(parts, layout, where, bool(model))
     held = tuple(part.name for part in parts[:first] if part.facts.holds)
-    late = bool(held) and any(view is not None and view.resident for view in views)
-    stages = [view for view in views if view is not None]
+    late = bool(held) and any(view.resident for view in stages)
     placement = _placement(stages, layout)
     if late:
         at = next(i for i, view in enumerate(stages) if view.resident)
         copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
         unreduced = _placement(stages[:at], layout)
-        later = tuple(view.name for view in stages[at:] if view.wire is None and not view.only_dtype)
+        later = tuple(view.name for view in stages[at:] if view.renumbers)
         placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced, later=later)
     layout = replace(layout, placement=beside(placement, model))
     if wires := cutting(stages):
@@ -92,8 +92,7 @@ def _with_owners(
 
 def _placement(stages: Sequence[View], layout: Layout) -> Placement:
     """How leaves lie over ranks behind these stages."""
-    groups = groups_of(stages)
-    wires = cutting(stages)
+    groups, wires = groups_of(stages), cutting(stages)
     rank, size = place_in(wires)
     found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
     spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}

@@ -62,6 +62,16 @@ class Road:
         return tuple(view for view in self.after_update[1:] if not view.only_dtype)
 
     @cached_property
+    def casts_after_update(self) -> bool:
+        """Whether an attached model keeps parameters in the dtypes that it sees, and not in those that are stored."""
+        return any(view.only_dtype for view in self.after_update)
+
+    @cached_property
+    def renumbers_after_update(self) -> bool:
+        """Whether an attached model keeps other numbers than those that are stored, in whatever dtype."""
+        return any(view.renumbers for view in self.after_update)
+
+    @cached_property
     def pulled(self) -> tuple[View, ...]:
         """Those that gradients have come through when `zf.update` is given them."""
         return self.at_use if self.late else self.stages
@@ -84,7 +94,7 @@ class Road:
     @cached_property
     def exact(self) -> bool:
         """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
-        return all(view.wire is not None or view.only_dtype for view in self.stages)
+        return not any(view.renumbers for view in self.stages)
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
         """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
@@ -93,9 +103,7 @@ class Road:
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
-        if not any(view.only_dtype for view in self.after_update):
-            return self.dtypes.gradient(leaf)
-        return summable(self.dtypes.summed(leaf))
+        return summable(self.dtypes.summed(leaf)) if self.casts_after_update else self.dtypes.gradient(leaf)
 
     def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf in the state of this rank."""

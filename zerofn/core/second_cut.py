@@ -123,17 +123,10 @@ def behind(view: View, before: Sequence[View]) -> View:
     return replace(parts, given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
 
 
-def check_axes(views: Sequence[tuple[str, View | None]]) -> None:
-    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common.
-
-    Args:
-        views: with the name of each one's transform.
-    """
+def check_axes(views: Sequence[View]) -> None:
+    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common."""
     seen: list[tuple[str, Group]] = []
-    for name, view in views:
-        if view is None or view.wire is None or view.wire.group.size == 1:
-            continue
-        group = view.wire.group
+    for name, group in ((view.name, view.wire.group) for view in views if view.wire is not None):
         for other, before in seen:
             both = sorted(set(before.ranks) & set(group.ranks))
             if len(both) > 1:

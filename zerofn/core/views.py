@@ -160,6 +160,11 @@ class View:
         """Whether it changes nothing but the dtype."""
         return self.dtypes is not None
 
+    @property
+    def renumbers(self) -> bool:
+        """Whether it makes other numbers of a leaf: it changes more than the place and the dtype."""
+        return self.wire is None and self.dtypes is None
+
 
 def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a wire sums gradients of a dtype."""

@@ -37,7 +37,7 @@ class Copies:
         self.pipe, self.params, self.stored, self.together = pipe, params, stored, together
         # Between the two forms, from the model to storage.
         self.later = pipe.road.after_update
-        viewed = any(stage.wire is None and not stage.only_dtype for stage in self.later)
+        viewed = pipe.road.renumbers_after_update
         dtypes = {path: x.dtype for path, x in stored().items()}
         self.leaves = [leaf for leaf in pipe.layout.leaves if viewed or params[leaf.path].dtype != dtypes[leaf.path]]
         self.sampling = Sampling()

@@ -17,10 +17,10 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))
-    resident, later = pipe.road.kept(wide, leaf), pipe.road.after_update
+    resident = pipe.road.kept(wide, leaf)
     if pipe.gathering is not None:
         resident = resident.clone()
-    if any(stage.only_dtype for stage in later):
+    if pipe.road.casts_after_update:
         resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
     if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
         resident = resident.contiguous()
@@ -30,7 +30,7 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         p.data = resident
     if leaf.trainable:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
-    if resident.dtype != wide.dtype or any(stage.wire is None and not stage.only_dtype for stage in later):
+    if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
     # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
     # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.

@@ -58,27 +58,21 @@ def label(
     told = {"why": why, "refused": refused, "asks": asks}
     apart = [prepare(model)] if pipe.every_group else []
     apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
-    others = {path: p for path, p in params.items() if path not in forms}
     if units is None or gathering is None:
-        return apart + [tell(p, Partial, path=path, **told) for path, p in others.items()]
+        return apart + [tell(p, Partial, path=path, **told) for path, p in params.items() if path not in forms]
     is_whole = lambda: units.suspended  # noqa: E731
-    pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
-    shapes = {leaf.path: leaf.shape for leaf in pipe.layout.leaves}
-    undo = [
-        tell(
-            p,
-            Parted,
-            whole=functools.partial(units.look_alone, path),
-            is_whole=is_whole,
-            path=path,
-            full=shapes[path],
-            pieces=pieces[path],
-            **told,
-        )
-        for path, p in others.items()
-    ]
-    undo += [tell_hooks(p) for p in others.values() if isinstance(p, Parted)]
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
+    pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+    undo: list[Callable[[], None]] = []
+    for leaf in pipe.layout.leaves:
+        path, p = leaf.path, params[leaf.path]
+        if path in forms:
+            continue
+        whole = functools.partial(units.look_alone, path)
+        of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
+        undo.append(tell(p, Parted, whole=whole, is_whole=is_whole, **of, **told))
+        if isinstance(p, Parted):
+            undo.append(tell_hooks(p))
     local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
 
     def shown(x: Tensor, leaf: Leaf) -> Tensor:

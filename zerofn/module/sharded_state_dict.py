@@ -51,9 +51,7 @@ class Rows:
 
     def __init__(self, pipe: Pipeline):
         assert pipe.gathering is not None
-        self.wire, self.kept = pipe.gathering, pipe.road.kept
-        # Of other views a part is not what the model sees of it.
-        self.known = all(stage.wire is not None or stage.only_dtype for stage in pipe.stages)
+        self.wire, self.road = pipe.gathering, pipe.road
 
     def of(self, part: Tensor, leaf: Leaf, asker: str) -> Tensor:
         """A part as a distributed tensor, over the same memory where ranks have the rows that torch would give them."""
@@ -61,7 +59,7 @@ class Rows:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
             right = f"with opt.gathered(): {asker}(...), on every rank, or zf.save(directory, opt)"
             raise RuntimeError(explain(f"{asker} of a sharded model that is itself cut over ranks", why, right))
-        if not self.known:
+        if not self.road.exact:
             raise RuntimeError(
                 explain(
                     f"{asker} of a sharded model whose parameters are seen through a view of one's own",
@@ -89,7 +87,7 @@ class Rows:
         """What this rank keeps of a whole or a distributed tensor."""
         if mesh_of(given) == self.wire.group.ranks and self._cut_alike(leaf):
             return as_local(given).reshape(-1)
-        return self.kept(in_full(given.detach()), leaf)
+        return self.road.kept(in_full(given.detach()), leaf)
 
     def _cut_alike(self, leaf: Leaf) -> bool:
         """Whether every rank has the rows that torch would give it; the same answer on all."""
