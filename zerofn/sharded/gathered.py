@@ -158,7 +158,7 @@ class Gathered:
         (count,) = writes([self.parts[i][j]])
         if count != self.counts[i][j]:
             # What was borrowed may have been read alone, so that is no reason to refuse a graph.
-            self.writes[i][j] += count.version != self.counts[i][j].version
+            self.writes[i][j] += count[0] != self.counts[i][j][0]
             self.counts[i][j] = count
             self._discard(i)
         return self.updates + self.writes[i][j] + (self.watch.version(i, j) if i < self.blocks else 0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -246,21 +247,19 @@ def _logs(frame: Any) -> bool:
     return asks == LOGGING and most == math.inf
 
 
-class Writes(NamedTuple):
-    """How often a tensor may have been written into."""
-
-    version: int
-    lent: int
+# How often a tensor may have been written into: as autograd counts it, and how often its memory was lent.
+Writes = tuple[int, int]
+_LENT = attrgetter("lent")
 
 
-def writes(tensors: Iterable[Tensor]) -> list[Writes]:
-    """Of each tensor."""
-    found: list[Writes] = []
+def writes(tensors: Collection[Tensor]) -> list[Writes]:
+    """Of each tensor; from C, since steps and calls ask of every leaf."""
     with torch.DisableTorchFunctionSubclass():
-        for p in tensors:
-            lent = p.lent if isinstance(p, Partial) else 0
-            found.append(Writes(0 if p.is_inference() else version(p), lent))
-    return found
+        try:
+            return list(zip(map(version, tensors), map(_LENT, tensors), strict=True))
+        except (AttributeError, RuntimeError):
+            # One is no parameter of an attached model, or was made in inference mode, where nothing is counted.
+            return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
 
 
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
