@@ -102,7 +102,7 @@ class Pipeline:
     @cached_property
     def sharding(self) -> Wire | None:
         """How leaves are cut over ranks, if they are."""
-        return self.road.sharding
+        return cutter(self.stages)
 
     @cached_property
     def gathering(self) -> Wire | None:

@@ -20,7 +20,7 @@ from .dtypes import Dtypes, summable
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView, over, stored_by
 from .spec import Spec
-from .views import View, Wire, cutter, cutting
+from .views import View, cutting
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
@@ -77,11 +77,6 @@ class Road:
         return self.at_use if self.late else self.stages
 
     @cached_property
-    def sharding(self) -> Wire | None:
-        """How what is stored is cut over ranks, if it is."""
-        return cutter(self.stages)
-
-    @cached_property
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks that leaves are cut over, one after the other."""
         return tuple(wire.group for wire in cutting(self.stages))
@@ -117,7 +112,7 @@ class Road:
     def offsets(self) -> dict[str, int]:
         """Global index of the first stored element of each leaf; box by box where the model itself is cut."""
         begin = {x.path: 0 if x.within is None else x.within.before for x in self.layout.leaves}
-        if self.sharding is None:
+        if not self.cutting:
             return begin if any(begin.values()) else {}
         return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor
-
 from ..core.agreement import failed_elsewhere
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
@@ -14,7 +9,6 @@ from ..core.transform import TransformState
 from ..ranks.group import Group
 from ..sharded.agreement_on_rounds import told_by_all
 from .earlier_gradients import Earlier
-from .resident_form import cut, move_out, resize
 
 
 def first_states(pipe: Pipeline, stored: Leaves, control: Group | None, earlier: Earlier) -> dict[str, TransformState]:
@@ -42,18 +36,3 @@ def first_states(pipe: Pipeline, stored: Leaves, control: Group | None, earlier:
     if failure is not None:
         raise failure
     return states
-
-
-@torch.no_grad()
-def put_back(
-    pipe: Pipeline, stored: Leaves, params: Mapping[str, Tensor], grad_dtypes: Mapping[str, torch.dtype | None]
-) -> None:
-    """Parameters as they were before they were cut and cast. On all ranks, which gather them."""
-    for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
-        if cut(pipe):
-            resize(params[path], full.detach().clone(), "zf.attach failed")
-        else:
-            params[path].data = full.detach().clone()
-    for leaf in pipe.layout.leaves:
-        p = params[leaf.path]
-        move_out(leaf, p, grad_dtypes.get(leaf.path, p.dtype))

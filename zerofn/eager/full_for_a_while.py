@@ -12,7 +12,7 @@ from .._errors import explain
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read, write
-from .resident_form import cut, resize
+from .resident_form import cut, put
 
 
 @contextmanager
@@ -33,23 +33,16 @@ def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
     for path, full in fulls.items():
-        _give(pipe, params[path], full, None)
+        put(pipe, params[path], full, None)
     written: set[str] = set()
     try:
         yield written
         written |= _store(pipe, params, stored(), before)
     finally:
         for path, p in params.items():
-            _give(pipe, p, parts[path], "the end of opt.gathered()")
+            put(pipe, p, parts[path], "the end of opt.gathered()")
         if cut(pipe):
             _check_gradients(params, grads)
-
-
-def _give(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
-    if cut(pipe):
-        resize(p, x, since)
-    else:
-        p.data = x
 
 
 def _check_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.layout import Leaf
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read, write
 
@@ -24,10 +25,7 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
     if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
         resident = resident.contiguous()
-    if cut(pipe):
-        resize(p, resident, "zf.attach")
-    else:
-        p.data = resident
+    put(pipe, p, resident, "zf.attach")
     if leaf.trainable:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
@@ -40,6 +38,14 @@ def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
 def cut(pipe: Pipeline) -> bool:
     """Whether an attached model keeps parts of its parameters."""
     return pipe.gathering is not None and pipe.gathering.group.size > 1
+
+
+def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
+    """`p.data = x`; where parts are kept, or were, as `resize` says."""
+    if cut(pipe):
+        resize(p, x, since)
+    else:
+        p.data = x
 
 
 def resize(p: Tensor, x: Tensor, since: str | None) -> None:
@@ -75,14 +81,30 @@ def resize(p: Tensor, x: Tensor, since: str | None) -> None:
         Tensor.data.__set__(p, x)  # type: ignore[attr-defined]
 
 
-def move_out(leaf: Leaf, p: Tensor, dtype: torch.dtype | None) -> None:
-    """Leave a parameter, full again, with a gradient of its form or none, in the dtype that it was to have."""
-    grad = read(p)
-    if grad is not None and grad.shape != p.shape:
-        # A part of a gradient, to which nothing can be added any more.
-        write(p, None)
-    if leaf.trainable:
-        keep_grads_in(p, dtype)
+@torch.no_grad()
+def make_whole(pipe: Pipeline, params: Leaves, stored: Leaves, since: str) -> None:
+    """Full parameters, to be left so: in memory of their own where they are not yet. Ranks gather them together."""
+    for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
+        if cut(pipe) or full.dtype != params[path].dtype or not pipe.road.exact:
+            put(pipe, params[path], full.detach().clone(), since)
+
+
+def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dtype | None]) -> None:
+    """Leave full parameters, each with a gradient of its form or none, in the dtype that it was to have.
+
+    Args:
+        pipe: the pipeline.
+        params: by path.
+        grad_dtypes: of gradients, by path, where they were to have another one than parameters.
+    """
+    for leaf in pipe.layout.leaves:
+        p = params[leaf.path]
+        grad = read(p)
+        if grad is not None and grad.shape != p.shape:
+            # A part of a gradient, to which nothing can be added any more.
+            write(p, None)
+        if leaf.trainable:
+            keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
 
 
 def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:

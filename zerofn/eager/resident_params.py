@@ -34,13 +34,13 @@ from .agreement_at_step import MARKS, Agreement
 from .arriving_gradients import Arrivals
 from .channels import open_channels
 from .earlier_gradients import Earlier
-from .first_states import first_states, put_back
+from .first_states import first_states
 from .full_for_a_while import full_for_a_while
 from .in_backward import InBackward
 from .made_anew import Anew
 from .master_weights import Copies
 from .micro_step import MicroStep
-from .resident_form import cut, move_out, resize, settle_in
+from .resident_form import make_whole, move_out, settle_in
 from .shown_states import ShownStates
 from .written_by_hand import Wholes
 
@@ -95,7 +95,8 @@ class Residence:
         except Exception:
             if start is as_they_are:
                 # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
-                put_back(pipe, stored, params, self.grad_dtypes)
+                make_whole(pipe, params, stored, "zf.attach failed")
+                move_out(pipe, params, self.grad_dtypes)
                 earlier.put_back()
             raise
         self.state = State(stored, states, counter(), counter(), pipe.layout)
@@ -108,9 +109,8 @@ class Residence:
         self.arrivals.units = self.units
         self.sight: Sight | None = None
         if forms or needs_sight(pipe):
-            paths = {id(p): path for path, p in params.items()}
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
-            self.undo.append(install(model, self.sight, paths, blocks))
+            self.undo.append(install(model, self.sight, {id(p): path for path, p in params.items()}, blocks))
         self.anew = Anew(pipe, params)
         self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
         self.wholes = Wholes(params, channels.equals if context is None else None)
@@ -196,17 +196,11 @@ class Residence:
             # A gather that was begun for nobody ends before its channel is closed.
             self.units.gathered.drop()
             self.units.suspended = self.units.left = True
-        for path, full in self.pipe.road.whole(self.state.leaves).items() if self.pipe.stages else ():
-            if cut(self.pipe):
-                resize(self.params[path], full.detach().clone(), "opt.detach()")
-            elif self.units is not None or full.dtype != self.params[path].dtype or not self.pipe.road.exact:
-                self.params[path].data = full.detach().clone()
+        make_whole(self.pipe, self.params, self.state.leaves, "opt.detach()")
         for action in reversed(self.undo):
             action()
         self.undo.clear()
-        for leaf in self.pipe.layout.leaves:
-            p = self.params[leaf.path]
-            move_out(leaf, p, self.grad_dtypes.get(leaf.path, p.dtype))
+        move_out(self.pipe, self.params, self.grad_dtypes)
 
 
 def _units(home: Residence) -> tuple[Units | None, list[nn.Module]]:

@@ -13,8 +13,8 @@ import torch
 
 from .._errors import bad_leaves
 from ..core.layout import Leaves
-from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
+from ..sharded.agreement_on_rounds import told_by_all
 from ..sharded.guarded_parameter import writes
 from ..sharded.write_back import checksum
 
@@ -51,15 +51,11 @@ class Wholes:
             return
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
-        mine = torch.tensor(sums, dtype=torch.int64, device=self.control.device)
-        every = mine.new_empty(self.control.size * len(mine))
-        all_gather_into(every, mine, self.control)
-        rows = every.reshape(self.control.size, -1)
-        differ = (rows != rows[:1]).any(0).tolist()
+        by_leaf = zip(*told_by_all(sums, self.control), strict=True)
         bad = [
             (path, "other values on other ranks, of which each rank stores a part")
-            for path, other in zip(self.params, differ, strict=True)
-            if other
+            for path, found in zip(self.params, by_leaf, strict=True)
+            if len(set(found)) > 1
         ]
         if bad:
             right = (
