@@ -15,7 +15,7 @@ its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,17 +26,18 @@ from torch.compiler import is_dynamo_compiling
 from .._compat.autograd import gradient_hooks, in_backward
 from .._compat.compiler import uncompiled
 from .._compat.tensors import SHALLOW
-from .._errors import explain
+from ..sharded.function_arguments import FOREACH, Wholes, columns_of, tensors_in
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.origins import Origin, check_sizes
 from ..sharded.part import Handed, handed, kept, named_first, own_rows, part_of, plain, written
 from ..sharded.part import origin_of as of_part
-from ..sharded.part_functions import FOREACH, HANDLERS, OF_IMAGES, columns_of, draws, likes, reshapes, tensors_in
+from ..sharded.part_functions import HANDLERS, OF_IMAGES, draws, likes, reshapes
 from ..sharded.read_only import check_unwritten
 from ..sharded.whole_of_part import Piece
 from ..sharded.whole_sizes import printed, sizes
+from .sharded_parameter_refusals import check_data, refuse_copy, refuse_edge
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
 LOOKING = frozenset({
@@ -80,7 +81,9 @@ class Parted(Partial):
             if name in PRINTING:
                 return _print(func, name, args, kwargs)
             if name == "__set__" and func.__self__.__name__ == "data":
-                _check_data(*args)
+                p, value = args
+                if not p.is_whole():
+                    check_data(value, Tensor.data.__get__(p))  # type: ignore[attr-defined]
             if name in GIVING:
                 return _give(func, name, args, kwargs, frame)
             if name.endswith("_like") and not ours(frame):
@@ -96,7 +99,7 @@ class Parted(Partial):
                 if not isinstance(args[0], Parted):
                     return _beside(func, name, args, kwargs)
                 if args[1:] and args[-1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
-                    _refuse_edge(name, args[0])
+                    refuse_edge(name, args[0].path)
                 if frame.f_globals.get("__name__") == INIT and not args[0].is_whole():
                     return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
@@ -143,11 +146,13 @@ class Parted(Partial):
         return self.clone()
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        _check_copied(self, "copy.deepcopy(model)")
+        if not self.is_whole():
+            refuse_copy("copy.deepcopy(model)")
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _check_copied(self, "torch.save(model, file)")
+        if not self.is_whole():
+            refuse_copy("torch.save(model, file)")
         return super().__reduce_ex__(protocol)
 
 
@@ -165,20 +170,6 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
     return tuple(
         p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
         for p, g in zip(inputs, found, strict=True)
-    )
-
-
-def _refuse_edge(name: str, p: Parted) -> None:
-    """A view of a parameter as itself is made to find the node at which its gradient ends, for a hook on that.
-
-    It would never be called: the graph of a block ends at what was gathered for it.
-    """
-    raise RuntimeError(
-        explain(
-            f"p.{name}(p) of the sharded parameter {p.path}, as register_multi_grad_hook(params, fn) looks for an edge",
-            "under shard its gradient is reduced where its block ends, and comes to no such edge of a graph",
-            "p.register_hook(fn) of each, or register_multi_grad_hook(params, fn, mode='any')",
-        )
     )
 
 
@@ -244,10 +235,11 @@ def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function of wholes, differentiable; `foreach` ones go through their lists, so that two are alive at a time."""
     if name.startswith(FOREACH):
-        return tuple(func(*_wholes(name, column), **kwargs)[0] for column in columns_of(args))
+        return tuple(func(*_wholes(name).of(column), **kwargs)[0] for column in columns_of(args))
     if pointwise(name) or name in BY_NAME[Kind.COMPARES]:
         _check_beside(name, [*args, *kwargs.values()])
-    return BY_VALUE.get(name, func)(*_wholes(name, args), **{k: _wholes(name, [x])[0] for k, x in kwargs.items()})
+    wholes = _wholes(name)
+    return BY_VALUE.get(name, func)(*wholes.of(args), **wholes.of(kwargs))
 
 
 def _check_beside(name: str, args: list[Any]) -> None:
@@ -275,46 +267,18 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if any(origin_of(x) is not None for x in tensors_in([target])):
         return written(func, name, args, kwargs, origin_of)
     check_unwritten(name, args, kwargs)
-    others = {k: x if k == "out" else _wholes(name, [x])[0] for k, x in kwargs.items()}
-    at = 1 if out is None else 0
-    return func(*args[:at], *_wholes(name, args[at:]), **others)
+    wholes, at = _wholes(name), 1 if out is None else 0
+    others = {k: x if k == "out" else wholes.of(x) for k, x in kwargs.items()}
+    return func(*args[:at], *wholes.of(args[at:]), **others)
 
 
-def _wholes(name: str, args: Iterable[Any]) -> list[Any]:
+def _wholes(name: str) -> Wholes:
     """What a function that computes is given, differentiable."""
 
-    def whole(x: Any) -> Any:
+    def whole(x: Any) -> Tensor | None:
         if isinstance(x, Parted):
-            return x if x.is_whole() else x.whole()
+            return None if x.is_whole() else x.whole()
         of = of_part(x)
-        if of is not None:
-            return of.whole(x, name)
-        return type(x)(map(whole, x)) if type(x) in (list, tuple) else x
+        return None if of is None else of.whole(x, name)
 
-    return [whole(x) for x in args]
-
-
-def _check_data(p: Parted, value: Tensor) -> None:
-    """What `model.half()`, `model.to(device)` and `p.data = full` do."""
-    same = value.shape == p.data.shape and value.dtype == p.dtype and value.device == p.device
-    if not same and not p.is_whole():
-        got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, p.data))
-        raise RuntimeError(
-            explain(
-                f"other data for a sharded parameter: {got} in place of {has}",
-                "under shard it holds this rank's flat part, in the dtype and on the device it was attached with",
-                "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
-            )
-        )
-
-
-def _check_copied(p: Parted, how: str) -> None:
-    """A copy would be a plain model with flat parts for parameters, of no use to anybody."""
-    if not p.is_whole():
-        raise RuntimeError(
-            explain(
-                f"{how} of an attached sharded model",
-                "under shard its parameters are this rank's flat parts, and a copy would have no other",
-                f"with opt.gathered(): {how}",
-            )
-        )
+    return Wholes(whole)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .function_arguments import FOREACH, tensors_in
 from .kinds_of_functions import Kind, kind_of
-from .origins import Origin, refuse_in_hook
-from .part_functions import FOREACH, OriginOf, tensors_in
+from .origins import Origin, OriginOf, refuse_in_hook
 
 # The places of arguments that are given by name.
 PLACES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,10 @@ class Origin(NamedTuple):
     def rows(self, full: Tensor) -> Tensor:
         """This rank's part of something whole."""
         return cut(full.expand(self.shape), self.pieces)
+
+
+# Of what something is a part; nothing, if it is none.
+OriginOf = Callable[[Any], Origin | None]
 
 
 class Stay(NamedTuple):

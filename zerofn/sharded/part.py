@@ -28,10 +28,11 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat.tensors import alias_of
 from .._errors import explain
+from .function_arguments import tensors_in
 from .kinds_of_functions import Kind, in_place, kind_of
 from .linear_functions import check_linear, from_hooks
-from .origins import Origin, Stay, check_sizes, refuse, refuse_in_hook
-from .part_functions import HANDLERS, OriginOf, tensors_in
+from .origins import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
+from .part_functions import HANDLERS
 from .read_only import PLAIN, ReadOnly, check_unwritten
 from .writes_into_parts import into_out, into_plain, write
 

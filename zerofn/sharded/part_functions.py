@@ -9,22 +9,20 @@ alive at a time and not a model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .function_arguments import FOREACH, columns_of, side_by_side, tensors_in, wholes
 from .kinds_of_functions import Kind, dtype_in
-from .origins import Origin, Stay, check_sizes, refuse, refuse_saving
+from .origins import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
 from .read_only import read_only
 from .whole_sizes import printed, sizes, without_memory
 
-FOREACH = "_foreach_"
 # Formats that what is flat cannot have.
 OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
-# Of what something is a part; nothing, if it is none.
-OriginOf = Callable[[Any], Origin | None]
 
 
 def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -54,35 +52,9 @@ def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    wholes = Wholes(name, origin_of)
-    out = func(*wholes.of(args), **wholes.of(kwargs))
-    return read_only(out, list(wholes.found.values()))
-
-
-class Wholes:
-    """What a function of wholes is given in the place of parts, each gathered once.
-
-    Args:
-        name: of the function.
-        origin_of: of what something is a part.
-    """
-
-    def __init__(self, name: str, origin_of: OriginOf):
-        self.name, self.origin_of = name, origin_of
-        self.found: dict[int, Tensor] = {}
-
-    def of(self, x: Any) -> Any:
-        """A part's whole; of what is none itself; of a list each of its elements."""
-        if type(x) in (list, tuple):
-            return type(x)(map(self.of, x))
-        if type(x) is dict:
-            return {k: self.of(y) for k, y in x.items()}
-        of = self.origin_of(x)
-        if of is None:
-            return x
-        if id(x) not in self.found:
-            self.found[id(x)] = of.whole(x, self.name)
-        return self.found[id(x)]
+    given = wholes(name, origin_of)
+    out = func(*given.of(args), **given.of(kwargs))
+    return read_only(out, list(given.found.values()))
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -235,29 +207,6 @@ def all_of_it(index: Any) -> bool:
 def first_of(args: Sequence[Any], origin_of: OriginOf) -> Origin:
     """Of what the first of the arguments that is a part is one."""
     return next(of for of in map(origin_of, tensors_in(args)) if of is not None)
-
-
-def tensors_in(args: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists of them."""
-    for x in args:
-        if isinstance(x, Tensor):
-            yield x
-        elif type(x) in (list, tuple):
-            yield from tensors_in(x)
-
-
-def columns_of(args: tuple) -> Iterator[tuple]:
-    """The arguments of a `foreach` function for each tensor of its lists: lists of one."""
-    longest = max((len(x) for x in args if type(x) in (list, tuple)), default=0)
-    for i in range(longest):
-        yield tuple(type(x)(x[i : i + 1]) if type(x) in (list, tuple) else x for x in args)
-
-
-def side_by_side(args: tuple) -> Iterator[tuple]:
-    """What meets in a `foreach` function: the first elements of its lists and what is no list, the second ones, ..."""
-    lists = [x for x in args if type(x) in (list, tuple)]
-    alone = [x for x in args if isinstance(x, Tensor)]
-    return (column + tuple(alone) for column in zip(*lists, strict=False))
 
 
 def all_stay(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:

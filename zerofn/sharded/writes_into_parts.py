@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from .function_arguments import FOREACH, columns_of, tensors_in, wholes
 from .kinds_of_functions import RANDOM, from_init, pointwise
-from .origins import Origin, check_sizes, refuse
-from .part_functions import FOREACH, OriginOf, Wholes, all_of_it, all_stay, beside, columns_of, stays, tensors_in
+from .origins import Origin, OriginOf, check_sizes, refuse
+from .part_functions import all_of_it, all_stay, beside, stays
 
 
 def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -30,7 +31,7 @@ def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
             return args[0]
         for column in columns_of(args):
             if origin_of(column[0][0]) is None:
-                func(*Wholes(name, origin_of).of(column), **kwargs)
+                func(*wholes(name, origin_of).of(column), **kwargs)
             else:
                 _write_one(func, name, column, kwargs, origin_of)
         return args[0]
@@ -41,8 +42,8 @@ def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
     """The same into a tensor that is no part: what is written is the whole."""
     target: Tensor = args[0]
     _check_target(name, target, args[1:], origin_of)
-    wholes = Wholes(name, origin_of)
-    func(target, *wholes.of(args[1:]), **wholes.of(kwargs))
+    given = wholes(name, origin_of)
+    func(target, *given.of(args[1:]), **given.of(kwargs))
     return target
 
 
@@ -64,8 +65,8 @@ def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
     if of is None:
         _check_target(name, target, args, origin_of)
     into = target if of is None else torch.empty(of.shape, dtype=target.dtype, device=target.device)
-    wholes = Wholes(name, origin_of)
-    func(*wholes.of(args), **wholes.of(kwargs | {"out": into}))
+    given = wholes(name, origin_of)
+    func(*given.of(args), **given.of(kwargs | {"out": into}))
     if of is not None:
         with torch.no_grad():
             target.copy_(of.rows(into))
@@ -96,9 +97,9 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
             whole = torch.empty(of.shape, dtype=target.dtype, device=target.device)
         else:
             whole = of.whole(target.detach(), name)
-        wholes = Wholes(name, origin_of)
-        others = {k: whole if x is target else wholes.of(x) for k, x in kwargs.items()}
-        func(whole, *wholes.of(args[1:]), **others)
+        given = wholes(name, origin_of)
+        others = {k: whole if x is target else given.of(x) for k, x in kwargs.items()}
+        func(whole, *given.of(args[1:]), **others)
     if whole.shape != of.shape:
         refuse(name, of)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not from_init(func)):
