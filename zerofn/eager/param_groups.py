@@ -105,10 +105,14 @@ class ParamGroups:
 
 def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> None:
     """Refuse groups of other parameters: which there are, and what updates each, the pipeline says."""
-    there = [g.get("params", ()) for g in groups]
-    if len(there) != len(params) or any(
-        len(a) != len(b) or not all(map(is_, a, b)) for a, b in zip(there, params, strict=True)
-    ):
+    same = len(groups) == len(params)
+    for group, mine in zip(groups, params, strict=False):
+        there = group.get("params", ())
+        same = same and len(there) == len(mine) and all(map(is_, there, mine))
+        if "lr" not in group:
+            raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
+    if not same:
+        there = [g.get("params", ()) for g in groups]
         has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, params))
         raise ValueError(
             explain(
@@ -119,8 +123,6 @@ def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> N
                 "zf.attach;\nopt.detach() and another zf.attach later on",
             )
         )
-    if not all("lr" in g for g in groups):
-        raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
 
 
 def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
