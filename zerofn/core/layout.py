@@ -215,13 +215,13 @@ def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
     return found
 
 
-def parameters_of(model: nn.Module, recurse: bool = True) -> OrderedDict[str, nn.Parameter]:
+def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
     """The parameters of a module by path, a tied one under each of its names.
 
     Those of integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps
     them whole, as it does buffers.
     """
-    named = model.named_parameters(recurse=recurse, remove_duplicate=False)
+    named = model.named_parameters(remove_duplicate=False)
     return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
 
 

@@ -20,12 +20,14 @@ from ..ranks.group import Group
 from ..ranks.reduction import OverRanks
 from .context import Context, OneProcess, Reduction
 from .dtypes import Dtypes
+from .executor import counter
 from .facts import Scope
 from .grad_norm import GRAD_NORM
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
 from .road import Road, groups_of
 from .spec import Station
+from .state import State
 from .stations import at_views
 from .stretches import Stretch, stretches
 from .transform import Transform, TransformState, nothing_to_prepare
@@ -185,6 +187,12 @@ class Pipeline:
     def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
         """The first state of every transform, for stored parameters (meta tensors too)."""
         return _first_states(self, stored)
+
+
+def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
+    """The state before any step, of stored parameters (meta tensors too); `transforms` if theirs are made already."""
+    own = pipe.init_transforms(stored) if transforms is None else transforms
+    return State(stored, own, counter(), counter(), pipe.layout)
 
 
 def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..core.agreement import agree_on_start
 from ..core.context import Context
-from ..core.executor import counter
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, first_state
 from ..core.state import State
 from ..core.transform import TransformState
 from ..module.attach_checks import check_memory
@@ -99,7 +98,7 @@ class Residence:
                 move_out(pipe, params, self.grad_dtypes)
                 earlier.put_back()
             raise
-        self.state = State(stored, states, counter(), counter(), pipe.layout)
+        self.state = first_state(pipe, stored, states)
         self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
         carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731
         self.arrivals = Arrivals(pipe, params, channels, MARKS, self.in_backward, carry)

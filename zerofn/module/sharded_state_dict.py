@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.modules import registered
 from .._errors import explain
-from ..core.layout import Leaf, parameters_of
+from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
 from ..core.rows import cut_by_rows, rows_between, span
 from ..core.second_cut import spans_of_all
@@ -130,7 +131,7 @@ def mark(
 
     rows = Rows(pipe)
     names: dict[nn.Module, dict[str, Leaf]] = {
-        module: {n: leaves[id(p)] for n, p in parameters_of(module, recurse=False).items()}
+        module: {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
         for module in model.modules()
     }
     undo: list[Callable[[], None]] = []

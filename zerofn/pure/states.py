@@ -10,10 +10,9 @@ from torch import Tensor
 from .._errors import explain
 from ..core.agreement import agree_on_start, check_finite, first_states
 from ..core.averages import averages_of
-from ..core.executor import counter
 from ..core.initial import Init, check_init, device_of, first_values, made_by
 from ..core.layout import make_layout
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
@@ -90,7 +89,7 @@ def init(
         made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
         keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
         stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
-    return State(stored, first_states(pipe, stored), counter(), counter(), pipe.layout)
+    return first_state(pipe, stored, first_states(pipe, stored))
 
 
 def _own(x: Tensor) -> Tensor:

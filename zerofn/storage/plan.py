@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from .._compat.tensors import shape_only
 from .._errors import explain
-from ..core.executor import counter
 from ..core.layout import Leaves, make_layout, parameters_of
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
-from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, tree_map
 from ..core.views import Ranks
@@ -72,7 +70,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
         stored = _stored(pipe, leaves)
         buffers = () if model is None else rows_of_buffers(model, dtypes_of_buffers(model, pipe.dtypes))
-        state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+        state = first_state(pipe, stored)
         return replace(table_of(state, buffers), road=stations_table(pipe))
 
 

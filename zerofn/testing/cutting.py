@@ -17,11 +17,10 @@ from .._errors import bad_leaves
 from ..core.by_rows import keeps_leaves_alone
 from ..core.compose import chain
 from ..core.entries import Entry, entries
-from ..core.executor import counter
 from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
 from ..core.order import effect
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
 from ..core.spec import as_it_is
 from ..core.state import State
@@ -162,7 +161,7 @@ def run_pieces(
 
 def _start(pipe: Pipeline, tensors: Leaves) -> State:
     stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
-    return State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+    return first_state(pipe, stored)
 
 
 def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 
 from .._errors import bad_leaves
 from ..core.compose import chain
-from ..core.executor import counter
 from ..core.layout import Leaves, make_layout
+from ..core.pipeline import first_state
 from ..core.resolve import pipeline
 from ..core.spec import Spec
-from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree
 from ..core.update import apply
@@ -70,7 +69,7 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
 
     pipe = pipeline(chain(*map(listened, tx.members)), layout, "check_transform")
     stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in layout.leaves}
-    state = State(stored, pipe.init_transforms(stored), counter(), counter(), pipe.layout)
+    state = first_state(pipe, stored)
     for grads in gradients:
         cast = {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in layout.trainable}
         state, _ = apply(pipe, cast, state, pipe.context(micro_step=state.micro_step, **step_options))
