@@ -38,7 +38,7 @@ class Sight:
         forms: Mapping[str, Form],
     ):
         self.pipe = pipe
-        self.scaled = pipe.scaled
+        self.scaled, self.input_dtype = pipe.scaled, pipe.dtypes.inputs
         self.scale = scale
         self.units = units
         self.model = weakref.ref(model)
@@ -111,7 +111,7 @@ class Sight:
 
     def enter(self, x: Tensor) -> Tensor:
         """An input on its way in: cast to the compute dtype."""
-        dtype = cast_to(x, self.pipe.dtypes.inputs)
+        dtype = cast_to(x, self.input_dtype)
         if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
         if not self.scaled:
