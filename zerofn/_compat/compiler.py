@@ -29,6 +29,14 @@ def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+_PROXIES = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+
+
+def makes_proxies() -> bool:
+    """Whether each operation is written down with what stands for its numbers: `make_fx`, torch.func.linearize."""
+    return torch._C._get_dispatch_mode(_PROXIES) is not None  # type: ignore[attr-defined]
+
+
 _OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 

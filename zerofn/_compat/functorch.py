@@ -18,6 +18,14 @@ functorch = torch._C._functorch  # type: ignore[attr-defined]
 innermost_transform = functorch.peek_interpreter_stack
 
 
+_forward = torch.autograd.forward_ad
+
+
+def forward_mode() -> bool:
+    """Whether derivatives forwards are under way: `torch.autograd.forward_ad`, torch.func.jvp, or linearize."""
+    return _forward._current_level >= 0
+
+
 @while_traced
 def functorch_active() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
@@ -26,7 +34,9 @@ def functorch_active() -> bool:
 
 @while_traced
 def differentiating() -> bool:
-    """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap."""
+    """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap, or in plain forward mode."""
+    if forward_mode():
+        return True
     if functorch.peek_interpreter_stack() is None:
         return False
     return any(level.key().name in ("Grad", "Jvp") for level in functorch.get_interpreter_stack())
@@ -34,7 +44,7 @@ def differentiating() -> bool:
 
 def only_reverse() -> bool:
     """Whether nothing but derivatives backwards is under way: plain autograd, torch.func.grad and vjp, in any depth."""
-    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_mode():
         return False
     stack = functorch.get_interpreter_stack() if functorch_active() else ()
     return all(level.key().name == "Grad" for level in stack)
@@ -48,7 +58,7 @@ def only_vmap() -> int | None:
 @while_traced
 def vmap_level() -> int | None:
     """As `only_vmap`, while the compiler traces too."""
-    if not functorch_active() or torch.autograd.forward_ad._current_level >= 0:
+    if not functorch_active() or forward_mode():
         return None
     levels = functorch.get_interpreter_stack()
     return levels[0].level() if len(levels) == 1 and levels[0].key().name == "Vmap" else None

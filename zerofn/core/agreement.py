@@ -76,7 +76,7 @@ def check_finite(tensors: Leaves) -> None:
 
 
 def _has_nan(x: Tensor) -> bool:
-    return not x.is_meta and not is_wrapped(x) and bool(torch.isnan(x.detach()).any())
+    return not x.is_meta and not is_wrapped(x) and concrete(x) and bool(torch.isnan(x.detach()).any())
 
 
 def agree_on_prints(

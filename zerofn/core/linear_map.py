@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.functorch import functorch_active, innermost_transform, is_wrapped
+from .._compat.compiler import makes_proxies
+from .._compat.functorch import forward_mode, functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
 from .._ranges import VIEW, ranged
 from .layout import Leaf
@@ -99,7 +100,9 @@ def is_linear_map(node: Any) -> bool:
 
 def untracked() -> bool:
     """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or innermost_transform() is not None)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return innermost_transform() is None and not forward_mode()
 
 
 def wide(x: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.
 
 def _is_number(scale: Tensor) -> bool:
     """Whether its value can be read here: an ensemble has several, and what is being traced has none yet."""
-    if scale.ndim or torch.compiler.is_compiling() or type(scale) is not Tensor:
+    if scale.ndim or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
         return False
     return innermost_transform() is None or not is_wrapped(scale)
 

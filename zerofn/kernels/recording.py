@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.compiler import makes_proxies
 from .._compat.functorch import (
     beneath_functorch,
     differentiating,
+    forward_mode,
     functorch_active,
     innermost_transform,
     is_wrapped,
@@ -29,11 +31,13 @@ from .._compat.functorch import (
 def recorded(values: Iterable[Any] = ()) -> bool:
     """Whether what is computed from `values` is recorded: by torch.func, by the compiler, or by autograd.
 
+    In forward mode of anything: tensors there have no mark of their tangents that costs nothing to ask for.
+
     >>> w = torch.ones(2, requires_grad=True)
     >>> recorded([w]), recorded([w.detach(), 0.1]), torch.func.grad(lambda x: x * recorded())(torch.ones(()))
     (True, False, tensor(1.))
     """
-    if torch.compiler.is_compiling() or innermost_transform() is not None:
+    if torch.compiler.is_compiling() or innermost_transform() is not None or forward_mode():
         return True
     return bool(values) and _requires_grad(values)
 
@@ -64,7 +68,10 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
     >>> numbers_alone(), numbers_alone([torch.ones(2, requires_grad=True)])
     (True, False)
     """
-    active = functorch_active() if torch.compiler.is_compiling() else innermost_transform() is not None
+    if torch.compiler.is_compiling():
+        active = functorch_active()
+    else:
+        active = innermost_transform() is not None or forward_mode()
     return not active and (not torch.is_grad_enabled() or not _requires_grad(values))
 
 
@@ -74,7 +81,7 @@ def concrete(x: Any) -> bool:
     >>> concrete(torch.ones(())), torch.vmap(lambda x: x * concrete(x))(torch.ones(1))
     (True, tensor([0.]))
     """
-    return not torch.compiler.is_compiling() and not (is_wrapped(x) and levels(x))
+    return not torch.compiler.is_compiling() and not makes_proxies() and not (is_wrapped(x) and levels(x))
 
 
 def number(x: Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.functorch import functorch_active
+from .._compat.functorch import forward_mode, functorch_active
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.executor import passed
@@ -217,4 +217,7 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 
 
 def _alias(x: Tensor) -> Tensor:
-    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    if x.requires_grad:
+        return x.view_as(x)
+    # What is detached has lost its tangent.
+    return (x.view_as(x) if forward_mode() else x.detach()).requires_grad_()

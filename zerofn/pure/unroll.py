@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.functorch import constant, functorch_active, is_function
+from .._compat.functorch import constant, forward_mode, functorch_active, is_function
 from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten
@@ -70,6 +70,9 @@ def unroll(
         raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
     if functorch_active():
         _check_constants(step, state, batches, args)
+    elif forward_mode():
+        # A derivative forwards keeps nothing of any step, and in plain forward mode a node's rule can open no level.
+        return _in_turn(step, state, batches, args)
     losses = []
     for i in range(0, len(batches), every):
         state, found = _segment(step, state, tuple(batches[i : i + every]), args)
@@ -94,6 +97,14 @@ def _check_constants(step: Callable, state: Tree, batches: Sequence[Any], args: 
             return
 
 
+def _in_turn(step: Callable, state: Tree, batches: Sequence[Any], args: Sequence[Tree]) -> tuple[Any, Tensor]:
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
+        losses.append(metrics["loss"])
+    return state, torch.stack(losses)
+
+
 def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[Any, Tensor]:
     """A few steps as one node of the graph."""
     values, spec = flatten((state, batches, args))
@@ -103,11 +114,7 @@ def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[
 
     def run(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         now, rows, more = unflatten(spec, _filled(constants, (*floats, *others), (*some, *fixed)))
-        losses = []
-        for row in rows:
-            now, metrics = step(now, *(row if isinstance(row, tuple) else (row,)), *more)
-            losses.append(metrics["loss"])
-        made, after["spec"] = flatten((now, torch.stack(losses)))
+        made, after["spec"] = flatten(_in_turn(step, now, rows, more))
         first, second, after["constants"] = _sorted(made)
         after["places"] = (*first, *second)
         # A tensor that a step passes on as it is must be another one where it leaves a node.
