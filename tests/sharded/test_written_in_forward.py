@@ -552,6 +552,6 @@ def own_statistics():
 def test_ranks_that_write_different_numbers_are_told():
     for step, said in zf.launch(own_statistics, 2, timeout=limit()):
         assert step == 1
-        assert re.search(r"ranks disagree on what the model wrote in forward into its parameters w; average", said), (
-            said
-        )
+        assert re.search(
+            r"ranks disagree on what the model wrote in forward into its parameters w \(.*\). Average what", said
+        ), said

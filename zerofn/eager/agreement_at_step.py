@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 from ..core.layout import Leaves
 from ..core.state import State
@@ -14,8 +15,10 @@ from .written_by_hand import Wholes
 
 # What must be equal on all ranks at every step.
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
+SET = "what opt.param_groups sets"
+SET_ALIKE = "Set the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
 NO_MORE = {KEPT: 0, WRITTEN: 0}
-MARKS = (STEPS, CLOSES, DROPPED, *NO_MORE)
+MARKS = (STEPS, CLOSES, DROPPED, SET, *NO_MORE)
 # Of the numbers that a rank tells, where marks begin.
 FIRST = 2
 
@@ -32,10 +35,21 @@ class Agreement:
     def __init__(self, control: Group | None, wholes: Wholes, state: Callable[[], State]):
         self.control, self.wholes, self.state = control, wholes, state
 
-    def marks(self, boundary: bool | None, dropped: bool = False, more: dict[str, int] = NO_MORE) -> dict[str, int]:
-        """What must be equal on all ranks, by name; `more` is what rests tell of it."""
+    def marks(
+        self, boundary: bool | None, dropped: bool = False, more: dict[str, int] = NO_MORE, given: str = ""
+    ) -> dict[str, int]:
+        """What must be equal on all ranks, by name.
+
+        Args:
+            boundary: what `set_boundary` says.
+            dropped: whether the step is given up.
+            more: what rests tell of it.
+            given: what `opt.param_groups` sets, as text.
+        """
         closes = 2 if boundary is None else int(boundary)
-        return {STEPS: int(self.state().micro_step), CLOSES: closes, DROPPED: int(dropped), **more}
+        has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
+        steps = int(self.state().micro_step)
+        return {STEPS: steps, CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode()), **more}
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """What this rank tells: how many gradients it has, what it has noticed, and marks."""

@@ -49,20 +49,21 @@ class MicroStep:
         stored = self.state().leaves[path]
         return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
 
-    def collect(self, boundary: bool | None = None) -> Leaves:
+    def collect(self, boundary: bool | None = None, given: str = "") -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
 
         Args:
             boundary: what `set_boundary` says of this step; ranks must say the same.
+            given: what `opt.param_groups` sets; ranks must set the same.
         """
         self.copies.carry_over()
         if self.agreement.control is None:
             return self._grads()
         if self.arrivals.units is not None:
-            return self._at_rest(self.arrivals.units, boundary)
-        return self._agreed(self.agreement.marks(boundary))
+            return self._at_rest(self.arrivals.units, boundary, given)
+        return self._agreed(self.agreement.marks(boundary, given=given))
 
-    def _at_rest(self, units: Units, boundary: bool | None) -> Leaves:
+    def _at_rest(self, units: Units, boundary: bool | None, given: str) -> Leaves:
         """Where ranks rest at a step: what they agree on is told there, if all that step together rest together."""
         agreement, control = self.agreement, self.agreement.control
         grads: Leaves = {}
@@ -70,7 +71,7 @@ class MicroStep:
 
         def told() -> list[int]:
             nonlocal grads, marks
-            grads, marks = self._grads(), agreement.marks(boundary, more=units.rests.marks())
+            grads, marks = self._grads(), agreement.marks(boundary, more=units.rests.marks(), given=given)
             return agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)

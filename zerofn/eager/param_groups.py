@@ -103,6 +103,22 @@ class ParamGroups:
         self.shown = [g["lr"] for g in self.groups]
 
 
+def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]]) -> str:
+    """What groups set, the same text for the same numbers; a rate on another device is not waited for."""
+    told = {f"{prefix}lr": rate for prefix, rate in rates.items()}
+    told |= {f"{prefix}{name}": x for prefix, own in numbers.items() for name, x in own.items()}
+    return ", ".join([f"{name}={_number(x)}" for name, x in told.items()])
+
+
+def _number(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return float(x) if x.device.type == "cpu" and x.numel() == 1 else "a tensor"
+    if isinstance(x, tuple | list):
+        return tuple(map(_number, x))
+    # Those of numpy print otherwise.
+    return float(x) if isinstance(x, Real) else x
+
+
 def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> None:
     """Refuse groups of other parameters: which there are, and what updates each, the pipeline says."""
     same = len(groups) == len(params)

@@ -20,7 +20,7 @@ from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write
 from .accumulation_window import Window
-from .param_groups import ParamGroups
+from .param_groups import ParamGroups, as_text
 from .resident_params import Residence
 
 
@@ -75,7 +75,7 @@ class Steps:
             raise ValueError(
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
             )
-        left = self.home.micro_step.collect(self.window.forced)
+        left = self.home.micro_step.collect(self.window.forced, as_text(*self.groups.given()))
         assert self.home.in_backward is not None
         for path, grad in left.items():
             # Put there by hand: what backward has brought is gone.
@@ -88,7 +88,7 @@ class Steps:
         """Run the update halves on the gradients that have arrived."""
         # What was set may be refused, and what is collected cannot be put back.
         window, (rates, numbers) = self.window, self.groups.given()
-        grads = self.home.micro_step.collect(window.forced)
+        grads = self.home.micro_step.collect(window.forced, as_text(rates, numbers))
         if weight is not None:
             check_weight(self.pipe, weight)
         closes, old = window.averaged is not None and window.closes(), self.home.state

@@ -98,7 +98,7 @@ class WriteBack:
         """What must be the same on all ranks at a step, under one name."""
         paths = ", ".join(sorted(self.sums))
         total = sum(self.sums.values()) & MASK
-        return {f"{WRITTEN} {paths}; average what it is computed from" if paths else WRITTEN: total}
+        return {f"{WRITTEN} {paths}; Average what it is computed from." if paths else WRITTEN: total}
 
     def check(self) -> None:
         """Refuse what could not be stored.
