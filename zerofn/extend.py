@@ -35,7 +35,6 @@ from .core.compose import as_transform, chain
 from .core.context import Context, Prepared
 from .core.conveyor import Conveyor
 from .core.dtypes import Dtypes
-from .core.executor import counter
 from .core.facts import Facts, Scope
 from .core.groups import of_members, values_by_path
 from .core.layout import Layout, Leaf, Leaves
@@ -54,6 +53,7 @@ from .core.spec import (
     makes_parameters,
     watches_parameters,
 )
+from .core.state import counter
 from .core.transform import ScalarOrSchedule, Transform, TransformState
 from .core.tree import flatten, select, tree_map
 from .core.views import Ranks, View, ViewOf, Wire, no_view, over_ranks

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core.executor import counter
+from zerofn.core.state import counter
 from zerofn.kernels.rounding import block_ranges, known_formats, leaf_key, random_bits, stochastic_round
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

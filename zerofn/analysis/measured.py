@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import explain
 from ..core.pictures import bars
-from ..storage.words import readable
+from ..storage.words import aligned, readable
 
 PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
 # Lines of modules beyond which a table would not be read.
@@ -142,11 +142,7 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
     """The tables as text."""
     lines = [_title(numbers)]
     for head, rows, _ in _tables(m):
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        for row in (head, *rows):
-            first, *rest = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
-            indent = "" if row is head else "  "
-            lines.append("  ".join([(indent + row[0]).ljust(len(first) + 2), *rest]).rstrip())
+        lines += aligned([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
     return lines
 
 

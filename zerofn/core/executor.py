@@ -261,8 +261,3 @@ def buckets(leaves: Leaves) -> list[list[str]]:
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
     """What is new of the parameters after a run that something may have held: nothing, or by what a tensor knows."""
     return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}
-
-
-def counter(x: int = 0) -> Tensor:
-    """A counter of the state. It lives on the CPU, so that reading it never waits for a GPU."""
-    return torch.tensor(x, dtype=torch.int64)

@@ -15,9 +15,9 @@ from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared
-from .executor import counter
 from .facts import Facts
 from .layout import Layout, Leaves
+from .state import counter
 from .transform import Transform, TransformState
 from .tree import apart, flatten
 

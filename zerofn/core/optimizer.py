@@ -16,11 +16,11 @@ from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .counts import Derived, by_count, each, one_more
 from .derivatives import Pulled, by_hand, updated_by
-from .executor import counter
 from .facts import Facts
 from .layout import Layout, Leaves
 from .leaf_steps import Given, LeafList, LeafStep, Numbers
 from .members import kernel_on_members
+from .state import counter
 from .transform import ScalarOrSchedule, Transform, TransformState
 
 Slots = dict[str, Callable[[Tensor], Tensor]]

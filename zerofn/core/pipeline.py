@@ -20,14 +20,13 @@ from ..ranks.group import Group
 from ..ranks.reduction import OverRanks
 from .context import Context, OneProcess, Reduction
 from .dtypes import Dtypes
-from .executor import counter
 from .facts import Scope
 from .grad_norm import GRAD_NORM
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
 from .road import Road, groups_of
 from .spec import Station
-from .state import State
+from .state import State, counter
 from .stations import at_views
 from .stretches import Stretch, stretches
 from .transform import Transform, TransformState, nothing_to_prepare

@@ -6,6 +6,7 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Va
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._compat.compiler import register_pytree_node
@@ -16,6 +17,11 @@ from .leaf_tensors import LeafTensors, assign, entries_stay
 from .pictures import bars
 from .transform import TransformState
 from .tree import Tree, flatten, register_global
+
+
+def counter(x: int = 0) -> Tensor:
+    """A counter of the state. It lives on the CPU, so that reading it never waits for a GPU."""
+    return torch.tensor(x, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)

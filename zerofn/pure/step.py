@@ -202,48 +202,34 @@ class Pipelines:
         return pipe
 
 
-@uncompiled
-def step_over_ranks(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.
+def _run_as_it_is(why: str) -> Callable[..., tuple[State, Metrics]]:
+    """Runs a step that is no graph, which whoever asks for a whole graph is told with the reason."""
 
-    write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of
-    torch.func, of a state that does not require grad
-    """
-    return whole(state, batch, weight)
+    def run(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+        return whole(state, batch, weight)
 
-
-@uncompiled
-def step_by_own_wire(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A step through a view whose wire is not said to be traceable is no graph.
-
-    write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack` gives
-    a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph
-    """
-    return whole(state, batch, weight)
+    return uncompiled(run, why)
 
 
-@uncompiled
-def step_with_states_in_views(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.
-
-    write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph
-    """
-    return whole(state, batch, weight)
-
-
-@uncompiled
-def step_before_torch_2_13(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.
-
-    write: torch.compile(step) without fullgraph, or torch 2.13
-    """
-    return whole(state, batch, weight)
-
-
-@uncompiled
-def step_called_by_transforms(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-    """A compiled step that torch.func calls."""
-    return whole(state, batch, weight)
+step_over_ranks = _run_as_it_is(
+    "A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.\n\n"
+    "write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of\n"
+    "torch.func, of a state that does not require grad"
+)
+step_by_own_wire = _run_as_it_is(
+    "A step through a view whose wire is not said to be traceable is no graph.\n\n"
+    "write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack`\n"
+    "gives a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph"
+)
+step_with_states_in_views = _run_as_it_is(
+    "A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.\n\n"
+    "write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph"
+)
+step_before_torch_2_13 = _run_as_it_is(
+    "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"
+    "write: torch.compile(step) without fullgraph, or torch 2.13"
+)
+step_called_by_transforms = _run_as_it_is("A compiled step that torch.func calls.")
 
 
 def _no_loss(loss: Any) -> ValueError:

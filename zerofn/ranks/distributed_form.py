@@ -18,18 +18,21 @@ def as_distributed(
 
     Those are what torch's checkpoints cut anew for another number of ranks.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
     # A state may have parts on the host. A mesh of another device type would move them.
     kinds = {x.device.type for x, _, _ in shards.values()}
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
     made: dict[Hashable, Tensor] = {}
     for key, (x, mine, shape) in shards.items():
-        whole, part = torch.empty(shape, device="meta"), _from_zero(x).view(mine)
-        made[key] = DTensor.from_local(
-            part, meshes[x.device.type], [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        made[key] = _rows_of(shape, _from_zero(x).view(mine), meshes[x.device.type])
     return made
+
+
+def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The distributed tensor of that shape, contiguous and cut by rows, of which this rank has `rows`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
@@ -42,18 +45,12 @@ def cut_as(x: Tensor, like: Tensor) -> Tensor:
 
 def as_rows(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
     """Distributed tensors of these whole shapes, cut by rows; of the dtype and on the device of `like`, and unset."""
-    from torch.distributed.tensor import DTensor, Shard
-
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in {x.device.type for _, x in like.values()}}
     made: dict[Hashable, Tensor] = {}
     for key, (shape, x) in like.items():
-        whole = torch.empty(shape, dtype=x.dtype, device="meta")
         low, high = (min(i * -(-shape[0] // group.size), shape[0]) for i in (group.rank, group.rank + 1))
         rows = torch.empty((high - low, *shape[1:]), dtype=x.dtype, device=x.device)
-        mesh = meshes[x.device.type]
-        made[key] = DTensor.from_local(
-            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        made[key] = _rows_of(shape, rows, meshes[x.device.type])
     return made
 
 

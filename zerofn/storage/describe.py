@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ..core.pictures import bars
 from ..core.state import State
 from ..eager.optimizer import Optimizer
 from .stations_table import StationsTable
-from .words import dtype_name, readable, span_of
+from .words import aligned, dtype_name, readable, span_of
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
 MAX_LINES = 12
@@ -154,22 +154,13 @@ def _lines(table: Table) -> Iterator[str]:
     if table.buffers:
         own = list(table.buffers)
         sections.append((f"buffers of the model, beside the state: {_sum(own)}", _slot(own)))
-    lines = [head, *(line for _, cells in sections for line in cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def laid(cells: Iterable[str]) -> str:
-        *texts, size = cells
-        left = (text.ljust(width) for text, width in zip(texts, widths, strict=False))
-        return "  ".join(["", *left, size.rjust(widths[-1])]).rstrip()
-
-    yield laid(head)
+    lines = iter(aligned([head, *(line for _, cells in sections for line in cells)], left=5))
+    yield f"  {next(lines)}"
     for title, cells in sections:
         yield title
-        yield from map(laid, cells)
-    p, cost = (
-        table.placement,
-        f"{table.parameters:,} parameters, {table.bytes_per_parameter:.2f} bytes per parameter",
-    )
+        yield from (f"  {line}" for line in islice(lines, len(cells)))
+    p = table.placement
+    cost = f"{table.parameters:,} parameters, {table.bytes_per_parameter:.2f} bytes per parameter"
     where = f", shard {p.rank} of {p.size}" if p.size > 1 else ""
     yield f"total{where}: {readable(table.bytes)}, {cost}"
 

@@ -15,7 +15,7 @@ from ..core.pipeline import Pipeline
 from ..core.placements import AxisPlacement, Owner
 from ..core.spec import Spec, Station
 from ..core.views import View
-from .words import dtype_name, readable, span_of
+from .words import aligned, dtype_name, readable, span_of
 
 # Kinds of leaves of one station beyond which the rest is counted.
 MOST = 6
@@ -160,10 +160,7 @@ def _lines(table: StationsTable) -> Iterator[str]:
     lines: list[tuple[str, ...]] = [("gradients behind", "leaves", "dtype", "placements", "scaled by", "bytes")]
     for name, rows in by_station.items():
         lines += [(name if i == 0 else "", *cells) for i, cells in enumerate(_kinds(rows))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for *texts, size in lines:
-        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
-        yield "  ".join([*cells, size.rjust(widths[-1])]).rstrip()
+    yield from aligned(lines, left=5)
     axes = " x ".join(map(str, table.mesh))
     where = f"ZeRO-{table.zero} on {axes} ranks" if axes else "one process"
     sent = ", ".join(f"{op} {readable(n)}" for op, n in table.sent.items())

@@ -1,4 +1,4 @@
-"""Bytes, dtypes and runs of like paths, as tables tell them."""
+"""Bytes, dtypes and runs of like paths, as tables tell them, and the lines of a table."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def span_of(paths: Sequence[str]) -> str:
         values = sorted({int(n) for n in found})
         out += (found[0] if len(values) == 1 else f"{{{values[0]}..{values[-1]}}}") + text
     return out
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The lines of a table: its first `left` columns begin below each other, the others end so.
+
+    >>> aligned([("state", "bytes"), ("exp_avg", "12 B")], left=1)
+    ['state    bytes', 'exp_avg   12 B']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    return ["  ".join([pad(x, n) for pad, x, n in zip(pads, row, widths, strict=True)]).rstrip() for row in rows]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -148,7 +148,7 @@ def run_pieces(
         parts.insert(0, Transform(".pieces", needs="element", view_fn=lambda *_: view, through=as_it_is))
     layout, tensors = make_layout(params)
     pipe = pipeline(chain(*parts), layout, "check_transform")
-    state = _start(pipe, tensors)
+    state = start(pipe, tensors)
     numbers = Numbers(None if whole is None else whole.numbers.given)
     states = []
     for grads in gradients:
@@ -159,7 +159,8 @@ def run_pieces(
     return Run(states, numbers)
 
 
-def _start(pipe: Pipeline, tensors: Leaves) -> State:
+def start(pipe: Pipeline, tensors: Leaves) -> State:
+    """The first state of a pipeline, of copies of parameters."""
     stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
     return first_state(pipe, stored)
 

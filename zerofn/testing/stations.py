@@ -9,7 +9,6 @@ from typing import Any
 from .._errors import bad_leaves
 from ..core.compose import chain
 from ..core.layout import Leaves, make_layout
-from ..core.pipeline import first_state
 from ..core.resolve import pipeline
 from ..core.spec import Spec
 from ..core.transform import Transform
@@ -18,6 +17,7 @@ from ..core.update import apply
 from ..core.views import Ranks
 from ..ranks.group import Group
 from ..transforms.sgd import sgd
+from .cutting import start
 
 RIGHT = "a `through` that says what its transform does: spec.to(dtype), spec.placed(Shard(0))"
 
@@ -68,8 +68,7 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
         return part if part.idle else replace(part, update_fn=update, joins=None)
 
     pipe = pipeline(chain(*map(listened, tx.members)), layout, "check_transform")
-    stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in layout.leaves}
-    state = first_state(pipe, stored)
+    state = start(pipe, tensors)
     for grads in gradients:
         cast = {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in layout.trainable}
         state, _ = apply(pipe, cast, state, pipe.context(micro_step=state.micro_step, **step_options))
