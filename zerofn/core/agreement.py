@@ -92,7 +92,7 @@ def agree_on_prints(
     """
     problem = failure
     for group in groups:
-        # Also after a failure: on another axis of the mesh others wait for this rank.
+        # Asked along every axis, after a failure too: ranks along another one wait for this rank.
         every = gather_objects((None if problem is None else f"{problem}", prints), group)
         lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]
         if lost:
@@ -171,7 +171,7 @@ def check_weight(pipe: Pipeline, weight: Any) -> None:
 
 
 def fingerprint(x: Tensor) -> int:
-    """A number of a tensor's bits that a changed or a moved element changes. Zero for a meta tensor, and in a batch."""
+    """A number made of a tensor's bits and their places. Zero for a meta tensor, and inside of a batch."""
     if x.is_meta or not x.numel() or not concrete(x):
         return 0
     flat = x.detach().contiguous().reshape(-1)
@@ -190,9 +190,9 @@ def _digest(text: str) -> str:
 
 
 def agree_on_all(texts: dict[str, str], group: Group) -> None:
-    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by what they are of.
+    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
 
-    The first that differs is told.
+    The first that differs is named.
 
     >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
     """

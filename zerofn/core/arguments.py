@@ -53,7 +53,7 @@ def check_number(function: str, name: str, value: Any, low: float = 0.0, high: f
 
 
 def misfit(name: str, value: Any, low: float, high: float) -> str | None:
-    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. Text and bools are none."""
+    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. No text or bool is."""
     if isinstance(value, Tensor) and value.ndim == 0:
         if not concrete(value):
             return None  # a batch of them, or one that is not known before a graph is run
@@ -128,7 +128,7 @@ def check_function(where: str, fn: Any) -> None:
 
 
 def check_positional(where: str, keywords: dict[str, Any]) -> None:
-    """Refuse keywords where there are positions only: those of the user's function are not looked at."""
+    """Refuse arguments by keyword where all are passed on by position."""
     if keywords:
         given = ", ".join(f"{name}=..." for name in keywords)
         why = "what follows comes by position, and is handed on so"
@@ -148,7 +148,7 @@ def weight_of(weight: Any) -> Tensor:
 
 
 def no_weight(weight: Any) -> ValueError:
-    """The error."""
+    """The error for a weight that is not such a number."""
     return ValueError(
         explain(
             f"weight={weight!r}",
@@ -201,7 +201,7 @@ def _name(value: Any) -> str:
 
 
 def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -> None:
-    """Refuse what is no word for how much an update must see, or one that `function` cannot keep, for the reason."""
+    """Refuse what is not among `NEEDS`, and for the reason `why` what `function` does not allow."""
     if needs in NEEDS and needs in allowed:
         return
     known = ", ".join(map(repr, NEEDS))

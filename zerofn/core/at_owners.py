@@ -38,9 +38,9 @@ def _inside(t: Transform) -> list[Transform]:
 def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
     """The same transform with what needs whole leaves run at their owners.
 
-    Of a `partition` only the leaves of members that need them whole travel, and of one that needs rows only those that
-    are not cut by rows. Who owners are is told by path, for each place in the state of `t` where whole leaves have
-    theirs.
+    Of a `partition` only the leaves of members that need whole ones travel, and of a member that needs rows only leaves
+    that are not cut by rows. Returned are also the owners, by path, for each place in the state of `t` that is of whole
+    leaves.
     """
     ranks: dict[str, dict[str, int]] = {}
 
@@ -74,7 +74,7 @@ def at_owners(part: Transform, at: Exchange) -> Transform:
         everywhere: TransformState = {}
         own: TransformState = {}
         try:
-            # Of leaves that are not this rank's, what a state would be.
+            # The form of the state of leaves that other ranks own.
             everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
         except Exception as error:
             # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
@@ -113,7 +113,7 @@ def _without_memory(x: Any, device: torch.device) -> Any:
 
 
 def _of(state: Any, own: set[str], paths: set[str]) -> Any:
-    """Of every entry by path, those of some leaves."""
+    """The same state, whose entries by path are only those of the leaves in `own`."""
     if not isinstance(state, dict):
         return state
     if state.keys() & paths and state.keys() <= paths:

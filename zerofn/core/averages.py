@@ -32,7 +32,7 @@ def averages_of(state: State, of: str | None, where: str) -> Leaves:
 
 
 def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
-    """The averages in a transform's state; those of a grouped one lie with its members, whose labels may be any."""
+    """The averages in a transform's state; those of a grouped one lie with its members, with labels of any text."""
     found: Leaves = {}
     for name, entry in entries.items():
         if not isinstance(entry, dict):

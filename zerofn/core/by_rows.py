@@ -1,9 +1,9 @@
 """Transforms that need whole rows, run where leaves are cut by rows: each rank has its rows, and nothing travels.
 
 Pieces lie flat; such a transform is handed rows of the leaf, `(rows of this rank, ...)`, which may be none. What it
-keeps of a leaf is kept flat again, as all that is cut over ranks is, so a state must be of the leaf's shape: of one
-that has another (a number for each row, a tree for each leaf) the leaf goes to an owner. So does a leaf that is not cut
-by rows.
+keeps of a leaf is stored flat, as everything is that is cut over ranks, so its state must have the leaf's shape. Where
+it has another (a number for each row, a tree for each leaf) the leaf goes to an owner, and so does a leaf that is not
+cut by rows.
 """
 
 from __future__ import annotations

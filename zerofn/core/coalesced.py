@@ -79,6 +79,6 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
             buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
             for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
                 if g is not None:
-                    # Of a part there is no other shape than flat, as it comes.
+                    # A part is flat, as it comes.
                     out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
         return out

@@ -141,11 +141,12 @@ def _check_guest(t: Any, where: str, right: str) -> None:
 
 @transform
 def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
-    """A transformation of another library, such as torchopt's. A chain takes one as it is too, as `guest(it)`.
+    """A transformation of another library, such as torchopt's. A chain takes one without this call too.
 
     It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns
-    is added to the parameters. What it keeps of pieces in lists of its own, as torchopt does, is each rank's own in
-    `opt.state_dict()`, for the same number of ranks; `zf.save`, which is for any number, refuses it.
+    is added to the parameters. Lists in which it keeps state of pieces, as torchopt does, are each rank's
+    own: `opt.state_dict()` keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses
+    them.
 
     Args:
         transformation: an object with `init(params)` and `update(updates, state, params)`.
@@ -157,7 +158,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
 
     Raises:
         TypeError: no such object.
-        ValueError: `needs` is no such word. At an update, a leaf has no gradient, or an update not its shape.
+        ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update another shape.
 
     >>> import torch, zerofn as zf
     >>> class Descent:
@@ -196,7 +197,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
         if wrong:
             raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
-        # It may keep what it was given, and that is written in place.
+        # It may keep what it is given, which is written in place afterwards.
         return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
     name, facts = type(transformation).__name__, Facts(adds=True)

@@ -63,8 +63,8 @@ class Context:
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
-        donate_to_kernels: whether kernels may write in place where `donate` is false: in a graph, and in a batch the
-            memory of its members. It is donated, and nothing new is still to be chosen from what was and what is.
+        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or a batch: its memory
+            is donated, and nothing has still to be chosen between the old value and the new.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         weight: weight of this micro-batch, for instance its number of tokens.
@@ -76,7 +76,7 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
-        comes: whether anything comes to this transform, or the step is held before it: a tensor in a graph or a batch.
+        comes: false where the step is held before it reaches this transform; a tensor in a graph or a batch.
         standing: by name, what `report` shows of it in a step that is held before it.
         under_way: filled by `before_the_end`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
@@ -135,7 +135,7 @@ class Context:
         return self.reduction.total(number, leaves)
 
     def report(self, name: str, value: Any) -> None:
-        """Show a number in the step's metrics; of several of one name the first, which is before any clipping."""
+        """Show a number in the step's metrics; of several with one name the first, that before any clipping."""
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
@@ -167,8 +167,8 @@ class Prepared:
         carry: handed to the update of every leaf.
         state: the shared entries of its state that change.
         emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
-        close: called once all leaves have been updated, for a number of the whole tree that only metrics show. What
-            is looked at bucket by bucket is in the cache for the update that follows.
+        close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
+            is gathered bucket by bucket, while a bucket is in the cache for its update.
     """
 
     carry: Any = None

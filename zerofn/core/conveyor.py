@@ -77,7 +77,7 @@ class Conveyor:
         return out
 
     def _found(self, path: str, state: TransformState) -> _Coming | None:
-        """The state of a leaf, under way: sent for before, or now."""
+        """The state of a leaf on its way: sent for ahead, or else at this call."""
         away = self._away(path, state)
         coming = self.coming.pop(path, None)
         if coming is not None and all(away.get(slot) is x for slot, x in coming.sources.items()):

@@ -44,7 +44,7 @@ def each(
     recorded: bool,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
 ):
-    """Of every leaf its path, its count, and what is derived from that: once for all that have had equally many.
+    """Every leaf's path, its count, and numbers that follow from it, computed once for all leaves with one count.
 
     Args:
         dtypes: those in which tensors that are derived are computed with.
@@ -62,11 +62,11 @@ def each(
 def _unread(
     counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """Under vmap and in a graph, where counts are tensors: what is derived from them is, for all leaves together."""
+    """As `each` under vmap and in a graph, where counts are tensors: numbers are derived for all leaves together."""
     if derived is None:
         yield from ((path, count, {}) for path, count in counts.items())
         return
-    # Counts are on the CPU, a rate may be elsewhere; that of no shape goes with anything, and these have one.
+    # Counts are on the CPU, and a rate may be elsewhere: torch mixes devices of 0-d tensors only, and these are not.
     given = [x.device for x in (rate, *numbers.values()) if isinstance(x, Tensor) and x.device.type != "cpu"]
     together = torch.stack(list(counts.values()))
     together = together.to(given[0]) if given else together

@@ -1,7 +1,7 @@
 """A kernel where autograd records: its numbers, and a derivative written by hand beside them.
 
-Of a formula autograd keeps what each of its operations needs, and goes back through each: of AdamW twenty-five passes
-over memory, where the derivative as it is written on paper has fifteen, and is computed from what is kept anyway.
+Autograd keeps what each operation of a formula needs, and goes back operation by operation: twenty-five passes over
+memory for AdamW. The derivative as it is written on paper takes fifteen, and needs only what is kept anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool
     """Whether the derivative by hand is the one that is asked for: backwards only, by these tensors and no number.
 
     Args:
-        tensors: of each leaf the parameter, the gradient and the slots. Of narrow ones roundings would be in between.
+        tensors: of each leaf the parameter, the gradient and the slots. Not in 16 bits: there the formula rounds.
         numbers: rates and hyperparameters.
     """
     if any(isinstance(x, Tensor) for x in numbers) or not only_reverse():
@@ -84,7 +84,7 @@ class _Update(Function):
 
 
 class _Pull(Function):
-    """The derivative, as something that is differentiated in turn: what it computes on the way is not kept for that."""
+    """The derivative, which can be differentiated in turn; what it computes on the way is not kept for that."""
 
     @staticmethod
     def forward(pull: Run, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 def before(e: Entry) -> int | None:
-    """What an entry was when checkpoints did not have it yet; `None` for one that they always had.
+    """The value of an entry that some checkpoints lack, since they are older than it; `None` for one that all have.
 
     >>> [before(Entry("low_precision_adam", slot, "", None, (), of_leaf=False)) for slot in ("rounding_format", "step")]
     [1, None]
@@ -116,7 +116,7 @@ def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any])
 def _parted(
     values: Mapping[str | None, Any], ranks: Mapping[str, int]
 ) -> tuple[dict[str | None, Any], dict[str | None, Any]]:
-    """What owners have, and what lies by rows."""
+    """Of a slot's values, those of leaves that owners update, and the others."""
     rest: dict[str | None, Any] = {p: x for p, x in values.items() if p is not None and p not in ranks}
     return {path: x for path, x in values.items() if path not in rest}, rest
 
@@ -139,7 +139,7 @@ def _of_pieces(state: State, owner: str, slot: str, values: Mapping[str | None, 
 
 
 def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:
-    """The entry of a leaf that is itself a part; what is no tensor of its form is each rank's alike."""
+    """The entry of a leaf that is itself a part; a value of another shape is the same on every rank."""
     if e.offset is None and _shape(e.value) != tuple(shape):
         return e
     return e._replace(shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
@@ -154,7 +154,7 @@ def _at_owners(
         yield _at_owner(Entry(owner, slot, path, x, _shape(x)), ranks[path] == here)
     if None in values:
         e = Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False)
-        # A leaf's own state may be a tree: its path stands in the middle then.
+        # A leaf's own state may be a tree: then the leaf's path stands in the middle.
         path = next((part for part in slot.removeprefix(where).split("/") if part in ranks), None)
         yield e if path is None else _at_owner(e, ranks[path] == here)
 
@@ -211,8 +211,8 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
 def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
 
-    So whoever takes a plain tensor for one that is equal on all ranks, as torch's checkpoints do, is right. What one
-    rank alone has, the owner of a leaf, stands in its state and in no other.
+    Then a plain tensor is equal on all ranks, as torch's checkpoints take it to be. What the owner of a leaf alone has
+    stands in its state and in no other.
 
     Args:
         state: over several ranks.
@@ -243,7 +243,7 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     return replace(out, transforms={**transforms, **apart})
 
 
-# In the place of what is not to be in a dict.
+# Stands for what is to be left out of a dict.
 _GONE = object()
 
 
@@ -274,5 +274,5 @@ def of_rank(rank: int) -> str:
 
 
 def of_nobody(e: Entry) -> bool:
-    """Whether it may be of pieces of leaves, and nobody can tell of which, as in the lists other libraries keep."""
+    """Whether it may be of pieces of leaves without saying of which, as the lists are that other libraries keep."""
     return not (e.of_leaf or e.at_owner) and isinstance(e.value, Tensor) and e.value.ndim > 0

@@ -40,8 +40,8 @@ def run(
     signal: Leaves = grads
     emitted: bool | Tensor = True
     if ctx.donate and len(parts) > 1:
-        # A schedule that fails must do so before the first write: a state is whole after an error. Of the first stretch
-        # all is prepared before any of it is run.
+        # A schedule that fails must do so before the first write, so that a state is whole after an error. The first
+        # stretch is prepared as a whole before any of it is run.
         for part in (part for later in parts[1:] for part in later.given):
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
@@ -104,7 +104,7 @@ class Segment:
             given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._told_of(part, comes)
             self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
             if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
-                # What comes after it is chosen from old and new for each member.
+                # What follows is chosen between old and new for each member.
                 self.ctx = ctx = replace(ctx, donate_to_kernels=False)
             self.held = self.prepared[-1].emit is False
             if self.held:
@@ -213,7 +213,7 @@ def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
 
 
 def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
-    """Whether something goes on behind a transform to which something has come or not."""
+    """Whether something goes on behind a transform: something has come to it, and it holds nothing back."""
     return emit if emitted is True else emitted & emit
 
 
@@ -259,5 +259,5 @@ def buckets(leaves: Leaves) -> list[list[str]]:
 
 
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
-    """What is new of the parameters after a run that something may have held: nothing, or by what a tensor knows."""
+    """The new parameters after a run: none where it was held; where only a tensor knows, chosen between new and old."""
     return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}

@@ -10,7 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """What others may know of a transform without knowing which it is. What holds others declares it for all of them.
+    """What others may know of a transform without knowing which it is.
+
+    A transform that holds others declares these for all of them.
 
     Attributes:
         optimizes: what leaves it is new parameters.
@@ -18,7 +20,7 @@ class Facts:
         window: micro-steps that it adds up before one goes on; 1 where it holds none back.
         weighted: whether those are weighted.
         adds: what leaves it is added to the parameters where nothing else makes new ones.
-        directs: what leaves it is the direction of a step, which is no gradient any more.
+        directs: what leaves it is the direction of a step, and no gradient.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
         reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
@@ -59,7 +61,7 @@ NEEDS = ("element", "number", "row", "leaf", "tree")
 OF_PIECES = ("element", "number")
 
 
-# What is right at the owner of a leaf; the first of them where a rank has whole rows, too.
+# What is right at the owner of a leaf; the first of them also where a rank has whole rows.
 OF_LEAVES = ("row", "leaf")
 
 

@@ -1,4 +1,4 @@
-"""Whether gradients are some: of the parameters' structure and shapes, dense, and where a kernel can read them."""
+"""Whether gradients fit: of the parameters' structure and shapes, dense, and where a kernel can read them."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def check_dense(grads: Leaves) -> None:
 def unreadable(g: Tensor, stored: Tensor) -> str | None:
     """Why no kernel could read `g` beside the stored parameter, if none could.
 
-    Fused kernels do not look: they read nothing and say nothing, or end the process.
+    Fused kernels do not check: given such a gradient they do nothing without a word, or end the process.
     """
     if g.device != stored.device:
         return f"gradient of {g.dtype} on {g.device}, stored parameter of {stored.dtype} on {stored.device}"
     if is_shape_only(g) or is_shape_only(stored):
         return None if is_shape_only(stored) else f"gradient of {g.dtype} on {g.device} without memory: a FakeTensor"
-    # Other kinds of tensors, those of other devices too, keep their numbers where they like.
+    # Subclasses, those of other devices too, may keep their numbers elsewhere than `data_ptr` says.
     if type(g) not in (Tensor, Parameter) or torch.compiler.is_compiling() or is_wrapped(g) or g.is_meta:
         return None
     return None if g.data_ptr() or not g.numel() else f"gradient of {g.dtype} on {g.device} without memory"
@@ -100,7 +100,7 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
 
 
 def _all_readable(grads: Leaves, stored: Leaves) -> bool:
-    """Whether all are plain tensors on the CPU that have memory, as nearly always: told from C, not which."""
+    """Whether all are plain tensors on the CPU that have memory, as nearly always: asked of all at once, from C."""
     found = list(grads.values())
     try:
         # Of what has no memory, and of what torch.func has wrapped, the address is 0 or an error.

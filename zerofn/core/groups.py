@@ -115,7 +115,7 @@ def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform],
 
 
 def _run_of(t: Transform) -> dict[str, Any]:
-    """How it is run, for one that prints, compares and pickles as another."""
+    """How `t` is run, to be given to a transform that prints, compares and pickles as it does itself."""
     names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "named_fn")
     return {name: getattr(t, name) for name in names}
 

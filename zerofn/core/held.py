@@ -1,4 +1,4 @@
-"""What metrics show of a step that is held back or skipped: the same names as of any other"""
+"""What metrics show of a step that is held back or skipped: the same names as of any other."""
 
 from __future__ import annotations
 

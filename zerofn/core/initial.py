@@ -58,7 +58,7 @@ def blank(like: Tensor, device: torch.device) -> Tensor:
 
 
 def unset(x: Tensor, before: int) -> bool:
-    """Whether what `blank` made is as it was, in some element. `before`: its version, which tells it of integers."""
+    """Whether some element of what `blank` made is unwritten; of integers, whether its version is still `before`."""
     if x.is_meta:
         return True
     if x.is_floating_point() or x.is_complex():

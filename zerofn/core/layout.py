@@ -59,20 +59,20 @@ class Placement:
         size: how many those are.
         together: how many ranks hold this state between them, replicas among them.
         axes: the ranks along each axis that they lie on.
-        apart: transforms whose state is of gradients that are not yet reduced: sums, of which there are several.
-        copies: how many, one for each rank that the reduction is over.
+        apart: transforms whose state holds sums of gradients that are not yet reduced, so that ranks have other sums.
+        copies: how many such sums there are, one for each rank that the reduction is over.
         copy: which of them this rank has.
-        unreduced: how each of them lies over ranks; whole, by default.
-        later: the views that change gradients, by name, which those sums have yet to come through once reduced.
-        owners: of transforms that update whole leaves: the name in the chain, where in the state under that name theirs
-            is, and by path who updates the leaf, one of those that share it.
+        unreduced: how each such sum lies over ranks; whole, by default.
+        later: names of views that change gradients, which those sums have yet to come through once they are reduced.
+        owners: of each transform that updates whole leaves its name in the chain, the prefix of their slots in its
+            state, and by path the rank that updates the leaf, counted among those that share it.
         ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
     """
 
     rank: int = 0
     size: int = 1
     together: int = 1
-    # Where they lie and not how: a plan, made without ranks, has none.
+    # Not compared: it says where leaves lie and not how, and a plan, which is made without ranks, has none.
     axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
     copies: int = 1
@@ -87,7 +87,7 @@ class Placement:
         return (self.unreduced or Placement()) if owner in self.apart else self
 
     def owners_of(self, owner: str, slot: str) -> tuple[str, dict[str, int]] | None:
-        """Where in a transform's state the part of it is that updates whole leaves, and by path who does.
+        """The prefix in a transform's state of the slots of whole leaves, and by path the rank that updates the leaf.
 
         `None` where the slot is of pieces.
         """
@@ -269,8 +269,8 @@ def make_layout(
 
 
 def the_one(layout: Layout) -> Layout:
-    """The same object for equal layouts: by that a compiled step knows a state again, and makes no further graph."""
-    # Placements over other ranks are equal, see there, and yet not the same: what one of them saves is its own.
+    """The same object for equal layouts: by it a compiled step recognises a state, and makes no further graph."""
+    # Placements over other ranks compare equal, since `axes` is not compared, and still save other parts.
     return _first_of(layout, layout.placement.axes)
 
 

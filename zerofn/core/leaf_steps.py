@@ -44,7 +44,7 @@ class LeafStep:
 
 @dataclass(frozen=True)
 class LeafList:
-    """Leaves that have had equally many updates, as lists of tensors; what a kernel works on. In a graph all leaves.
+    """Leaves that have had equally many updates (in a graph all leaves), as lists of tensors: what a kernel works on.
 
     Attributes:
         params: to be written in place.

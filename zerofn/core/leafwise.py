@@ -237,7 +237,7 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
 
 
 def _kind(x: Any, *others: Any) -> str | None:
-    """What it is, if it is no dense tensor, and none of `others`."""
+    """In words what `x` is; `None` for a dense tensor, and for one of `others`."""
     if not isinstance(x, Tensor):
         return None if x in others else kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"

@@ -57,7 +57,7 @@ class LinearMap(Function):
 class LinearMapInFunc(Function):
     """The same as torch.func and torch.compile want it: `forward` without `ctx`, and a rule for `vmap`.
 
-    One class would do, but for such a one torch reads the signature of `forward` anew at each call: 20 us.
+    One class would do, but of such a class torch reads the signature of `forward` at each call, which takes 20 us.
     """
 
     backward = LinearMap.backward  # type: ignore[assignment]
@@ -184,8 +184,8 @@ class LeafView:
     def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """`back` as operations that are recorded: a gradient that is differentiated in turn.
 
-        The scale is divided by and nothing more. That its factors alternate is for what is inside of a closed boundary;
-        here all that a loss was computed from, tensors of its closure too, may be outside.
+        The scale is divided by, with no factor that alternates: those are for the inside of a closed boundary, and here
+        anything that the loss is computed from may be outside, tensors of its closure too.
         """
         for stage in reversed(self.stages):
             if stage.wire is not None:
@@ -211,7 +211,7 @@ def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
 
 
 class OnlyForth(LeafView):
-    """A view that may be evaluated: what it would pull back is an average over ranks that lacks their weights."""
+    """A view that refuses a backward: what it would pull back is an average over ranks without their weights."""
 
     def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Kernels in a batch of torch.func.vmap: the leaves of each member are so many leaves more"""
+"""Kernels in a batch of torch.func.vmap: the leaves of each member are so many leaves more."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class Members:
 def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformState] | None:
     """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
 
-    It can in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one number
-    of updates share a list, as leaves do. In memory of their own where it is chosen after it which members skip a step.
+    It can be taken in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one
+    number of updates share a list, as leaves do. Their new values have memory of their own where it is chosen
+    afterwards which members skip the step.
     """
     level = only_vmap()
     grads, params, slots, counts, lr, numbers, common, ctx = given

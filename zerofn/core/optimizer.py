@@ -85,7 +85,7 @@ def optimizer(
             state[slot] = {p: start(x) for p, x in leaves.items()}
         return state
 
-    # What is checked here need not be in each step: of one value a rate is refused once.
+    # Checked here and not at each step: a rate that is one number is refused once.
     sure = isinstance(lr, float) and 0.0 <= lr <= LARGEST
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:

@@ -7,8 +7,8 @@ leaves and gets what others have of its own. The alternative, to gather every le
 times the number of ranks, and the work of each leaf on all of them.
 
 With the pieces that come back each owner says whether it has them: a function that raises at one owner is known to all
-ranks in the same step, and who catches its error there waits for nobody. Of first states nothing comes back, and owners
-say so by themselves.
+ranks in the same step, and who catches its error there waits for nobody. Nothing comes back of first states: there
+owners say it in a message of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Exchange(Protocol):
 
     Attributes:
         leaves: all of them, in one order on all ranks.
-        rank_of: by path, the owner, by its `place_in` the cut.
+        rank_of: by path, the owner: its place among the ranks of the cut, as `place_in` counts.
     """
 
     @property
@@ -127,7 +127,7 @@ class Owners:
 
     @classmethod
     def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Owners:
-        """Those of leaves that this wire cuts. Not found out at the first use: the compiler cannot."""
+        """The exchange of leaves that this wire cuts. Spans are found here: the compiler cannot find them."""
         group = wire.group
         wires = [wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
         found = [{leaf.path: each.span(leaf) for leaf in leaves} for each in wires]
@@ -167,7 +167,7 @@ class Owners:
             sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
             theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
             lengths = [[self._length(here, x) for x in of_rank] for of_rank in theirs]
-            # In a graph nobody can look, and a function has run before its graph does.
+            # Not in a graph: nobody can look there, and a function that raises has done so before its graph runs.
             tells = concrete(first)
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))

@@ -64,13 +64,13 @@ class Pipeline:
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
-        """What `make`, a function of a module, finds out of this pipeline; it is called the first time alone."""
+        """What `make`, a function at the top of a module, finds out about this pipeline; called the first time only."""
         if make not in self._made:
             self._made[make] = make(self)
         return self._made[make]
 
     def made_ready(self) -> Pipeline:
-        """The same, with all found out that is found out once: that takes a lock, which the compiler does not know."""
+        """The same, with all its cached properties computed: that takes a lock, which the compiler does not know."""
         for each in (self.road, self):
             for name, value in vars(type(each)).items():
                 if isinstance(value, cached_property):
@@ -107,7 +107,7 @@ class Pipeline:
 
     @cached_property
     def gathering(self) -> Wire | None:
-        """How resident parameters are, if even they are shards, gathered when they are used."""
+        """How resident parameters are cut, if even they are shards: those are gathered when they are used."""
         return cutter(self.road.at_use)
 
     @cached_property
@@ -159,7 +159,7 @@ class Pipeline:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """As what they are run."""
+        """The update halves as they are run."""
         return stretches(self.updates)
 
     def context(self, **given: Any) -> Context:

@@ -70,7 +70,7 @@ def pipeline(
 
 
 def _settled(view: View | None, name: str, layout: Layout) -> View | None:
-    """With its name, and with what it says of leaves asked once: each step asks of every leaf whether it is touched."""
+    """The view with its transform's name, and with `changes` asked once: each step asks it of every leaf."""
     if view is None:
         return None
     touched = frozenset(leaf.path for leaf in layout.leaves if view.changes(leaf))
@@ -80,7 +80,7 @@ def _settled(view: View | None, name: str, layout: Layout) -> View | None:
 def _with_owners(
     parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Layout]:
-    """Those that need whole leaves are run at the owners of leaves."""
+    """The chain in which transforms that need whole leaves run at the owners of leaves, and the layout with those."""
     if {part.needs for part in parts} <= set(OF_PIECES):
         # What holds others needs as much as any of them.
         return parts, layout

@@ -58,7 +58,7 @@ class Road:
 
     @cached_property
     def behind_reduction(self) -> tuple[View, ...]:
-        """Of those after an update what gradients have yet to come through once they are reduced."""
+        """Those of them that gradients have yet to come through once they are reduced."""
         return tuple(view for view in self.after_update[1:] if not view.only_dtype)
 
     @cached_property

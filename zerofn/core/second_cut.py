@@ -98,7 +98,7 @@ def part_of(leaf: Leaf, wire: Wire) -> Leaf:
 
 
 def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """The flat ranges of a leaf that ranks have, of all among which wires cut it, one after the other."""
+    """The flat range of a leaf that each rank has, rank by rank, where wires cut it one behind the other."""
     first, *rest = cutting
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
@@ -114,7 +114,7 @@ def _flat(leaf: Leaf) -> Leaf:
 
 
 def behind(view: View, before: Sequence[View]) -> View:
-    """The view where others stand before it: of parts of leaves, if one of those cuts them."""
+    """The view as it is behind others: of parts of leaves, if one of those cuts them."""
     first = cutter(before)
     if first is None or view.wire is None or not view.wire.cuts:
         return view

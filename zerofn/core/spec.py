@@ -53,7 +53,7 @@ class Spec:
         cast_by: it has the dtype of gradients.
         unscaled_by: the loss scale has been divided out.
         summed_by: it is a sum over micro-batches.
-        changed_by: it is no plain gradient any more.
+        changed_by: it is a function of the gradient, and no plain gradient.
         updated_by: it is a new parameter.
         watched_by: new parameters have been looked at.
         shape: of the whole leaf, over all ranks that the chain knows of.
@@ -102,7 +102,7 @@ class Spec:
     def after(self, done: str) -> Spec:
         """The same where the transform that is asked has done that.
 
-        What was unscaled is no longer multiplied by its factor, and what was updated has the dtype of the state. Where
+        Unscaled it has lost its factor, and updated it has the dtype of the state. Where
         it lies once it is reduced `placed` says, or the transform's wire.
         """
         more: dict[str, object] = {}
@@ -122,7 +122,7 @@ class Spec:
     def by_rows(self) -> Spec:
         """The same, cut by rows along the axis of the transform that is asked; flat where there are fewer than ranks.
 
-        What is cut already is cut by its own rows. Of one dimension each element is a row, and both cuts are one.
+        A part is cut by its own rows. With one dimension each element is a row, and the two cuts are the same.
         """
         if self.axis is None or self.shape is None:
             return self

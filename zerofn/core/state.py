@@ -53,8 +53,8 @@ class State:
     def give_away(self) -> None:
         """Its memory belongs to the next state from here on.
 
-        The counter is marked, of which each state has one of its own: so that a whole batch of states knows what a step
-        under `vmap` has done with it.
+        The mark is at the counter, which every state has of its own, and which a batch of states shares with the states
+        that a step under `vmap` is given.
         """
         innermost(self.micro_step)._zerofn_given_away = True  # type: ignore[attr-defined]
 

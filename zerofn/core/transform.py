@@ -69,8 +69,8 @@ class Transform:
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
         named_fn: of a transform whose metrics have its name in them: the same under another one.
-        joins: of the transforms that follow it: one that gives what it and the first so many of them give one after
-            the other, and how many. Its state has their entries, by their names.
+        joins: from the transforms that follow it to one that gives in one pass what it and the first few of them give
+            one after the other, and how many those few are. Its state has the entries of all of them, by their names.
         base: its name before a chain gave it a number; `None` where none did.
     """
 

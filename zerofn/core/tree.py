@@ -87,7 +87,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
 
 
 def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of nested dicts, in their order, which nobody is to rely on: in a third of the time of `flatten`."""
+    """The tensors of nested dicts, in no order to rely on, in a third of the time of `flatten`."""
     found: list[Any] = []
     todo: list[Mapping[str, Any]] = [tree]
     while todo:

@@ -140,8 +140,8 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
 def _into(level: int | None, old: Any, new: Any) -> Any:
     """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made.
 
-    Not where one element stands for several: for a state of another rank's, of which this one has the shape alone,
-    or under vmap for all members of a batch.
+    Not where one element stands for several: in a state that another rank owns, of which this one has the shape alone,
+    and under vmap where all members of a batch share a tensor.
     """
     if not isinstance(old, Tensor) or not old.is_floating_point() or not old.ndim or new is old:
         return new
@@ -202,9 +202,9 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
 def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:
     """State and context of a step under vmap: what the update writes is batched wherever anything is.
 
-    What nothing has touched yet, momentum in its first step, would else be one memory that all members share, and a
-    later step that is donated would write into it for all of them. Counters are not written, so they stay numbers
-    that Python can read where the state is one for all members.
+    A tensor that nothing has touched yet, such as momentum in the first step, would else be one memory for all members,
+    and a later step that is donated would write into it for all of them. Counters are not written, so they stay
+    numbers that Python can read where the state is one for all members.
     """
     tensors = [x for x in (*grads.values(), ctx.weight, *flatten(state)[0]) if isinstance(x, Tensor)]
     found = {levels(x): x for x in tensors}

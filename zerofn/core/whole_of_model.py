@@ -18,7 +18,7 @@ TOGETHER = "zf.partition of the chain, by which parameters that are cut get an o
 
 
 def beside(placement: Placement, model: Sequence[Group]) -> Placement:
-    """The same placement of a state that also ranks hold together over which the model is cut."""
+    """The same placement, of a state that is also held between the ranks over which the model is cut."""
     for group in model:
         if group.size > 1:
             axes = (*placement.axes, group.ranks)

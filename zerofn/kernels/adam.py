@@ -58,7 +58,7 @@ def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
 
 
 def _is_wrapped(tensor: Any) -> bool:
-    """Batched by vmap or otherwise without an address: the whole-tensor formula is all that works on it."""
+    """Whether it is batched by vmap or has no address: then only the formula on whole tensors works."""
     if not isinstance(tensor, Tensor):
         return False
     # Fake and functional tensors are subclasses; functorch's wrappers look like plain tensors from Python.

@@ -43,7 +43,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(step: Any, *numbers: Any) -> Scalars:
-    """Of step, lr, beta1, beta2, eps and weight_decay.
+    """The scalars of step, lr, beta1, beta2, eps and weight_decay.
 
     Computed in double, rounded to float32 once; stays on the device and inside vmap if given tensors.
     """
@@ -53,7 +53,7 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     decay = lr * weight_decay
     values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
     if torch.compiler.is_compiling():
-        # All as tensors: of a rate that differs from one pipeline to the next the compiler makes one by itself.
+        # All as tensors: the compiler itself makes one of a float that differs from one pipeline to the next.
         return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
     return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
 

@@ -1,8 +1,8 @@
 """The C kernel of low-precision Adam as an operator of torch's, `zerofn::adam_`, which a compiled graph can call.
 
 The compiler traces what it can, and would put the formula into the graph: generated code takes two to three times as
-long as the C kernel, which it cannot look into. To an operator it need not: it is told which arguments are written, and
-that nothing comes back. One call has all leaves in it, since each costs some 50 us.
+long as the C kernel, which it cannot look into. Into an operator it need not look: it is told which arguments are
+written, and that nothing comes back. One call has all leaves in it, since each costs some 50 us.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """torch's fused Adam over lists of leaves, and as an operator, `zerofn::fused_adam_`, which a compiled graph can call.
 
-Of the formula a graph has a dozen operations for each leaf, and the compiler looks for pairs among all of them that it
-could run together: of many leaves AdamW is most of what it works on. One call has all leaves in it. Of few leaves the
-formula is the better graph: it scales gradients in the same loop, where an operator is given them in memory.
+The formula puts a dozen operations for each leaf into a graph, among all of which the compiler looks for pairs that it
+could run together: with many leaves it spends most of its time on AdamW. The operator is one call for all leaves. With
+few leaves the formula is the better graph: it scales gradients in the same loop, where an operator is given them in
+memory.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._compat.functorch import functorch_active, is_wrapped
 
-# Asked of every leaf in every step, and so from C.
+# Asked for every leaf in every step, and so from C.
 _DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
 _IS_CPU = attrgetter("is_cpu")
 
@@ -30,7 +30,7 @@ def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
     """
     if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
-        # Without a gap and in the order of rows, nearly all are: to compare strides makes tuples of them.
+        # Nearly all lie without a gap and in the order of rows. Comparing strides takes longer, since it makes tuples.
         rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
         if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
             return grads

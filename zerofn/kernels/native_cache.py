@@ -93,7 +93,7 @@ def _trusted() -> set[int]:
 
 
 def _numbered(user: int, table: str) -> bool:
-    """Whether a number stands for one user, by the table of a user namespace: first here, first outside, count.
+    """Whether a number stands for one user, by a user namespace's table of (first here, first outside, count).
 
     >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
     (True, False)
@@ -103,9 +103,9 @@ def _numbered(user: int, table: str) -> bool:
 
 
 def find(where: Path, key: str) -> Path | None:
-    """A library that was kept under this key and is as it was.
+    """A library that was kept under this key and is unchanged.
 
-    What is not is let be: another process may have put a sound one in its place since it was looked at.
+    A changed one is left where it is: another process may have put a sound one in its place meanwhile.
     """
     return next((file for file in sorted(where.glob(f"adam-{key}-*.so")) if _sound(file)), None)
 

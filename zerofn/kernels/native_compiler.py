@@ -90,7 +90,7 @@ def of_system(path: str | None) -> Command | None:
 
 
 def identity(command: Command, path: str | None) -> tuple:
-    """What of a compiler could change what it builds: its words, and the programs among them (``ccache gcc``)."""
+    """All of a compiler that could change what it builds: its words, and the programs among them (``ccache gcc``)."""
     programs = [os.stat(where) for word in command if (where := shutil.which(word, path=path))]
     return command, [(s.st_size, s.st_mtime_ns) for s in programs], FLAGS, TUNING, processor()
 

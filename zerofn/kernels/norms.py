@@ -18,7 +18,7 @@ CHUNK = 1 << 17
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
-# Asked of every leaf in every step, and so from C.
+# Asked for every leaf in every step, and so from C.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
@@ -68,7 +68,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(())
     if recorded():
-        # No kernel, and nothing to differentiate: of all formulas the one that a compiler fuses with what is beside it.
+        # No kernel, and nothing to differentiate: the one formula that a compiler fuses with what is beside it.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
@@ -93,8 +93,8 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sum of squares of every leaf, by path, each 0-d; fp32 at least. The formula.
 
-    Not by way of norms, whose derivative has no limit where a leaf is zero. Of a leaf without elements too: in which
-    dtype norms are added must not depend on which pieces a rank has, since the ranks then add theirs.
+    Not by way of norms, whose derivative has no limit where a leaf is zero. A leaf without elements has one too: the
+    dtype in which norms are added must not depend on the pieces that a rank has, since ranks then add their sums.
     """
     wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items()}
     # A product, whose derivative is two; that of a square is a power.

@@ -3,7 +3,7 @@
 An update is a formula. A fused, in-place or C kernel gives its numbers faster, and nothing else: torch's fused Adam
 under `torch.func.grad` gives a derivative of zero without a word, a write in place has no rule under `vmap`, and a C
 function is no graph. So kernels are taken where nobody records, and what is asked here decides it for all of them.
-Elsewhere only where somebody has said what is recorded: a derivative by hand, or the members of a batch as a list.
+Where somebody records they are taken only with a rule beside them: a derivative by hand, or a batch as a list.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def certain(condition: Tensor) -> bool:
 def root(x: Tensor) -> Tensor:
     """`x.sqrt()`, whose derivative at 0 is 0 instead of infinite.
 
-    Where nothing has ever come, a second moment or a norm, the chain rule multiplies that infinity by zero, which is
-    NaN. The derivative of what the root is for has a limit there, and zero gives it: of `m / (root(v) + eps)` by a
-    gradient of which both are made, `1 / eps` times that of `m`. The input is masked, and not the output alone: what
-    is computed and not chosen must be finite as well.
+    For a second moment or a norm that is 0 since no gradient has come, the chain rule multiplies that infinity by zero,
+    which is NaN. What the root is used for has a limit there, which a derivative of zero gives: that of
+    `m / (root(v) + eps)` by a gradient of which both are made is `1 / eps` times that of `m`. The input is masked, and
+    not the output alone: what is computed and not chosen must be finite as well.
 
     >>> torch.func.grad(lambda x: root(x * x))(torch.tensor(0.0))
     tensor(0.)

@@ -35,8 +35,8 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
 _GOLDEN = 0x9E3779B9
-# How bits are drawn has changed once, and a run goes on as it began: its state says by which format. In the first
-# one neighbours had neighbouring counters, and elements 32 or 15360 apart draws with a correlation of 0.01.
+# There are two formats of draws, and the state of a run says by which it draws, also after a load. In the first
+# one neighbours have neighbouring counters, and elements 32 or 15360 apart draws with a correlation of 0.01.
 FIRST_FORMAT, FORMAT = 1, 2
 FORMAT_ENTRY = "rounding_format"  # in the state
 # 2**32 by the golden ratio, to the next odd number.

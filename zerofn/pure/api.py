@@ -44,8 +44,8 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         multiply by is spread over ranks as the parameters are, and on several ranks products with such vectors are
         what there is, alone or under `vmap`. A whole Hessian or Jacobian by parts is refused; `jacrev(...,
         chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks. Under a loss
-        scale or an `output_dtype` what it returns are copies: of results `y, h` with `y` computed from `h` inside, that
-        `h` is not on the way of the gradient of `y`.
+        scale or an `output_dtype` it returns copies: where `fn` returns `y, h` and has computed `y` from `h`, the
+        gradient of the `y` that comes out does not pass the `h` that comes out.
 
     Raises:
         TypeError: `fn` cannot be called, or inputs were given by keyword.
@@ -210,7 +210,7 @@ def update(
 
 
 def asked(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
-    """Whether a step is recorded: if it says so, or by what its gradients and its state are, or by whoever runs it."""
+    """Whether a step is recorded: as `create_graph` says, else by its gradients, its state, and whoever runs it."""
     if create_graph is not None:
         check_graph(where, create_graph)
     if create_graph or recorded():

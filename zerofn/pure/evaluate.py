@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         out: what it returned.
-        pull: from a cotangent of each tensor among that to gradients by path and those of the leaves of its inputs.
+        pull: from a cotangent of each such tensor to gradients by path, and to the cotangents of its inputs' leaves.
         tensors: which leaves of `out` have cotangents.
         spec: the structure of its inputs.
     """
@@ -76,7 +76,7 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
 
 
 def cotangents_of(ran: Evaluation, cotangents: Any) -> list[Tensor]:
-    """Those of the tensors that a function returned, as `pull` takes them.
+    """The cotangents of the tensors that a function returned, as `pull` takes them.
 
     Raises:
         ValueError: they are of another structure, shape or dtype; every one is named.

@@ -62,7 +62,7 @@ def linearize(
         fn: from lists of tensors to two, of which the first is differentiated; the second is whatever else it made.
             They are all that crosses to torch.func: a tensor that left it by another way would still be wrapped.
         given: what it is given besides.
-        scale: the loss scale, which its edges have on cotangents, but where all is recorded.
+        scale: the loss scale, by which its edges multiply cotangents, except where all is recorded.
         keep: whether the pullback may be called again.
         record: whether all of it is recorded, so that what is returned can be differentiated.
 
@@ -86,7 +86,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     stages, dtypes = pipe.road.pulled, pipe.road.grad_dtypes
     paths = pipe.layout.trained
     seen = pipe.road.see(stages, resident) if stages else resident
-    # Of every leaf in every step, and so from C.
+    # Done for every leaf in every step, and so from C.
     seen = dict(zip(seen, map(Tensor.detach, seen.values()), strict=True))
     inputs = list(map(Tensor.detach, given))
     wanted = list(map(Tensor.requires_grad_, [*map(seen.__getitem__, paths), *inputs]))
@@ -155,8 +155,8 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied to
     gradients by hand, in the dtype that the pipeline says, where autograd would give them that of the parameter.
 
-    In a graph that nobody differentiates all leaves together, before the function and after it, as everywhere else:
-    over ranks a collective then carries many, and stands where it needs no derivative, which a compiler has none of.
+    In a graph that nobody differentiates all leaves go together, before the function and after it, as everywhere else:
+    a collective over ranks then carries many leaves, and needs no derivative, of which the compiler knows none.
     """
     paths = pipe.layout.trained
     views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())

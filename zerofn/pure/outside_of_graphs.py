@@ -18,8 +18,8 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 def outside_of_graphs(fn: Fn) -> Fn:
     """`fn` as what ends a graph. With `fullgraph=True` it is refused by its name, and not by a line inside of it.
 
-    Left to the compiler they were cut into many graphs at what it cannot read, and the graphs of a pullback, which may
-    be called again, were refused by autograd.
+    Left to the compiler such a function is cut into many graphs at what the compiler cannot read, and autograd refuses
+    the graphs of a pullback, which may be called again.
     """
     return _outside(
         fn,

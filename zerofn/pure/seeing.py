@@ -14,8 +14,8 @@ from ..core.tree import flatten, tree_map, tree_paths
 def seeing(pipe: Pipeline, state: State, where: str) -> Pipeline:
     """The pipeline with views that read what this state holds of their transforms.
 
-    They are called where a leaf is pulled back too, with no way for a derivative, or a batch, of what they read; a way
-    would make a state an argument of every view's rule.
+    They are called where a leaf is pulled back too. What they read has no derivative and no batch there: for those a
+    state would have to be an argument of every view's rule.
 
     Raises:
         RuntimeError: what a view reads is differentiated or batched: refused, for it would be taken for a constant.

@@ -45,7 +45,7 @@ def init(
         init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
             are made one at a time, and each rank keeps its part, so that the tree need not fit into one rank's memory:
             the peak is a state and one leaf. torch's generators are seeded by `seed` and the path for each leaf (and
-            put back), so that numbers are the same on any number of ranks; on another kind of device they are others.
+            put back), so that numbers are the same on any number of ranks. Another kind of device draws others.
         seed: of the draws of `init`.
         device: where `init` is to write and the state is to be; by default where torch makes tensors.
 
@@ -122,7 +122,7 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
-    """The pipeline of a state, after a look at whether they belong together; its views see that state."""
+    """The pipeline of a state, as `resolved`, whose views read that state."""
     return seeing(resolved(tx, state, where), state, where)
 
 

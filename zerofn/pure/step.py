@@ -43,12 +43,11 @@ def make_step(
         tx: the pipeline.
         donate: let the step write into the memory of the state it is given, which must not be used
             again: that is refused, where the step is not compiled. Saves one copy of parameters and optimizer
-            state. Tensors that a step passes on as they are,
-            such as the parameters of a held one, belong to the old state and the new: to donate the new one
-            overwrites them in the old one too. Under `torch.func.vmap` the memory of the batch is written by
-            optimizers that have a kernel, behind nothing that holds some members back and others not
-            (`scale_loss`, `skip_nonfinite`), which are chosen from old and new; an error there if the state is not
-            batched. A step that is differentiated needs the state it began with: refused.
+            state. Tensors that a step passes on as they are, such as the parameters of a held one, belong to the old
+            state and the new: to donate the new one overwrites them in the old one too. Under `torch.func.vmap` the
+            state must be batched; optimizers that have a kernel write into its memory, except behind a transform
+            that skips the step for some members alone (`scale_loss`, `skip_nonfinite`). Refused for a step that is
+            differentiated, which needs the state it began with.
         create_graph: as of `zf.update`: whether autograd records steps, so that what they return can be
             differentiated, by the batch too. By default where a tensor of the state requires grad.
 
@@ -106,7 +105,7 @@ def make_step(
             check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
 
-    # The compiler keeps what it made with the code, and gives up where that is much: one of its own for each step.
+    # The compiler keeps its graphs with the code, and gives up at a limit of them: so each step has code of its own.
     whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
     return step
 
@@ -186,7 +185,7 @@ class Pipelines:
         self.last: tuple[Any, Any, list[str]] = (None, None, [])
 
     def of(self, state: Any, tracing: bool) -> Pipeline:
-        """That of a state; while a graph is made by its number."""
+        """The pipeline of a state; while a graph is made, found by its number."""
         if tracing and isinstance(state, State):
             return self.numbered[self.resolve(state.layout)]
         if not isinstance(state, State):

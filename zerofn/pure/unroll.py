@@ -81,7 +81,7 @@ def unroll(
 
 
 def _check_constants(step: Callable, state: Tree, batches: Sequence[Any], args: tuple) -> None:
-    """Refuse a step that is a function of more than it is given: of constants it would be one still.
+    """Refuse a step that is a function of tensors it is not given: their derivative would be missing without a word.
 
     Run until the first update, since a step that is held looks at no rate. Inside of a node torch.func takes what comes
     from elsewhere for a constant and says nothing.
@@ -126,7 +126,7 @@ def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[
 
 
 def _sorted(values: list[Any]) -> tuple[list[int], list[int], list[Any]]:
-    """Where the tensors are that have derivatives, where the others, and what is no tensor, at its place."""
+    """The places of tensors that have derivatives, those of the others, and by place what is no tensor."""
     tensors = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
     floats = [i for i in tensors if values[i].is_floating_point()]
     rest = [None if isinstance(x, Tensor) else x for x in values]

@@ -108,7 +108,7 @@ def _squares(leaves: Leaves) -> Tensor:
 
 
 def _leaves(state: State, tree: Tree, where: str) -> Leaves:
-    """By path; of a tied one the first place that has something."""
+    """Leaves by path; of a tied leaf what stands at the first place that has something."""
     found: Leaves = {}
     what = f"{where} of a tree that is not of the structure of state.params"
     for i, _, x in state.layout.match(tree, what, "gradients of zf.bind or zf.vjp, or state.params itself"):
