@@ -27,11 +27,11 @@ def has_hooks(p: Any) -> bool:
 
 
 def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """The hooks on the gradient of a tensor, by number; one that is exchanged here is called in its place."""
+    """The hooks on the gradient of a tensor, by number, as a dict that may be written: what stands in it is called."""
     return p._backward_hooks or {}  # type: ignore[return-value]
 
 
-# The number of the backward pass this thread is in, or that.
+# What `graph_task` gives outside of a backward; in one, its number.
 NO_BACKWARD = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -46,7 +46,7 @@ executing: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def after_this_node(fn: Callable[[], None]) -> bool:
-    """Run `fn` once the autograd node that this thread executes is done, in that node's backward; whether there is one.
+    """Run `fn` once the autograd node that this thread executes is done, in its backward; whether there is one.
 
     Inside a backward nested in a node, as reentrant checkpointing makes them, this reaches the outer one.
     """
@@ -65,7 +65,7 @@ def after_this_node(fn: Callable[[], None]) -> bool:
 # The number that the next autograd node made by this thread will have: nodes are numbered as they are made.
 next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
-# That of a node.
+# The number of a node.
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 

@@ -13,7 +13,7 @@ pytree = torch.utils._pytree  # type: ignore[attr-defined]
 # What a torch.compile that is under way does with each function that is called.
 _eval_frame = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 
-# Before, the compiler could neither take a frozen dataclass for a constant nor make one: a state is such.
+# Before torch 2.13 the compiler can neither take a frozen dataclass, such as a state, for a constant nor make one.
 COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 # The compiler's own modules: they ask a tensor for its sizes in order to compare them with what is in memory.
@@ -45,13 +45,13 @@ def uncompiled(fn: Fn, why: str | None = None) -> Fn:
     """`fn` as what the compiler leaves alone, with all that it calls: graphs end before it.
 
     As `torch.compiler.disable`, which imports the compiler at once and makes each call 1 us longer. The one mark is for
-    code that is traced into, the other for code that is run while a compiler waits for functions to compile. Where
-    `fn` asked by itself whether it is traced, a graph was made of that question, for each kind of argument anew; at
-    the eighth the compiler gives `fn` up, and what `fn` calls is compiled all the same.
+    code that is traced into, the other for code that is run while a compiler waits for functions to compile. If `fn`
+    asked by itself whether it is traced, the compiler would make a graph of that question for each kind of argument,
+    give `fn` up at the eighth, and compile what `fn` calls all the same.
 
     Whoever asks for a whole graph (`fullgraph=True`) is told why, else the docstring of `fn`.
     """
-    # What a decorator of torch's makes has the code of all that it makes, torch's optimizers among them.
+    # A copy: all functions that a decorator of torch's has made share one code, those of torch's optimizers too.
     fn.__code__ = fn.__code__.replace()
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     fn._torchdynamo_disable_msg = why or fn.__doc__  # type: ignore[attr-defined]

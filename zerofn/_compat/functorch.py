@@ -14,7 +14,7 @@ from .compiler import while_traced
 # What torch.func wraps tensors in, and the levels of its transforms.
 functorch = torch._C._functorch  # type: ignore[attr-defined]
 
-# The same as a function of C, `None` outside, for who has asked whether the compiler traces, which cannot read it.
+# The innermost transform that is under way, `None` outside: a function of C, which the compiler cannot read.
 innermost_transform = functorch.peek_interpreter_stack
 
 
@@ -96,7 +96,7 @@ def is_wrapped(x: object) -> bool:
 
 
 def constant(x: Tensor) -> Tensor:
-    """`x` as no function of anything, at any level of torch.func; a batch is one still."""
+    """`x` as no function of anything, at any level of torch.func; a batch stays a batch."""
     if not is_wrapped(x):
         with beneath_functorch():
             return x.detach()

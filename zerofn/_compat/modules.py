@@ -58,7 +58,7 @@ HOOKS_OF = {
 
 
 def sharded_by_torch(model: nn.Module) -> list[str]:
-    """The modules that `torch.distributed.fsdp.fully_shard` cares for, by name; whoever has not called it has none."""
+    """The modules that `torch.distributed.fsdp.fully_shard` cares for, by name; none where nobody has called it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
 
@@ -77,7 +77,7 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
-# What `module.to` and its kin end in.
+# The method that `module.to` and its kin end in.
 CONVERTING = torch.nn.Module._apply
 
 

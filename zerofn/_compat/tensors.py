@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .functorch import functorch, innermost
 
-# For a subclass that works below autograd alone.
+# The `__torch_function__` of a subclass that works below autograd alone.
 no_torch_function = nn.Parameter.__torch_function__
 without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
-# By which `p.data = x` asks whether the two are alike. It looks and does not compute.
+# The function by which `p.data = x` asks whether the two are alike; it computes nothing.
 SHALLOW = "_has_compatible_shallow_copy_type"
 
 # How often a tensor's memory was written into, as autograd counts it.
@@ -45,7 +45,7 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
     tensors = list(tensors)
     if set(map(type, tensors)) <= {Tensor} and functorch.peek_interpreter_stack() is None:
         try:
-            # Without a call in Python for each, of which most steps have nothing to tell.
+            # Without a call in Python for each tensor.
             return set(map(_CDATA, map(Tensor.untyped_storage, tensors)))
         except NotImplementedError:  # one is sparse
             pass
@@ -55,7 +55,7 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
 def all_plain(tensors: Sequence[object]) -> bool:
     """Whether all are tensors of no subclass that have memory: neither `None`, nor sparse, nor a batch of any kind.
 
-    Told from C and of all together, for who asks often and mostly finds so.
+    Asked from C and of all together, for code that asks often.
     """
     if not set(map(type, tensors)) <= {Tensor} or functorch.peek_interpreter_stack() is not None:
         return False

@@ -1,4 +1,4 @@
-"""Floating-point operations by phase, module and transform, by the formulas of torch.utils.flop_counter"""
+"""Floating-point operations by phase, module and transform, by the formulas of torch.utils.flop_counter."""
 
 from __future__ import annotations
 

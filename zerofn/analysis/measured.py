@@ -1,4 +1,4 @@
-"""`Measured`: the numbers of a step that was measured, and tables of them"""
+"""`Measured`: the numbers of a step that was measured, and tables of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Absent(KeyError):
 
 
 class ByName(dict):
-    """Numbers by name; what is not there is asked for in vain with the reason."""
+    """Numbers by name; to ask for one that is not there raises `Absent` with the reason."""
 
     def __init__(self, numbers: Mapping[str, Any], what: str):
         super().__init__(numbers)
@@ -75,7 +75,7 @@ class Measured:
 
 
 def mean_of(steps: Sequence[Measured]) -> Measured:
-    """The mean over steps; what did not run in one counts as nothing there."""
+    """The mean over steps; what did not run in a step counts as zero in it."""
     if len(steps) == 1:
         return steps[0]
     plain = [f.name for f in fields(Measured) if f.name != "flops"]
@@ -156,7 +156,7 @@ def html_of(m: Measured, numbers: Sequence[int]) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    """For people.
+    """Seconds for people.
 
     >>> [_time(s) for s in (1.5, 0.0123, 4.5e-5, None)]
     ['1.50 s', '12.3 ms', '45 us', '']

@@ -1,4 +1,4 @@
-"""What listens while a step is measured: a clock of phases, a counter of operations, and differences of traffic"""
+"""What listens while a step is measured: a clock of phases, a counter of operations, and differences of traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTED = ("forward", "backward", "update")
 
 
 class Clock:
-    """Seconds by phase: each moment is the innermost range's, and outside of all ranges that of a phase that is set.
+    """Seconds by phase: a moment counts for the innermost range, and outside of all ranges for the phase that is set.
 
     It listens to ranges. Those of view halves are of the phase that they are in.
     """
@@ -64,7 +64,7 @@ class Clock:
             self.transforms[name] += spent
 
     def now_outside(self, phase: str) -> None:
-        """From now on what is in no range is of this phase."""
+        """What is in no range counts for this phase from here on."""
         self.tick()
         self.outside = phase
 

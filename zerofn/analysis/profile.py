@@ -1,4 +1,4 @@
-"""`profile`: what a training step computes, moves and sends, and where its time goes"""
+"""`profile`: what a training step computes, moves and sends, and where its time goes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `waited`         seconds that this rank has waited for them. On a GPU those in forward and update alone.
     ===============  ================================================================================================
 
-    To ask for what there was not, such as the seconds of a backward that did not run, is a `KeyError` that says so.
+    To ask for a number that there is not, such as the seconds of a backward that did not run, is a `KeyError` that
+    says so.
 
     Raises:
         TypeError: `target` is neither.

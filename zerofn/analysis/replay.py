@@ -106,8 +106,8 @@ class Record:
     def trouble(self) -> Difference | None:
         """Run the steps that are kept again, and name the first number that is not finite, or whose bits change.
 
-        A state may have numbers that are not finite by intent, or from before what is kept: those that a step began
-        with are none of its trouble. `None` where all is well.
+        A state may have numbers that are not finite by intent, or from a step that is not kept: numbers that a step
+        began with are not its trouble. `None` where all is well.
         """
         for number, state, batch, keywords in self.kept:
             found = replay(self.step, state, *batch, **keywords)

@@ -78,7 +78,7 @@ def _mix(x: Any) -> Any:
 
 
 def stride_of(form: int | Tensor) -> Any:
-    """What counters of neighbours differ by, in one of the formats; an int, or an int64 tensor of `form`'s shape.
+    """By how much counters of neighbouring elements differ in a format; an int, or an int64 tensor of `form`'s shape.
 
     >>> stride_of(1), hex(stride_of(2)), stride_of(torch.tensor([1, 2])).tolist()
     (1, '0x9e3779b9', [1, 2654435769])

@@ -19,8 +19,8 @@ from .recording import differentiated, recorded
 def once(*numbers: Any) -> tuple[Any, ...]:
     """The same numbers, in a graph as tensors that lie in memory.
 
-    What a small tensor is computed from, the compiler else writes into the loop over the elements beside it: with the
-    two powers of a bias correction in it AdamW took three times as long. It does not look through a stack of several.
+    Else the compiler writes what a small tensor is computed from into the loop over elements that uses it: with the
+    two powers of a bias correction in the loop AdamW takes three times as long. It does not look through a stack.
     """
     if not torch.compiler.is_compiling():
         return numbers
@@ -61,8 +61,9 @@ def scaled(tensors: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
 def moment_root(x: Tensor) -> Tensor:
     """`x.sqrt()` of a second moment, to be added to an epsilon: where derivatives may be asked for at least 1e-19.
 
-    As `root`, with a third of the operations: what is below the smallest normal number counts as that, 1.2e-38,
-    and has no derivative. An epsilon from 1e-10 on is the same with it added and without; any in float64, of 1.5e-154.
+    As `root`, with a third of the operations: what is below the smallest normal number, 1.2e-38, counts as that number
+    and has no derivative. An epsilon from 1e-10 on does not change where the root of that is added, and in float64,
+    where the root is 1.5e-154, no epsilon does.
 
     >>> torch.func.grad(lambda x: moment_root(x * x) + 1e-8)(torch.tensor(0.0))
     tensor(0.)

@@ -101,7 +101,7 @@ def from_deepspeed(
 
 
 def _batches(reader: Reader) -> int:
-    """The micro-batches of a window, from any two of the three batch sizes."""
+    """The micro-batches of a window, which follow from any two of the three batch sizes."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     automatic = reader.left.get(keys[2]) == "auto"
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)

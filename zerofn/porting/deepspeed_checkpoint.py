@@ -88,7 +88,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
 
 
 def _filled(opt: Optimizer, files: Files) -> State:
-    """The state with what the files have, and with new states of what they do not have."""
+    """The state with what the files have, and with first states where they have nothing."""
     state, most = opt.state, max(int(x) for (_, name), x in files.items() if name == STEP)
 
     def read(e: Entry, name: str) -> Tensor:
@@ -163,7 +163,7 @@ def _read(file: Path) -> Any:
 
 
 def _misfit(x: Any, shape: torch.Size, dtype: torch.dtype, cast: bool) -> str:
-    """Why a tensor cannot be taken; a flat one is, which has no shape that could be another."""
+    """Why a tensor cannot be taken. A flat one of as many elements can: it has no shape to differ."""
     if not isinstance(x, Tensor) or x.shape not in (shape, (shape.numel(),)):
         return f"is {f'of shape {tuple(x.shape)}' if isinstance(x, Tensor) else kind_of(x)} instead of {tuple(shape)}"
     return "" if cast or x.dtype == dtype else f"is of {x.dtype} instead of {dtype}; dtypes are not changed silently"

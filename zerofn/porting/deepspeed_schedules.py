@@ -117,7 +117,7 @@ class LRRangeTest:
 NEEDED = object()
 BASE = object()
 
-# By the name here, which one has in all schedules that have it: what it may be.
+# What each argument may be, by its name here, which is the same in all schedules that have it.
 VALUES: dict[str, Check] = {
     **dict.fromkeys(("start", "peak", "end", "low", "high", "rate"), number),
     **dict.fromkeys(("total", "up", "every"), count),
@@ -136,7 +136,7 @@ _WARMUP = {
     "warmup_type": ("kind", "log"),
 }
 
-# By DeepSpeed's name: the class, and of DeepSpeed's parameters what they are called here and their defaults.
+# By DeepSpeed's name: the class, and for each of DeepSpeed's parameters its name here and its default.
 SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
     "WarmupLR": (WarmupLR, _WARMUP),
     "WarmupDecayLR": (

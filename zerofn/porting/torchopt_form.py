@@ -1,4 +1,4 @@
-"""`as_torchopt`: a transform as the pair of functions that torchopt's and posteriors' classes take"""
+"""`as_torchopt`: a transform as the pair of functions that torchopt's and posteriors' classes take."""
 
 from __future__ import annotations
 

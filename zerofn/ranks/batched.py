@@ -1,4 +1,4 @@
-"""Batches of a leaf under `torch.func.vmap`, over ranks: as long on every rank, and no bases of parts.
+"""Batches of a leaf under `torch.func.vmap`, over ranks: of one length on every rank, and never bases of parts.
 
 A vector in the layout of a sharded state is spread over ranks as the state is, and a batch of such vectors is sent
 member by member. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch of their own on each rank, the
@@ -64,7 +64,7 @@ def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor |
 def _basis(parts: Tensor) -> tuple[int, int]:
     """Where in a batch the basis vectors of this rank's part stand, from and to which member; (0, 0) if it has none.
 
-    `chunk_size` may cut a basis anywhere. One vector alone is taken for a part of one if its number is 1.
+    `chunk_size` may cut a basis anywhere. A single vector is taken for a part of a basis if its one number is 1.
     """
     members, elements = parts.shape
     count = int(torch.count_nonzero(parts))

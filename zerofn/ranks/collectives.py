@@ -2,8 +2,8 @@
 
 Sums only: an average is the caller's division *before* the sum, where fp16 cannot overflow.
 
-In a graph that a compiler makes they are nodes, with the same numbers: nobody counts them or watches over them there,
-for Python does not run when they do, and none is under way when the next begins, since the compiler orders them.
+In a graph that a compiler makes they are nodes, with the same numbers. There nobody counts or watches them, since
+Python does not run when they do, and none is under way when the next begins, since the compiler orders them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
         return
     if inp.element_size() == 1:
         out, inp = _bytes_of(out), _bytes_of(inp)
-    # Also where this rank has nothing to send or to get: others may.
+    # Called also where this rank has nothing to send or to get: others may have.
     if torch.compiler.is_compiling():
         raw.exchange(out, inp, group, outs, ins)
         return

@@ -89,7 +89,7 @@ def check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
 
 
 class _OfAll(Function):
-    """What the two below share; a batch axis is one of each leaf."""
+    """What the two below share; under `vmap` each leaf has the batch axis."""
 
     def __init_subclass__(cls) -> None:
         def tangent(ctx: Any, *ts: Any) -> Any:

@@ -36,7 +36,7 @@ def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
-    """A distributed tensor in the shape of another, and cut as that is; all ranks call it."""
+    """A distributed tensor in the shape of another, and cut like it; all ranks call it."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(x, DTensor) and isinstance(like, DTensor)
@@ -72,7 +72,7 @@ def _from_zero(x: Tensor) -> Tensor:
 
 
 def coordinate_of(x: Tensor) -> tuple[int, ...] | None:
-    """Of a distributed tensor, of which rank it is the part; `None` of a plain one."""
+    """The place in its mesh of this rank's part of a distributed tensor; `None` of a plain one."""
     if type(x) is Tensor:
         return None
     from torch.distributed.tensor import DTensor

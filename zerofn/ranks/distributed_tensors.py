@@ -87,14 +87,14 @@ class Form:
         from torch.distributed.tensor import DTensor
 
         how: Any = dict(run_check=False, shape=self.shape, stride=self.stride)
-        # Of a parameter of a class of its own the distributed tensor has the plain tensor, and not that class.
+        # Where a parameter has a class of its own, the distributed tensor holds the plain tensor and not that class.
         with torch.DisableTorchFunctionSubclass():
             return DTensor.from_local(local, self.mesh, self.placements, **how)
 
     def local(self, x: Any) -> Tensor:
         """This rank's part of a distributed tensor, placed as these are, or of a whole one; other tensors as they are.
 
-        What is placed otherwise, as a gradient that is a sum not made yet, is sent: all ranks call it.
+        A tensor that is placed otherwise, such as a gradient still to be summed, is redistributed: all ranks call it.
         """
         if is_distributed(x):
             return _placed(x, self).to_local()

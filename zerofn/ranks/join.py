@@ -87,7 +87,7 @@ class Rounds:
             kind: of collective.
             unit: whose.
             begin: begins it; what it returns ends it, and gives its result.
-            ahead: what this rank expects to ask for after it, at most so many.
+            ahead: `ahead(n)` gives what this rank expects to ask for after it, at most `n` of them.
             early: `early(now, then)` begins what all do next before this one has ended, if it may; whether it has.
         """
         mine = (kind, unit)
@@ -117,7 +117,7 @@ class Rounds:
         return end()
 
     def _keep(self, asked: Asked) -> None:
-        """What was promised and is not wanted here."""
+        """Take part in what was promised and is not wanted here."""
         self.trust = 1
         self.join(*asked)
 

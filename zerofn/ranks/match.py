@@ -18,7 +18,7 @@ from .backend import gather_objects
 from .collectives import all_gather_into
 from .group import Group
 
-# Names, shapes and dtypes of what is sent side by side.
+# Names, shapes and dtypes of tensors that are sent side by side.
 Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
 
 

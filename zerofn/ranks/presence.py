@@ -109,7 +109,7 @@ class Pulse:
         self.told: dict[int, tuple[str, float]] = {}
 
     def beats(self, rank: int) -> bool:
-        """Asked about once a second; the answer is of the last `WINDOW` seconds."""
+        """Whether ranks have computed in the last `WINDOW` seconds; asked about once a second."""
         now = time.monotonic()
         seconds = self.presence.seconds(rank)
         if seconds is None:

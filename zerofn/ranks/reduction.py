@@ -75,7 +75,7 @@ class OverRanks:
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """What counts nothing in a sum, and is of the dtype that the sum is made in."""
+    """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
     return x.new_zeros((0,) if x.ndim else ())
 
 

@@ -143,7 +143,7 @@ def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = Non
     wide = losses.double()
     # What does not count may be anything, NaN too.
     total = torch.where(counts == 0, torch.zeros_like(wide), wide * counts).sum()
-    # Of a gather the cotangents of all ranks are added up, as those of N means that are one number; the mean over ranks
+    # A gather's backward adds up the cotangents of all ranks, here of N means that are one number; the mean over ranks
     # divides by N again. In float64, so that counts above 2**24 are exact.
     sums = all_gather(torch.stack((total, counts.sum())).view(1, 2), group).sum(0)
     tokens = sums[1].detach()

@@ -95,7 +95,7 @@ class Watched:
 
 
 def _quietly(ask: Callable[[], Any]) -> Any:
-    """Of a store that is gone nothing is heard; what became of the collective, gloo will say."""
+    """Ignore that the store is gone: gloo will say what became of the collective."""
     try:
         return ask()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The persistent buffers of a module, such as running means: in no state, and yet needed to go on."""
+"""The persistent buffers of a module, such as running means: no part of a state, and needed to go on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OWNER = "buffers"
 
 
 def buffers_of(model: nn.Module) -> list[Entry]:
-    """Those that `model.state_dict()` has, under its names; as in a state, each under a path."""
+    """The buffers that `model.state_dict()` has, under its names."""
     return [Entry(OWNER, "", name, x, tuple(x.shape)) for name, x in persistent_buffers(model).items()]
 
 
 def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
-    """Raise on what a checkpoint has no form for, and warn of what it leaves out."""
+    """Raise on a buffer that a checkpoint has no form for, and warn of what it leaves out."""
     bad = [(e.key, why) for e in buffers if (why := _why_not(e.value))]
     if bad:
         right = (
@@ -46,7 +46,7 @@ def _why_not(x: Tensor) -> str:
 
 
 def without(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A table of contents as if it were of a state alone."""
+    """A table of contents as of a state alone, without buffers."""
     names = set(manifest.get(OWNER) or ())
     return {**manifest, "tensors": {key: about for key, about in manifest["tensors"].items() if key not in names}}
 
@@ -69,7 +69,7 @@ def tell_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
 
 
 def check_can_be_written(buffers: list[Entry], new: dict[str, Tensor]) -> None:
-    """Raise on a buffer that cannot be, unless it is as it should be."""
+    """Raise on a buffer that cannot be written, unless it has the numbers already."""
     bad = [
         (e.key, "its elements share memory (it is expanded), so they cannot be written")
         for e in buffers

@@ -78,7 +78,7 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     Raises:
         ValueError: `directory` is "".
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
-        RuntimeError: `opt` makes a step meanwhile, in another thread. The checkpoint that was there is as it was.
+        RuntimeError: `opt` makes a step meanwhile, in another thread. A checkpoint that was there stays.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
         RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
             late is waited for as long as it is seen to compute, and else for the 25 seconds that
@@ -104,7 +104,7 @@ def write(
     more: dict[str, Any],
     then: Callable[[Group], None] | None = None,
 ) -> Saving | None:
-    """As `save`; `more` is said in the table of contents, and `then` is called with the ranks once it is in place."""
+    """As `save`; `more` is added to the table of contents, and `then` called with the ranks once that is in place."""
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None

@@ -33,7 +33,7 @@ class Checkpoints:
     """The saves of a run, one directory for each step, `root/step_000001000`.
 
     Only the newest `last` and the `best` are kept; older ones are removed once a new one is whole on disk. Every rank
-    calls the same methods. What is not of a save is never removed.
+    calls the same methods. Files of others are never removed.
 
     Args:
         root: where; made if it is not there.
@@ -83,7 +83,7 @@ class Checkpoints:
         return ranked[0] if ranked else None
 
     def save(self, state: State | Optimizer, *, score: Any = None, wait: bool = True) -> Saving | None:
-        """Save the step that `state` has come to, then remove what is no longer to be kept.
+        """Save the step that `state` has come to, then remove the saves that are not to be kept.
 
         Args:
             state: as for `zf.save`.
@@ -127,7 +127,7 @@ class Checkpoints:
         group = group_of(placement)
         steps = self.steps if group.rank == 0 else []
         if group.size > 1:
-            # The first says which: a directory may look otherwise elsewhere, for a moment.
+            # The first rank says which: to others a shared directory may look different for a moment.
             steps = gather_objects(steps, group)[0]
         for step in reversed(steps):
             try:
@@ -165,7 +165,7 @@ class Checkpoints:
 
 
 class _Save(NamedTuple):
-    # Not the step: a run that was begun again at an earlier one goes on from there.
+    # Not by the step: a run that began again at an earlier step goes on from there.
     order: int
     score: float | None
 

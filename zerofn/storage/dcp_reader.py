@@ -114,7 +114,7 @@ class _Reader(dcp.FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:
-            # Torch's own words advise to turn the protection off.
+            # Torch's own message advises to turn the protection off.
             why = "a piece holds something else than numbers; it was not run"
             raise damaged(self.directory, why) from None
 

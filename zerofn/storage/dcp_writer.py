@@ -20,7 +20,7 @@ from .files import make_directory, sync_directory
 from .lock import Lock
 from .manifest import Table
 
-# What is true of a directory after a save that failed.
+# What a directory holds after a save that failed.
 IN_PLACE = "the new checkpoint is in place"
 AS_IT_WAS = "a checkpoint that was there is as it was"
 UNKNOWN = (

@@ -20,10 +20,10 @@ class NotAFile(ValueError):
 
 
 def place_of(call: str, directory: str | os.PathLike) -> Path:
-    """Where it is now, for whoever goes elsewhere meanwhile. No name, of a setting that was left out, is no place.
+    """The absolute path, which stays right where the process changes its directory. An empty one is refused.
 
     Raises:
-        ValueError: `directory` is "". To pathlib that is the directory of the process, with all that lies there.
+        ValueError: `directory` is "", as of a setting that was left out. To pathlib that is the process's directory.
     """
     if not os.fspath(directory):
         why = "no name would be the directory that the process is in, among whatever else lies there"

@@ -18,12 +18,12 @@ def name_of(e: Entry, copy: int | None) -> str:
 
 
 def copies_in(manifest: dict[str, Any]) -> int:
-    """How many there are of what was not reduced yet; in older checkpoints one for each rank."""
+    """How many sums there are of gradients that are not yet reduced; in older checkpoints one for each rank."""
     return manifest.get("copies", manifest["ranks"])
 
 
 def boxes_of(e: Entry) -> dict[str, Any]:
-    """What a table of contents says of the order of a tensor's elements, where it is not its own."""
+    """What a table of contents says of the order of a tensor's elements, where they are kept box by box."""
     if e.within is None or e.within.ordered:
         return {}
     return {"boxes": [[list(x) for x in box] for box in e.within.boxes]}
@@ -38,7 +38,7 @@ def source(e: Entry, manifest: dict[str, Any], placement: Placement) -> str:
     """Under which name an entry of `like` stands in the checkpoint."""
     if e.key in manifest["tensors"]:
         return e.key
-    # Of another number of copies the first one, to which the others are added.
+    # With another number of copies the first one, to which the others are added.
     return name_of(e, placement.copy if copies_in(manifest) == placement.copies else 0)
 
 

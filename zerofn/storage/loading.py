@@ -131,20 +131,20 @@ def load(
 
 
 class _Wanted:
-    """What a state, and the module beside it, are to be read from, and into which memory."""
+    """The entries of a state, and of the module beside it, that are to be read, and the memory to read them into."""
 
     def __init__(self, directory: Any, model: State, buffers: list[Entry], module: bool, strict: bool):
         self.directory, self.placement = directory, model.layout.placement
         self.entries, self.buffers, self.module, self.strict = entries(model), buffers, module, strict
         self.partial = Partial(directory)
-        # What stands in the checkpoint in another order: all of it, and in which.
+        # What the checkpoint keeps in another order: the whole of it, and that order.
         self.otherwise: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *buffers]
         self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
         self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
 
     def saved_entries(self, manifest: dict[str, Any]) -> list[Entry]:
-        """Those to look for: a checkpoint of a state has no buffers."""
+        """The entries to look for: a checkpoint of a state has no buffers."""
         return [*self.entries, *(self.buffers if manifest.get("buffers") is not None else ())]
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class _Wanted:
             self.flat[key].fill_(x)
         read = [e for e in wanted if e.key in self.new and e.key not in late and e.key not in self.partial.anew]
         names = {e.key: source(e, manifest, self.placement) for e in read}
-        # Of what was cut otherwise by a model of its own all is read: this rank's elements are anywhere in it.
+        # Of a tensor that a model had cut otherwise all is read: this rank's elements may be anywhere in it.
         self.otherwise = [
             (e, torch.empty(torch.Size(e.shape), dtype=e.value.dtype), manifest["tensors"][names[e.key]].get("boxes"))
             for e in read
@@ -195,7 +195,7 @@ class _Wanted:
 
 
 def _pipe(model: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
-    """Who makes what the checkpoint does not have."""
+    """The pipeline that makes what the checkpoint does not have."""
     if strict or opt is not None:
         if tx is not None:
             why = "tx makes what a checkpoint does not have, of a state and with strict=False"

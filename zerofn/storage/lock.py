@@ -47,7 +47,7 @@ class Lock:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         patience = PATIENCE if patience is None else patience
         self._handle = os.open(directory, os.O_RDONLY)
-        # Before it is locked: what is not may be let go of too.
+        # Before it is locked: a lock that is not held may be released too.
         self.release = partial(fcntl.flock, self._handle, fcntl.LOCK_UN)
         until = time.monotonic() + patience
         while True:

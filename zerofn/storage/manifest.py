@@ -67,7 +67,7 @@ class Table:
     def withdraw(self) -> bool:
         """After a failure: whether it is certain that the new table is not in place, and will not be."""
         if self.placed is None:
-            # What can be taken away under its old name was not put in place, and what cannot, may have been.
+            # A table that can be removed under its first name is not in place; one that cannot may be.
             try:
                 os.unlink(self.temporary)
                 self.placed = False

@@ -1,4 +1,4 @@
-"""A checkpoint of another pipeline: what of it fits is loaded, the rest is made anew, and a report says which"""
+"""A checkpoint of another pipeline: what of it fits is loaded, the rest is made anew, and a report says which."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Loaded:
 
     Attributes:
         loaded: what was read.
-        made_anew: what was not, and why; it is as the pipeline makes it for the parameters that were loaded, and a
-            parameter or a buffer among it as it was.
+        made_anew: what was not, and why. The pipeline has made it for the parameters that were loaded; a parameter or a
+            buffer among it is unchanged.
         left_out: what only the checkpoint has.
     """
 

@@ -26,9 +26,9 @@ from .stations_table import stations_table
 
 @outside_since("it makes a table and no numbers", "zf.plan(tx, params), outside of what is compiled")
 def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
-    """The table of a state before anything is allocated: exactly what `describe` will say of it. And its `road`.
+    """The table of a state before anything is allocated, exactly as `describe` will show it, and its `road`.
 
-    That is the stations of the chain, printed below the table: behind each transform the dtype of gradients, how the
+    The road is the stations of the chain, printed below the table: behind each transform the dtype of gradients, how
     ranks along each axis have them, and by what they are scaled; the ZeRO stage that follows; bytes of gradients that
     this rank holds until a step, and those that it sends for one. A transform of one's own stands there by what its
     `through` and its view say.
@@ -84,7 +84,7 @@ def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
 
 
 def _ranks_of(world_size: int, rank: int) -> Ranks:
-    """The groups that a rank of such a world would open; none is."""
+    """The groups that a rank of such a world would open; none is opened."""
 
     def group(function: str, mesh: Any) -> Group:
         size = world_size if mesh is None else mesh.size()

@@ -51,7 +51,7 @@ def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> G
 
 
 def raise_together(failure: BaseException | None, group: Group) -> None:
-    """Raise on every rank what one has found: a file may be damaged, or not be there, for some ranks alone.
+    """Raise on every rank the error of one: a file may be damaged or missing for some ranks alone.
 
     The others must not go on without them. Of several failures it is that of the first rank.
     """
@@ -77,7 +77,7 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
 def check_replicas(state: State, group: Group) -> None:
     """What every rank has whole is written once, so it must be the same: looked at where that is cheap.
 
-    And where leaves are cut, what may be pieces of them under names of another library's.
+    Where leaves are cut, also refuse what may be pieces of them in lists of another library.
     """
     if group.size == 1:
         return

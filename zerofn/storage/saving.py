@@ -53,7 +53,7 @@ def copied(pieces: dict[str, Any]) -> dict[str, Any]:
 
 
 def still(writes: Callable[[], int]) -> Callable[[], None]:
-    """What raises if something has been written since this call, or was being written in it.
+    """A function that raises if something has been written since this call, or was being written during it.
 
     A count and no lock: training would wait for a disk.
 
@@ -76,7 +76,7 @@ def still(writes: Callable[[], int]) -> Callable[[], None]:
 
 
 def still_then(unchanged: Callable[[], None]) -> Callable[[], None]:
-    """What raises whenever it is called if it was so in this call: copies have been made, and a step may follow."""
+    """A function that raises if something was written during this call: the copies are made, and a step may follow."""
     found: Exception | None = None
     try:
         unchanged()

@@ -75,7 +75,7 @@ class StationsTable:
 
 
 def stations_table(pipe: Pipeline) -> StationsTable:
-    """That of a pipeline."""
+    """The stations of a pipeline as a table."""
     rows = [
         StationRow(station.transform, path, spec.dtype, handed.placements, spec.placements, spec.scaled_by, spec.bytes)
         for station in pipe.stations
@@ -100,7 +100,7 @@ def _zero(pipe: Pipeline) -> int:
 
 
 def _sent(pipe: Pipeline) -> dict[str, int]:
-    """By collective; a window is as long as all that hold gradients make it."""
+    """Bytes by collective for one window, which is as long as all transforms that hold gradients make it."""
     found: dict[str, int] = {}
     window, left = 1, 1
     for part in pipe.parts:

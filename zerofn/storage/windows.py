@@ -18,7 +18,7 @@ def share_windows(
 ) -> None:
     """Give every rank the mean of the copies that were saved, each on its way to a reduction.
 
-    The reduction is a mean over ranks, and the mean of equal things is any of them: so it comes out as it would have.
+    The reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
     One copy is read at a time.
 
     Args:

@@ -39,7 +39,7 @@ def span_of(paths: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The lines of a table: its first `left` columns begin below each other, the others end so.
+    """The lines of a table: its first `left` columns are aligned to the left, the others to the right.
 
     >>> aligned([("state", "bytes"), ("exp_avg", "12 B")], left=1)
     ['state    bytes', 'exp_avg   12 B']
@@ -50,5 +50,5 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the name of the library."""
+    """A dtype's name without that of the library."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """A pipeline over pieces of leaves in one process: what each rank of a cut would compute, without ranks.
 
 Numbers of the whole tree (a norm, an overflow) are written down in the run over whole leaves and handed out in the runs
-over pieces, as ranks would hand them to each other. So nothing is left that a sum in another order could change.
+over pieces, as ranks would hand them to each other. So no sum is made in another order.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
 
 
 def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
-    """By name: what a rank has, and what it should have: its range of what a leaf has of its shape; else the same.
+    """By name what a rank has and what it should have: of tensors of a leaf's shape its range, of others all.
 
     What another library keeps under names of its own is compared where it has one shape in both.
     """
@@ -248,7 +248,7 @@ def check_cut(
 
 
 def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
-    """What ranks put together is what one process has, but for the order of a sum."""
+    """What ranks sum up is what one process has, except for the order of the sum."""
     counts = {len(run.numbers.given) for run in (whole, *pieces)}
     assert len(counts) == 1, f"{tx!r}: every rank asks for the same numbers. On pieces they are {sorted(counts)}."
     for i, (kind, expected) in enumerate(whole.numbers.given):
@@ -259,7 +259,7 @@ def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
 
 
 def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """Those parts that may be handed pieces, and the pipeline they make; of others what stands inside, one by one."""
+    """The parts that may be handed pieces, with the pipeline they make; of others the parts inside, one by one."""
     parts = [p for p in tx.members if not effect(p).over_ranks]
     fit = [p for p in parts if p.needs in OF_PIECES]
     casts = [p for p in fit if effect(p).cast_by]
@@ -269,7 +269,7 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
 
 
 def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
-    """Those that need rows and are handed some, as `fit_for_pieces`; what keeps more of a leaf is run at its owner."""
+    """As `fit_for_pieces`, the parts that are handed rows. One that keeps more of a leaf runs at its owner."""
     casts = [p for p in tx.members if effect(p).cast_by]
     of_rows = [p for p in tx.members if p.needs == "row" and keeps_leaves_alone(p, layout.leaves, layout)]
     return [(p, _optimized([*casts, p])) for p in of_rows]

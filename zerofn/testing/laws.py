@@ -33,10 +33,10 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     number of updates; inputs are not written; strides of gradients do not matter; a leaf without a gradient
     is left alone; one leaf alone is that leaf in a bigger tree (leafwise transforms); `donate=True` gives the
     bits of `donate=False`; `vmap` over stacked states is a loop over states; a held or skipped
-    step changes nothing but its own counters; what says `needs="element"`, or needs one number of the tree, gives
-    on flat pieces of leaves, cut anywhere, what it gives on whole ones, and what needs rows on some of them; gradients
-    behind it have the dtype and the place that its `through` and its view say. A guest of
-    another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
+    step changes nothing but its own counters; a transform that says `needs="element"`, or needs one number of the
+    tree, gives on flat pieces of leaves, cut anywhere, what it gives on whole leaves, and one that needs rows gives it
+    on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say. A guest
+    of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
     step: some of torch's kernels (fused Adam, `add` with `alpha` in 16 bits, `sigmoid`, `pow`) round the last

@@ -1,4 +1,4 @@
-"""Whether gradients are behind each transform what the stations of its chain say: of that dtype, and placed so."""
+"""Whether gradients behind each transform have the dtype and the place that the stations of its chain say."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class _Window:
                 whole = sums.get(path, state["sum"][path])
                 # A 0-d leaf would otherwise take the dtype of the weight.
                 out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
-                # What a closed window leaves behind is forgotten, but it is the same whether donated or not.
+                # The sum of a closed window is not used again, but is the same whether donated or not.
                 sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
@@ -133,7 +133,7 @@ def _through(spec: Spec) -> Spec:
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
-    """A number of tokens times a gradient ends above 65504, where fp16 does, and after the search for overflow."""
+    """fp32 for fp16: tokens times a gradient may pass 65504, after the search for overflow has been made."""
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
@@ -177,10 +177,10 @@ def _total(kept: Tensor, due: Any, ctx: Context) -> Tensor:
     """What a closed window is divided by: the sum of its weights."""
     if due is not True and concrete(kept):
         return kept
-    # Each rank has its own weights, and what it sends to the mean over ranks is not divided by them alone.
+    # Each rank has its own weights, but its part of the mean over ranks is divided by those of all.
     total = ctx.reduction.mean(kept)
     if not concrete(kept):
-        # Of a window that is still open, nothing of which goes on: over zero it would be NaN.
+        # The window is open, so nothing of it goes on; divided by zero it would be NaN.
         return torch.where(torch.as_tensor(due), total, torch.ones_like(total))
     if concrete(total) and total.detach() == 0:
         raise ValueError(

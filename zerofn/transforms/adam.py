@@ -51,16 +51,16 @@ def adam(
     `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
     parameters use `low_precision_adam`, whose rounding keeps small updates.
 
-    The bits are the same under `torch.func.vmap`, and, of fp32 and fp64 and with numbers that are no tensors, where
-    autograd or `torch.func.grad` records: the derivative of the formula stands beside torch's kernel. Else, in batches
-    of derivatives, forwards, by numbers and in a compiled graph of fewer than 32 leaves, the formula is computed
-    operation by operation: the same to 3e-7 of the largest term in each update, of fp32, where torch's kernel fuses
-    products with sums. There its numbers may be 0-d tensors that differ along a batch or are differentiated,
-    `adam(lr=rate)`. An element whose gradient has always been zero has the derivative that its neighbours tend to, `lr
-    / eps` at the first update. The root of a second moment below 1e-38 counts as 1e-19 in derivatives and in the
-    formula: it shows beside an `eps` below 1e-10.
+    The bits are the same under `torch.func.vmap`. They are the same where autograd or `torch.func.grad` records, in
+    fp32 and fp64 and with numbers that are no tensors: the derivative of the formula stands beside torch's kernel. The
+    formula is computed operation by operation in batches of derivatives, in forward mode, for derivatives by numbers,
+    and in a compiled graph of fewer than 32 leaves. In fp32 that is the same to 3e-7 of the largest term in each
+    update, since torch's kernel fuses products with sums. There numbers may be 0-d tensors that differ along a batch
+    or are differentiated, `adam(lr=rate)`. An element whose gradient has always been zero has the derivative that its
+    neighbours tend to, `lr / eps` at the first update. The root of a second moment below 1e-38 counts as 1e-19 in
+    derivatives and in the formula, which shows beside an `eps` below 1e-10.
 
-    Of a leaf that is cut over ranks the bits are those of the whole but near the ends of pieces: torch's kernel rounds
+    A leaf that is cut over ranks has the bits of the whole leaf, except near the ends of pieces: torch's kernel rounds
     the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
     place of a moment in each update.
 
@@ -112,7 +112,7 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
 
 
 def check_narrow(name: str, leaves: Leaves) -> None:
-    """Refuse moments in fp16, naming the leaves; what bf16 ones lose is told, by Python's filters once in a program."""
+    """Refuse moments in fp16, naming the leaves; what bf16 moments lose is a warning, which Python shows once."""
     narrow = [
         (p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16
     ]
@@ -121,7 +121,7 @@ def check_narrow(name: str, leaves: Leaves) -> None:
         raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
     rounded = [p for p, x in leaves.items() if x.dtype == torch.bfloat16]
     if rounded:
-        # Told and not refused: it is torch's own arithmetic, and who compares with torch wants it.
+        # A warning and no refusal: it is torch's own arithmetic, and whoever compares with torch wants it.
         more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         why = (
             "bf16 has 8 bits, and plain Adam rounds to nearest: an update of less than a 512th of a parameter\n"
@@ -138,7 +138,7 @@ def check_narrow(name: str, leaves: Leaves) -> None:
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The rate downhill, and the epsilon beside the root of the second moment, with the corrections of both moments.
 
-    In float64. So they are two numbers, and the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
+    In float64. As two numbers, so that the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
     """
     spread = (1 - numbers["beta2"] ** count) ** 0.5
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
@@ -193,7 +193,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         root = moment_root(v)
         below = dp / (root + small)
         dm = plus(dslots["exp_avg"], down, below)
-        # What is below the smallest normal number is a constant to the root, see there.
+        # What is below the smallest normal number is a constant to the root: see `moment_root`.
         dv = torch.where(v < torch.finfo(v.dtype).tiny, 0.0, below * m / (root + small) / root)
         dv = plus(dslots["exp_avg_sq"], down / -2, dv)
         seen = g if decoupled or not decay else plus(g, decay, p)

@@ -35,14 +35,14 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 
     `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is
     that of the true gradient over all leaves and all ranks; metrics show it as `grad_norm`, before
-    clipping, and of several in a chain that of the first. A NaN or infinite norm makes every gradient NaN or zero,
+    clipping; with several clips in a chain, that of the first. A NaN or infinite norm makes every gradient NaN or zero,
     as in torch: `scale_loss` before it skips such steps.
 
-    One norm over several pipelines, where parts of a model are trained by one each, in one process or in jobs of
-    their own: `over` adds up what they have. It is called once an update, on every rank of a pipeline with the same
-    number, and returns the same on all; how the pipelines tell each other is its own. A step that is left
-    out before it comes here (by `scale_loss`) does not call it: tell the others NaN then, and let
-    `skip_nonfinite()` stand behind the clip, so that all leave that step out.
+    Where parts of a model are trained by a pipeline each, in one process or in several jobs, `over` makes one norm of
+    all: it adds up what the pipelines have. It is called once an update, on every rank of a pipeline with the same
+    number, and returns the same on all; how the pipelines tell each other is its own. A step that is left out before
+    it comes here (by `scale_loss`) does not call it: tell the others NaN then, and let `skip_nonfinite()` stand behind
+    the clip, so that all leave that step out.
 
     Args:
         max_norm: positive.
@@ -80,13 +80,13 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         squares = ctx.total(squared_norm, grads)
         norm = root(squares if over is None else _together(over, squares, ctx))
         ctx.report("grad_norm", norm)
-        # Where there is no doubt, as in most steps, nothing is computed to know that the factor is one.
+        # Where the factor is certainly one, as in most steps, nothing is computed.
         if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
             return Prepared()
         ratio = (norm + 1e-6).reciprocal().mul(max_norm)
         # A factor of one changes no bit of the gradient and none of a derivative.
         if not ctx.recorded and ratio.is_cpu:
-            # The smaller of one and what is no more than that, or NaN, is itself.
+            # The minimum of one and a factor that is no larger, or NaN, is that factor.
             return Prepared() if ratio.item() > 1 else Prepared(ratio)
         if certain(ratio > 1):
             return Prepared()
@@ -107,7 +107,7 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 
 
 def _together(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
-    """What `over` makes of it, once it is known to be a sum that is the same on all ranks."""
+    """What `over` makes of the sum, after a check that it is a sum of more and the same on all ranks."""
     total = torch.as_tensor(over(squares))
     if total.ndim or not total.is_floating_point():
         _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
@@ -125,7 +125,7 @@ def _together(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> T
                 "one number for all ranks of a pipeline and one step",
             )
         )
-    # The sum of squares in fp32 may lose what is 2**-24 of it.
+    # A sum of squares in fp32 may lose 2**-24 of itself.
     if 0 <= here < squares.detach() * (1 - 1e-6):
         _no_sum(squares, f"{float(here):g}")
     return total

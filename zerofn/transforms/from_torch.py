@@ -1,4 +1,4 @@
-"""`from_torch`: a class of `torch.optim`, or one written like those, as a transform"""
+"""`from_torch`: a class of `torch.optim`, or one written like those, as a transform."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def from_torch(
     nothing, it is zero. In each step an optimizer of the class is made for the leaves at hand and its `step` is called,
     in the form for single tensors. That costs a copy of a bucket of gradients, some 4 MB.
 
-    It writes in place, so it has no derivative, under `vmap` neither, and is in no compiled graph: `zf.adam`, `zf.sgd`
-    and the others of this library are functions.
+    It writes in place, so it has no derivative, does not run under `vmap`, and is in no compiled graph: `zf.adam`,
+    `zf.sgd` and the others of this library are functions.
 
     Args:
         optimizer_class: the class, not an optimizer that is made.
@@ -96,7 +96,7 @@ class _Slot(NamedTuple):
     kind: type
 
     def given(self, x: Tensor) -> Any:
-        """As the class has it."""
+        """The value in the form that the class keeps."""
         return x if self.kind is Tensor else self.kind(x.item())
 
 
@@ -135,7 +135,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     def kernel(group: LeafList) -> None:
         own = [p.detach() for p in group.params]
         for x, g in zip(own, typed(group.params, group.grads), strict=True):
-            # Of other people's classes some write into gradients, and some keep them.
+            # Some classes write into gradients, and some keep them.
             x.grad = g.clone()
         inner = made.over(own, float(group.lr), group.numbers)
         for i, x in enumerate(own if group.count > 1 else ()):
@@ -155,7 +155,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
         raise RuntimeError(explain(wrong, why, right))
 
     slots = {name: functools.partial(start, name) for name in names}
-    # Others decide what there is of a state, as a momentum of 0 does.
+    # Other options decide which state there is, as a momentum of 0 does.
     settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
     if not settable.get("momentum", True):
         del settable["momentum"]
@@ -226,7 +226,7 @@ def _slots(made: _Class, after: tuple[Tensor, dict[str, Any]], updates: int) -> 
 
 
 def _check_elements(made: _Class) -> None:
-    """Refuse a class that sees more than an element: a piece of a leaf would be updated otherwise than the leaf."""
+    """Refuse a class that sees more than an element: it would update a piece of a leaf otherwise than the leaf."""
     whole = _leaf()
     new, state = _after(made, whole, 3)
     slots = _slots(made, (new, state), 3)

@@ -1,7 +1,7 @@
 """`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
 
-The view half is one number of the state: by it cotangents are multiplied and divided at the boundary of the model,
-which makes that a differentiable function with true gradients. The update half looks for overflow, holds the step, and
+The view half is one number of the state. Cotangents are multiplied and divided by it at the boundary of the model, so
+that the model is a differentiable function with true gradients. The update half looks for overflow, holds the step, and
 moves the scale.
 """
 
@@ -55,12 +55,12 @@ def scale_loss(
 
     Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies. So:
 
-    * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward is not seen, nor
-      is an `autograd.Function`: it is given scaled cotangents, and wrong if its backward is not linear.
+    * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward cannot be noticed,
+      nor an `autograd.Function`: both are given scaled cotangents, and a backward that is not linear is wrong.
     * Of `y, h = model(x)`, where `y` was computed from `h` inside, a hook on `h`, `h.retain_grad()` and
-      `torch.autograd.grad(y, h)` raise in a backward that comes by way of `y`, for `h` is not on it. So do those of
-      tensors that forward leaves in attributes, and of those that forward hooks are given (Grad-CAM).
-    * A tensor that gets out by another door (a closure, a list), or in, raises in backward.
+      `torch.autograd.grad(y, h)` raise in a backward that comes by way of `y`, for `h` is not on it. The same holds
+      for tensors that forward leaves in attributes, and for those that forward hooks are given (Grad-CAM).
+    * A tensor that gets in or out by another door (a closure, a list) raises in backward.
 
     `precision(param_dtype=torch.bfloat16)` without a scale knows none of this.
 

@@ -131,7 +131,7 @@ def low_precision_adam(
 def _format(state: TransformState) -> Any:
     """How the state's random bits are drawn: a number, or a tensor under `torch.func.vmap`.
 
-    A state without one was pickled before there were two formats.
+    A state without one has the first format: it was pickled when there was no other.
     """
     form = number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
     if not isinstance(form, Tensor) and form not in known_formats():
@@ -163,7 +163,7 @@ def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None
             )
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
-        # Of a longer one the draws would be those of its low bits.
+        # The draws of a longer seed would be those of its low bits.
         why = "a seed is an int of 64 bits, as for torch.manual_seed"
         raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
 

@@ -92,7 +92,7 @@ def muon(
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        # Here and not at a step, where but the owner of a leaf would know, and the other ranks would wait for it.
+        # Here and not at a step, where only the owner of a leaf would know, and the other ranks would wait for it.
         shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
         wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) != 2]
         if wrong:

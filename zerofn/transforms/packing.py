@@ -1,9 +1,8 @@
 """How leaves lie in the buffer of one collective, as formulas, which write nothing in place.
 
-A wire writes leaves into a buffer: one pass over memory. In a graph that is the slow way: for each write there a
-compiler makes the whole buffer anew, or proves that it need not, so that many small leaves cost their number squared.
-So there the same buffers are made by `torch.cat`. The numbers are the same: what is divided is divided in the same
-dtype.
+A wire writes leaves into a buffer: one pass over memory. In a graph that is slow: for each write the compiler makes the
+whole buffer anew, or proves that it need not, so that many small leaves cost their number squared. There the buffers
+are made by `torch.cat`, with the same numbers: divisions are in the same dtype.
 """
 
 from __future__ import annotations

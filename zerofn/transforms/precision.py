@@ -85,11 +85,11 @@ def precision(
             was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
             backward that comes by way of `y`. `y.float()` outside of the model has no such limit.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
-        buffer_dtype: dtype of an attached model's floating-point buffers, those of complex numbers and of integers left
-            out, until it is detached. Then they are the tensors that they were, and elements that have not changed
-            meanwhile have lost no bits. So both are in memory. May be a dict by label as well, if `labels` is a
-            function: it is called with buffers' names. Running statistics in 16 bits stop following when what is added
-            is below 2 ** -9 of them in bf16.
+        buffer_dtype: dtype of an attached model's floating-point buffers (not of complex ones and integers) until it is
+            detached. Then buffers are the same tensors as before it was attached, and elements that have not changed
+            meanwhile have lost no bits; so both are in memory. May be a dict by label as well, if `labels` is a
+            function: it is called with buffers' names. Running statistics in bf16 stop following once what is added is
+            below 2 ** -9 of them.
 
     Raises:
         ValueError: a dtype that is no floating-point dtype of 16 to 64 bits; labels without dtypes by label, or the
@@ -156,7 +156,7 @@ def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torc
 
 
 def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str], what: str = "leaf") -> None:
-    """Every leaf's (or buffer's) label has a dtype, and every label a leaf: one that none has was meant otherwise."""
+    """Every leaf's (or buffer's) label must have a dtype, and every label a leaf: else it was meant otherwise."""
     known = {label for x in several.values() for label in x}
     wrong = [
         (path, f"label {label!r} is not in {name}")

@@ -38,8 +38,7 @@ def rmsprop(
 
     `g += weight_decay * p`; `v = alpha v + (1 - alpha) g^2`; `u = g / (sqrt(v) + eps)`, with `centered`
     `a = alpha a + (1 - alpha) g` and `sqrt(v - a^2)`; `m = momentum * m + u`; `p -= lr * m`. States have the stored
-    dtype of the parameters; of 16 bits `v` hardly moves: `(1 - alpha) g^2` is below
-    half a unit in its last place.
+    dtype of the parameters; in 16 bits `v` hardly moves: `(1 - alpha) g^2` is below half a unit in its last place.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.

@@ -37,8 +37,8 @@ def sgd(
     `p -= lr * (g + momentum * m if nesterov else m)`. The buffer is held whatever the momentum, so
     that the layout of the state does not depend on a number; with momentum 0 it has no elements.
 
-    Of a leaf that is cut over ranks the bits are those of the whole, in 16 bits but near the ends of pieces, where
-    torch's `add` rounds once more.
+    A leaf that is cut over ranks has the bits of the whole leaf; in 16 bits not near the ends of pieces, where torch's
+    `add` rounds once more.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.

@@ -65,7 +65,7 @@ class Sharding:
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
         if torch.compiler.is_compiling():
-            # It cannot read an `attrgetter`, and what is looked up while a graph is made would be a guard of it.
+            # The compiler cannot read an `attrgetter`, and would guard on what is looked up while it traces.
             return self._found([leaf.shape for leaf in leaves])
         shapes = tuple(map(_SHAPE, leaves))
         found = self._known.get(shapes)
@@ -264,7 +264,7 @@ class Averaging:
 
 
 def _behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
-    """The dimensions behind the first one, of whichever is there: all have the same."""
+    """The dimensions behind the first one, from any gradient that is there: all have the same."""
     for x in grads:
         if x is not None:
             return x.shape[1:]
