@@ -46,7 +46,7 @@ class Pipeline:
         parts: its members; a guest that ends it made the optimizer.
         views: the view half of each part; `None` where it does nothing to leaves.
         dtypes: on the road of a parameter and its gradient.
-        late: whether gradients of resident parameters are reduced after an accumulation, as an update half of its own.
+        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
         factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
         stations: what gradients are in front of each part and behind it.
         model: the groups of ranks over which the model itself is cut, of which the chain does not know.
@@ -57,7 +57,7 @@ class Pipeline:
     parts: tuple[Transform, ...]
     views: tuple[View | None, ...]
     dtypes: Dtypes
-    late: bool
+    held: tuple[str, ...]
     factors: tuple[tuple[str, Factor], ...]
     stations: tuple[Station, ...]
     model: tuple[Group, ...] = ()
@@ -93,7 +93,12 @@ class Pipeline:
     def road(self) -> Road:
         """The way of leaves between the model and storage."""
         stages = tuple(view for view in self.views if view is not None)
-        return Road(self.layout, stages, self.dtypes, self.late, at_views(self.stations, self.views))
+        return Road(self.layout, stages, self.dtypes, self.held, at_views(self.stations, self.views))
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
+        return self.road.late
 
     @cached_property
     def stages(self) -> tuple[View, ...]:

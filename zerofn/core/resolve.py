@@ -16,7 +16,7 @@ from .layout import Layout, Placement, the_one
 from .order import check_complete, check_pieces
 from .owners import place_in
 from .pipeline import Pipeline
-from .road import groups_of
+from .road import Road, groups_of
 from .second_cut import behind, check_axes
 from .stations import survey
 from .transform import Transform
@@ -44,6 +44,7 @@ def pipeline(
     views = [view if view is not None and view.of_leaves else None for view in views]
     dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
+    held = tuple(part.name for part in parts[:first] if part.facts.holds)
     for i, view in enumerate(views):
         if view is not None and view.wire is not None:
             before = [x for x in views[:i] if x is not None]
@@ -52,21 +53,13 @@ def pipeline(
     check_axes(stages)
     check_other_axes(stages, model)
     check_wholes(parts, layout, where, bool(model))
-    held = tuple(part.name for part in parts[:first] if part.facts.holds)
-    late = bool(held) and any(view.resident for view in stages)
-    placement = _placement(stages, layout)
-    if late:
-        at = next(i for i, view in enumerate(stages) if view.resident)
-        copy, copies = place_in([view.wire for view in stages[at:] if view.wire is not None])
-        unreduced = _placement(stages[:at], layout)
-        later = tuple(view.name for view in stages[at:] if view.renumbers)
-        placement = replace(placement, apart=held, copy=copy, copies=copies, unreduced=unreduced, later=later)
-    layout = replace(layout, placement=beside(placement, model))
+    road = Road(layout, tuple(stages), dtypes, held)
+    layout = replace(layout, placement=beside(_placement(road), model))
     if wires := cutting(stages):
         parts, layout = _with_owners(parts, layout, wires)
     stations = survey(layout, parts, views, dtypes, [name for name, _ in factors])
     check_pieces(parts, stations, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, late, factors, stations, model)
+    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, held, factors, stations, model)
 
 
 def _settled(view: View | None, name: str, layout: Layout) -> View | None:
@@ -90,7 +83,18 @@ def _with_owners(
     return tuple(part for part, _ in found), replace(layout, placement=replace(layout.placement, owners=owners))
 
 
-def _placement(stages: Sequence[View], layout: Layout) -> Placement:
+def _placement(road: Road) -> Placement:
+    """How what is stored lies over ranks, and sums of gradients that are not yet reduced."""
+    placement = _behind(road.stages, road.layout)
+    if not road.late:
+        return placement
+    copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])
+    unreduced = _behind(road.at_use, road.layout)
+    later = tuple(view.name for view in road.after_update if view.renumbers)
+    return replace(placement, apart=road.held, copy=copy, copies=copies, unreduced=unreduced, later=later)
+
+
+def _behind(stages: Sequence[View], layout: Layout) -> Placement:
     """How leaves lie over ranks behind these stages."""
     groups, wires = groups_of(stages), cutting(stages)
     rank, size = place_in(wires)

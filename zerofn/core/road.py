@@ -36,15 +36,15 @@ class Road:
         layout: of the parameters.
         stages: the views that do something, from the model to storage.
         dtypes: of a parameter and its gradient on the way.
-        late: whether gradients of resident parameters are reduced after an accumulation.
-        specs: by path, what gradients are in front of each stage, and behind the last one.
+        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
+        specs: by path, what gradients are in front of each stage, and behind the last one; nothing before a survey.
     """
 
     layout: Layout
     stages: tuple[View, ...]
     dtypes: Dtypes
-    late: bool
-    specs: tuple[Mapping[str, Spec], ...]
+    held: tuple[str, ...]
+    specs: tuple[Mapping[str, Spec], ...] = ()
 
     @cached_property
     def at_use(self) -> tuple[View, ...]:
@@ -55,6 +55,11 @@ class Road:
     def after_update(self) -> tuple[View, ...]:
         """Those by which resident parameters are made once after an update: the first reduces their gradients."""
         return self.stages[len(self.at_use) :]
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
+        return bool(self.held and self.after_update)
 
     @cached_property
     def behind_reduction(self) -> tuple[View, ...]:
