@@ -57,11 +57,6 @@ class Road:
         return self.stages[len(self.at_use) :]
 
     @cached_property
-    def late(self) -> bool:
-        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
-        return bool(self.held and self.after_update)
-
-    @cached_property
     def behind_reduction(self) -> tuple[View, ...]:
         """Those of them that gradients have yet to come through once they are reduced."""
         return tuple(view for view in self.after_update[1:] if not view.only_dtype)
@@ -75,6 +70,11 @@ class Road:
     def renumbers_after_update(self) -> bool:
         """Whether an attached model keeps other numbers than those that are stored, in whatever dtype."""
         return any(view.renumbers for view in self.after_update)
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
+        return bool(self.held and self.after_update)
 
     @cached_property
     def pulled(self) -> tuple[View, ...]:
