@@ -14,6 +14,7 @@ import zerofn as zf
 from zerofn.storage import dcp_writer
 
 SAID = "zf.save(directory, opt) in another thread while opt makes a step"
+HALF = "with in_backward=True, where backward is the step"
 
 
 def work(stage, directory, wait, early):
@@ -91,3 +92,54 @@ def test_one_that_is_copied_first_is_refused_for_what_was_written_while_it_copie
 def test_updates_in_backward_are_writes_too(tmp_path):
     for told, _, old in zf.launch(work, 2, zf.shard, tmp_path, True, True, timeout=limit(60)):
         assert SAID in told[0] and told[1:] == ["saved"] and old
+
+
+def within_a_backward(stage, directory, wait):
+    """What saves tell before a backward that is the step, within it, after it, and after `opt.step()`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    told: list[str] = []
+
+    def save():
+        try:
+            saving = zf.save(directory, opt, wait=wait)
+            if saving is not None:
+                saving.wait(limit())
+            told.append("saved")
+        except RuntimeError as error:
+            told.append(str(error))
+
+    @zf.leafwise(needs="element")
+    def looks(grad, param, *, path):
+        # Gradients of the last module have come before.
+        if stage is None and path == "0.weight" and opt.global_steps == 1:
+            thread = threading.Thread(target=save)
+            thread.start()
+            thread.join(limit())
+        return grad
+
+    opt = zf.attach(model, zf.chain(*([stage()] if stage else []), looks(), zf.adamw(0.1)), in_backward=True)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    model(x).square().mean().backward()
+    opt.step()
+    save()
+    kept = {k: p.clone() for k, p in zf.full_params(opt.tx, opt.state).items()}
+    model(x).square().mean().backward()
+    save()
+    with pytest.raises(RuntimeError, match=r"opt.state_dict\(\) between a backward and opt.step\(\)"):
+        opt.state_dict()
+    again = zf.load(directory, like=zf.init(opt.tx, {k: torch.zeros_like(p) for k, p in kept.items()}))
+    same = all(torch.equal(p, kept[k]) for k, p in zf.full_params(opt.tx, again).items())
+    opt.step()
+    save()
+    opt.state_dict()
+    return told, same
+
+
+@pytest.mark.parametrize(("stage", "size"), [(None, 1), (zf.shard, 2)])
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_save_of_half_a_step_within_backward(tmp_path, stage, size, wait):
+    for told, same in zf.launch(within_a_backward, size, stage, tmp_path, wait, timeout=limit(60)):
+        first, *half, last = told
+        assert first == last == "saved" and same
+        assert len(half) == (1 if stage else 2) and all(HALF in said for said in half), half

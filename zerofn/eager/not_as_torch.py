@@ -27,6 +27,17 @@ def scaler_over_ranks() -> RuntimeError:
     )
 
 
+def half_a_step() -> RuntimeError:
+    """Why there is no state dict between a backward that is the step and `opt.step()`."""
+    return RuntimeError(
+        explain(
+            "opt.state_dict() between a backward and opt.step(), with in_backward=True",
+            "leaves that had a gradient are updated and counters are not, so that another run would go on from it",
+            "opt.state_dict() after opt.step()",
+        )
+    )
+
+
 def copied() -> TypeError:
     """Why there is no second one of it, in memory or on disk."""
     return TypeError(

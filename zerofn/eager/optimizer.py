@@ -246,6 +246,8 @@ class Optimizer(torch.optim.Optimizer):
         `zf.save(directory, opt)` keeps them.
         """
         self._averages.refuse("opt.state_dict()")
+        if self._own.steps.under_way:
+            raise not_as_torch.half_a_step()
         self._own.dicts.check_told()
         asks = sys._getframe(1)
         by_torch = asks.f_globals.get("__name__") == torch_form.ASKS

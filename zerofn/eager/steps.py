@@ -36,27 +36,26 @@ class Steps:
 
     Attributes:
         window: what `accumulate` waits for.
-        writes: how often writing into the state has begun or ended; odd while a step is made. A save beside it looks.
     """
 
     def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups, watch: Watch):
         self.pipe, self.home, self.params = pipe, home, params
         self.groups, self.watch = groups, watch
         self.window = Window(pipe, lambda: home.state)
-        self.writes = 0
+        self._writes = 0
         # What the last step has used up, to be told from gradients that arrived after it.
         self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
 
     def context(self) -> Context:
         """What the update halves are told of a step that is made in backward."""
-        self.writes += 2
+        self._writes += 2
         rates, numbers = self.groups.given()
         return self.pipe.context(donate=True, lr=rates, numbers=numbers)
 
     def make(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
         self.watch.check()
-        self.writes += 1
+        self._writes += 1
         try:
             metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
             with torch.set_grad_enabled(False):
@@ -67,7 +66,20 @@ class Steps:
             self.groups.show(metrics)
             return metrics
         finally:
-            self.writes += 1
+            self._writes += 1
+
+    def writes(self) -> int:
+        """How often writing into the state has begun or ended; odd while a step is made. A save beside it looks.
+
+        A step within backward is made from the first gradient on: leaves are updated, and counters are not.
+        """
+        return self._writes | self.under_way
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step within backward has begun and not ended."""
+        step = self.home.in_backward
+        return step is not None and step.under_way is not None
 
     def _finish(self, weight: Any) -> dict[str, Tensor]:
         """What is left to do where each leaf was updated in backward."""

@@ -78,7 +78,8 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     Raises:
         ValueError: `directory` is "".
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
-        RuntimeError: `opt` makes a step meanwhile, in another thread. A checkpoint that was there stays.
+        RuntimeError: `opt` makes a step meanwhile, in another thread, or with `in_backward=True` has begun one that
+            `opt.step()` has not closed. A checkpoint that was there stays.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
         RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
             late is waited for as long as it is seen to compute, and else for the 25 seconds that
@@ -108,7 +109,7 @@ def write(
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
-    unchanged = (lambda: None) if opt is None else still(lambda: opt._own.steps.writes)
+    unchanged = (lambda: None) if opt is None else still(opt._own.steps.writes)
     groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
     place = place_of("zf.save({}, state)", directory)

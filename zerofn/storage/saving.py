@@ -66,9 +66,11 @@ def still(writes: Callable[[], int]) -> Callable[[], None]:
         if before % 2 or writes() != before:
             raise RuntimeError(
                 explain(
-                    "zf.save(directory, opt) in another thread while opt makes a step",
-                    "some leaves are of before the step and some of after it",
-                    "zf.save(directory, opt, wait=False) in the thread that trains: it copies, and writes meanwhile",
+                    "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
+                    "opt.step() with in_backward=True, where backward is the step",
+                    "some of what is kept is of before the step and some of after it",
+                    "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
+                    "and writes meanwhile",
                 )
             )
 
