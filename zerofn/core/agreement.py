@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,8 +109,16 @@ def agree_on_prints(
         raise problem
 
 
-def first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
+def first_states(
+    pipe: Pipeline, stored: Leaves, tell: Callable[[bool], list[int]], call: str
+) -> dict[str, TransformState]:
     """The first states of all transforms; on every rank, or on none.
+
+    Args:
+        pipe: of the transforms.
+        stored: parameters.
+        tell: tells all ranks whether this one has failed, and gives those that have.
+        call: of the user's, for messages.
 
     Raises:
         Exception: what a transform raised on this rank.
@@ -122,20 +130,23 @@ def first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
         states = pipe.init_transforms(stored)
     except Exception as error:
         failure = error
-    for group in pipe.every_group:
-        told = zip(group.ranks, gather_objects(failure is not None, group), strict=True)
-        if failure is None and (bad := [str(rank) for rank, failed in told if failed]):
-            failure = failed_elsewhere(bad, "zf.init(tx, params)")
+    bad = tell(failure is not None)
+    if failure is None and bad:
+        why = "a transform raised there, which says more, and all ranks make first states together"
+        right = f"{call} again, with a transform that does not raise"
+        failure = RuntimeError(explain(f"first states failed on rank {', '.join(map(str, bad))}", why, right))
     if failure is not None:
         raise failure
     return states
 
 
-def failed_elsewhere(ranks: Sequence[str], call: str) -> RuntimeError:
-    """What the others raise where a first state could not be made on these ranks."""
-    why = "a transform raised there, which says more, and all ranks make first states together"
-    right = f"{call} again, with a transform that does not raise"
-    return RuntimeError(explain(f"first states failed on rank {', '.join(ranks)}", why, right))
+def failed_of(groups: Sequence[Group], failed: bool) -> list[int]:
+    """The ranks that have failed, as told along each axis in turn: the next is told of what the one before has said."""
+    bad: list[int] = []
+    for group in groups:
+        told = zip(group.ranks, gather_objects(failed or bool(bad), group), strict=True)
+        bad = bad or [rank for rank, there in told if there]
+    return bad
 
 
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:

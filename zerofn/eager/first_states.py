@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.agreement import failed_elsewhere
+from ..core import agreement
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import TransformState
@@ -20,19 +20,16 @@ def first_states(pipe: Pipeline, stored: Leaves, control: Group | None, earlier:
         Exception: what a transform raised on this rank.
         RuntimeError: on the others.
     """
-    states: dict[str, TransformState] = {}
-    failure: Exception | None = None
-    try:
-        states = pipe.init_transforms(stored)
-    except Exception as error:
-        failure = error
-    if control is not None:
-        rows = told_by_all([int(failure is not None), int(bool(earlier.grads))], control)
-        bad = [str(rank) for rank, (failed, _) in zip(control.ranks, rows, strict=True) if failed]
-        if bad and failure is None:
-            failure = failed_elsewhere(bad, "zf.attach(model, tx)")
-        if failure is None and any([had for _, had in rows]):
-            earlier.cut(stored)
-    if failure is not None:
-        raise failure
+    had: list[int] = []
+
+    def tell(failed: bool) -> list[int]:
+        if control is None:
+            return []
+        rows = told_by_all([int(failed), int(bool(earlier.grads))], control)
+        had.extend(grads for _, grads in rows)
+        return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]
+
+    states = agreement.first_states(pipe, stored, tell, "zf.attach(model, tx)")
+    if any(had):
+        earlier.cut(stored)
     return states

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.agreement import agree_on_start, check_finite, first_states
+from ..core.agreement import agree_on_start, check_finite, failed_of, first_states
 from ..core.averages import averages_of
 from ..core.initial import Init, check_init, device_of, first_values, made_by
 from ..core.layout import make_layout
@@ -89,7 +90,8 @@ def init(
         made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
         keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
         stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
-    return first_state(pipe, stored, first_states(pipe, stored))
+    tell = partial(failed_of, pipe.every_group)
+    return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
 
 
 def _own(x: Tensor) -> Tensor:
