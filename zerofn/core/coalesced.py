@@ -44,7 +44,7 @@ def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | Non
 
 
 def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
-    """A view of many leaves; gathers are coalesced, and written to `into`. Not differentiable."""
+    """A view of many leaves; gathers are coalesced, and written to `into`, plain tensors. Not differentiable."""
     with ranged(VIEW, view.name):
         wire = view.wire
         if wire is None or not wire.cuts or wire.group.size == 1:
@@ -53,7 +53,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             }
         if into:
             # A caller who says where to write to has cut them already.
-            flat = [into[leaf.path].detach().view(-1) for leaf in leaves]
+            flat = [into[leaf.path].view(-1) for leaf in leaves]
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
         out: Leaves = {}

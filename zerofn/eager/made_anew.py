@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..core.coalesced import cut
 from ..core.layout import Leaves
@@ -26,9 +27,10 @@ class Anew:
     def make(self, stored: Leaves) -> None:
         """Write what `stored` is seen as into the parameters."""
         for bucket, into in self.buckets:
-            seen = self.road.see(self.road.after_update, {path: stored[path] for path in into}, bucket, into)
             # Of a parameter that stays a part it is the part that is written, and not what it is a part of.
             with torch.DisableTorchFunctionSubclass():
-                for path, x in seen.items():
-                    if x.data_ptr() != into[path].data_ptr():
-                        into[path].copy_(x)
+                plain = dict(zip(into, map(Tensor.detach, into.values()), strict=True))
+            seen = self.road.see(self.road.after_update, {path: stored[path] for path in into}, bucket, plain)
+            for path, x in seen.items():
+                if x.data_ptr() != plain[path].data_ptr():
+                    plain[path].copy_(x)

@@ -118,7 +118,7 @@ class Sharding:
         rows = parts[0].new_empty((self.group.size, sum(widths), *tail))
         mine = rows[self.group.rank]
         foreach_copy_(
-            [part[: len(x)] for x, part in zip(parts, mine.split_with_sizes(widths), strict=True)], list(parts)
+            [part[: x.shape[0]] for x, part in zip(parts, mine.split_with_sizes(widths), strict=True)], list(parts)
         )
         return all_gather_into(rows.reshape(-1, *tail), mine, self.group, async_op), rows
 
