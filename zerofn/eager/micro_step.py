@@ -49,19 +49,19 @@ class MicroStep:
         stored = self.state().leaves[path]
         return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
 
-    def collect(self, boundary: bool | None = None, given: str = "") -> Leaves:
+    def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
 
         Args:
             boundary: what `set_boundary` says of this step; ranks must say the same.
-            given: what `opt.param_groups` sets; ranks must set the same.
+            given: tells what `opt.param_groups` sets; ranks must set the same.
         """
         self.copies.carry_over()
         if self.agreement.control is None:
             return self._grads()
         if self.arrivals.units is not None:
-            return self._at_rest(self.arrivals.units, boundary, given)
-        return self._agreed(self.agreement.marks(boundary, given=given))
+            return self._at_rest(self.arrivals.units, boundary, given())
+        return self._agreed(self.agreement.marks(boundary, given=given()))
 
     def _at_rest(self, units: Units, boundary: bool | None, given: str) -> Leaves:
         """Where ranks rest at a step: what they agree on is told there, if all that step together rest together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -87,7 +88,7 @@ class Steps:
             raise ValueError(
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
             )
-        left = self.home.micro_step.collect(self.window.forced, as_text(*self.groups.given()))
+        left = self.home.micro_step.collect(self.window.forced, partial(as_text, *self.groups.given()))
         assert self.home.in_backward is not None
         for path, grad in left.items():
             # Put there by hand: what backward has brought is gone.
@@ -100,7 +101,7 @@ class Steps:
         """Run the update halves on the gradients that have arrived."""
         # What was set may be refused, and what is collected cannot be put back.
         window, (rates, numbers) = self.window, self.groups.given()
-        grads = self.home.micro_step.collect(window.forced, as_text(rates, numbers))
+        grads = self.home.micro_step.collect(window.forced, partial(as_text, rates, numbers))
         if weight is not None:
             check_weight(self.pipe, weight)
         closes, old = window.averaged is not None and window.closes(), self.home.state
