@@ -147,7 +147,7 @@ def test_threads_do_not_change_bits(threads, openmp, monkeypatch):
         return lists
 
     if not openmp:
-        monkeypatch.setattr(_native, "_parallel", lambda: None)
+        monkeypatch.setattr(_native, "parallel", lambda: None)
     assert_same_bits(run(1), run(threads))
 
 

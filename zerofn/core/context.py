@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.recording import number
 from .layout import Layout, Leaves
+from .norms import Norms
 
 
 class Reduction(Protocol):
@@ -76,6 +77,7 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
+        norms: of gradients, which a metric asks for; `None` where all is recorded.
         comes: false where the step is held before it reaches this transform; a tensor in a graph or a batch.
         standing: by name, what `report` shows of it in a step that is held before it.
         under_way: filled by `before_the_end`.
@@ -95,6 +97,7 @@ class Context:
     reduction: Reduction = field(default_factory=OneProcess)
     micro_step: Any = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    norms: Norms | None = None
     comes: bool | Tensor = True
     standing: Mapping[str, Any] = field(default_factory=dict)
     under_way: list[Callable[[], None]] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""The norm of what the optimizer is given, which metrics show: found in a pass that only looks."""
+"""The norm of what the optimizer is given, for metrics: of each leaf by whoever goes over the gradients anyway."""
 
 from __future__ import annotations
 
-from ..kernels.norms import added, leaf_norms, leaf_squares, sum_of_squares
+from ..kernels.norms import added, leaf_squares, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared
 from .facts import Facts
@@ -14,16 +14,20 @@ def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, c
     found: Leaves = {}
 
     def close() -> None:
-        if ctx.recorded:
+        if ctx.norms is None:
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
         else:
-            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, found).sqrt())
+            ctx.norms.settle()
+            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.found).sqrt())
 
     return Prepared(found, close=close)
 
 
 def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
-    found.update(leaf_squares(grads) if ctx.recorded else leaf_norms(grads))
+    if ctx.norms is None:
+        found.update(leaf_squares(grads))
+    else:
+        ctx.norms.ask(grads)
     return grads, state
 
 

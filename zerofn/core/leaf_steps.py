@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .context import Context
 from .layout import Leaves
+from .norms import Norms
 from .transform import TransformState
 
 Numbers = Mapping[str, Any]
@@ -56,6 +57,7 @@ class LeafList:
         offsets: global index of each leaf's first stored element.
         numbers: hyperparameters by name.
         shared: state that all leaves share, by name; only read.
+        norms: where the norms of the gradients are asked for.
     """
 
     params: list[Tensor]
@@ -67,6 +69,16 @@ class LeafList:
     offsets: list[int]
     numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
+    norms: Norms | None = None
+
+    def asked(self) -> list[Tensor] | None:
+        """A list for the norms of the gradients, where a metric shows them; `None` where nobody asks."""
+        return [] if self.norms is not None and self.norms.wanted(self.paths, self.grads) else None
+
+    def answer(self, found: list[Tensor] | None) -> None:
+        """Give that list back, with a 0-d tensor for each gradient."""
+        if found is not None and self.norms is not None:
+            self.norms.tell(self.paths, found)
 
     def where(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true."""
@@ -76,7 +88,7 @@ class LeafList:
 
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.numbers, self.shared)
+        return LeafList(*lists, self.numbers, self.shared, self.norms)
 
 
 class Given(NamedTuple):

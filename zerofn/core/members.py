@@ -84,7 +84,7 @@ def _lists(members: Members, given: Given) -> list[LeafList]:
         for i, (grad, param, count, *own) in enumerate(zip(*columns, strict=True)):
             key = int(count), 0 if alike else i
             if key not in found:
-                theirs = [{k: x[i] for k, x in named.items()} for named in rest]
+                theirs: Any = [{k: x[i] for k, x in named.items()} for named in rest]
                 found[key] = LeafList([], [], {slot: [] for slot in slots}, key[0], rates[i], [], [], *theirs)
             group = found[key]
             group.params.append(param)

@@ -143,7 +143,7 @@ def _listed(group: list[str], count: Any, given: Given) -> LeafList:
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common)
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, ctx.norms)
 
 
 def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:

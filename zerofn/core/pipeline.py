@@ -24,6 +24,7 @@ from .facts import Scope
 from .grad_norm import GRAD_NORM
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
+from .norms import Norms
 from .road import Road, groups_of
 from .spec import Station
 from .state import State, counter
@@ -169,7 +170,8 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, **given)
+        norms = None if given.get("recorded") else Norms()
+        return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
 
     @cached_property
     def reduction(self) -> Reduction:

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from zerofn._compat.autograd import tell_autograd
 from zerofn._compat.operators import fused_adam_, fused_adamw_
+from zerofn.kernels import fused_native
+from zerofn.kernels.fused_native import Columns
 from zerofn.kernels.lists import typed
+from zerofn.kernels.norms import leaf_norms
 from zerofn.kernels.operators import operator
 
 # Leaves from which on the time of the compiler counts for more than a pass over the gradients.
@@ -32,6 +35,7 @@ def fused_update(
     step: int,
     decoupled: bool,
     lr: Any,
+    norms: list[Tensor] | None = None,
     **numbers: Any,
 ) -> None:
     """One update by torch's kernel, in place, of leaves of one dtype and device that have had equally many.
@@ -40,12 +44,24 @@ def fused_update(
         step: the number of this update.
         decoupled: whether the weights decay by themselves, and not by way of the gradient.
         lr: a number or a 0-d tensor.
+        norms: where it is a list, the norm of each gradient is appended.
         numbers: beta1, beta2, eps and weight_decay.
     """
-    fused = fused_adamw_ if decoupled else fused_adam_
-    lists = params, typed(params, grads), exp_avgs, exp_avg_sqs
-    count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
-    fused(*lists, [], [count] * len(params), lr=lr, amsgrad=False, maximize=False, **numbers)
+    fused: Any = fused_adamw_ if decoupled else fused_adam_
+    as_stored = typed(params, grads)
+    lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
+    found = None
+    if fused_native.can(lists, decoupled, numbers["beta1"]):
+        found = fused_native.run(lists, step, lr, **numbers, decoupled=decoupled)
+        lists = fused_native.ends(lists)
+    if norms is not None:
+        # Of gradients that were rounded to the dtype of the parameters it is their own norms that are asked for.
+        if found is None or as_stored is not grads:
+            found = list(leaf_norms({str(i): x for i, x in enumerate(grads)}).values())
+        norms += found
+    if lists[0]:
+        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
     tell_autograd([*params, *exp_avgs, *exp_avg_sqs])
 
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,12 +70,20 @@ def compiler() -> Command | None:
         ValueError: ``$ZEROFN_NATIVE`` says nothing that is known.
         RuntimeError: there is no compiler, and ``ZEROFN_NATIVE=require``.
     """
-    if not wanted():
-        return None
-    choice = _choose(os.environ.get("CC", "").strip(), os.environ.get("PATH"))
-    if choice.command is None:
+    choice = _chosen()
+    if choice is not None and choice.command is None:
         give_up(choice.why, choice.remedy)
-    return choice.command
+    return choice and choice.command
+
+
+def quiet_compiler() -> Command | None:
+    """The same, and nobody is told that there is none: where torch has a kernel of its own."""
+    choice = _chosen()
+    return choice and choice.command
+
+
+def _chosen() -> _Choice | None:
+    return _choose(os.environ.get("CC", "").strip(), os.environ.get("PATH")) if wanted() else None
 
 
 @functools.cache
@@ -145,21 +153,38 @@ def _build(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDL
     """
     defines = [f"-DZF_{name}={_NAMES[dtype]}" for name, dtype in zip("PGMV", dtypes, strict=True)]
     defines += [f"-DZF_MODE={mode}", f"-DZF_STRIDE={stride_of(form)}u"]
-    about = (identity(command, os.environ.get("PATH")), defines)
-    texts = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
-    key = hashlib.sha256(texts + repr(about).encode()).hexdigest()[:32]
+    return library(command, (_SOURCE, *_HEADERS), defines, _declared)
+
+
+def library(
+    command: Command, files: Sequence[Path], defines: Sequence[str], declared: Callable[[ctypes.CDLL], ctypes.CDLL]
+) -> ctypes.CDLL:
+    """The library of the first of these files, which includes the others, from disk or built.
+
+    Args:
+        command: the compiler.
+        files: what its code depends on.
+        defines: of macros.
+        declared: tells it the types of its functions.
+
+    Raises:
+        OSError: it cannot be built or loaded.
+        AttributeError: a function is missing.
+    """
+    about = (identity(command, os.environ.get("PATH")), list(defines))
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in files) + repr(about).encode()).hexdigest()[:32]
     where = cache.directory()
 
     def build(target: str) -> ctypes.CDLL:
-        compile_to(command, _SOURCE, defines, target)
-        return _declared(ctypes.CDLL(target))
+        compile_to(command, files[0], defines, target)
+        return declared(ctypes.CDLL(target))
 
-    library = cache.find(where, key)
-    if library is not None:
+    found = cache.find(where, key)
+    if found is not None:
         try:
-            return _declared(ctypes.CDLL(str(library)))
+            return declared(ctypes.CDLL(str(found)))
         except (OSError, AttributeError):  # of another system that shares the home directory
-            cache.remove(library)
+            cache.remove(found)
     return cache.keep(where, key, build)
 
 
@@ -193,7 +218,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @functools.cache
-def _parallel() -> int | None:
+def parallel() -> int | None:
     """Address of ``GOMP_parallel`` in the OpenMP runtime that torch loaded, whichever that is."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
@@ -222,7 +247,7 @@ def squares(x: Tensor) -> float | None:
     library = _load((_PLAIN[0], x.dtype, *_PLAIN[2:]), 0, FORMAT)
     if library is None:
         return None
-    return library.zerofn_squares(address, x.numel(), torch.get_num_threads(), _parallel())
+    return library.zerofn_squares(address, x.numel(), torch.get_num_threads(), parallel())
 
 
 def run(
@@ -257,7 +282,7 @@ def run(
         step,
         (ctypes.c_float * 7)(*scalars),
     )
-    function(ctypes.byref(job), torch.get_num_threads(), _parallel())
+    function(ctypes.byref(job), torch.get_num_threads(), parallel())
 
 
 def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:

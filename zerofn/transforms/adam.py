@@ -1,4 +1,4 @@
-"""`adam` and `adamw`: torch.optim's arithmetic, through torch's own fused kernels."""
+"""`adam` and `adamw`: torch.optim's arithmetic, through torch's own fused kernels or their bits in C."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
             fused_operator(*lists, **how, **group.numbers)
         elif alike(group.params):
             how |= {name: float(x) for name, x in group.numbers.items()}
-            fused_update(*lists, **how)
+            fused_update(*lists, norms=(norms := group.asked()), **how)
+            group.answer(norms)
         else:
             for kind in {(p.dtype, p.device) for p in group.params}:
                 kernel(group.where([(p.dtype, p.device) == kind for p in group.params]))

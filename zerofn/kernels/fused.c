@@ -1,0 +1,103 @@
+/* One step of torch's fused Adam over lists of fp32 leaves, and on the way the sum of squares of each gradient.
+ *
+ * Built by zerofn/kernels/fused_native.py on first use. The bits are those of torch's kernel on processors that fuse a
+ * product with a sum, where it fuses just those that are `fmaf` here; with -ffp-contract=off nothing else is. The last
+ * elements of a leaf, fewer than a line, are torch's own: it computes those in double.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "native_threads.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LINE = 16, AHEAD = 1024 /* elements */, SHARES = 8 /* for each thread */ };
+
+typedef struct { float beta2, weight, one_minus_beta2, step, spread, eps, keep, decay; } scalars;
+
+typedef struct {
+    int64_t entries;
+    float *const *p, *const *g, *const *m, *const *v;
+    const int64_t *numel;
+    scalars s;
+    int decoupled;
+    double *squares; /* of each gradient; null where nobody asks */
+} job;
+
+typedef struct { const job *j; int64_t each; double *parts; } shares;
+
+INLINE void elements(int n, float *restrict p, const float *restrict g, float *restrict m, float *restrict v, scalars s,
+                     int decoupled, double *sums) {
+    for (int i = 0; i < n; i++) {
+        float x = p[i], d = g[i];
+        if (sums) sums[i] += (double)d * d;
+        if (decoupled) x = x * s.keep;
+        else d = fmaf(x, s.decay, d);
+        /* torch's lerp begins at the nearer end */
+        float m1 = s.weight < 0.5f ? fmaf(s.weight, d - m[i], m[i]) : fmaf(s.weight - 1.0f, d - m[i], d);
+        float v1 = fmaf(s.one_minus_beta2 * d, d, v[i] * s.beta2);
+        p[i] = x + (s.step * m1) / (sqrtf(v1) / s.spread + s.eps);
+        m[i] = m1;
+        v[i] = v1;
+    }
+}
+
+INLINE double piece(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
+    double sums[LINE] = {0}, total = 0;
+    int64_t i = 0;
+    for (; i + LINE <= n; i += LINE) {
+        __builtin_prefetch(p + i + AHEAD, 1);
+        __builtin_prefetch(g + i + AHEAD, 0);
+        __builtin_prefetch(m + i + AHEAD, 1);
+        __builtin_prefetch(v + i + AHEAD, 1);
+        elements(LINE, p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
+    }
+    elements((int)(n - i), p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
+    for (int k = 0; k < LINE; k++) total += sums[k];
+    return total;
+}
+
+static double of_kind(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
+    if (decoupled) return sum ? piece(n, p, g, m, v, s, 1, 1) : piece(n, p, g, m, v, s, 1, 0);
+    return sum ? piece(n, p, g, m, v, s, 0, 1) : piece(n, p, g, m, v, s, 0, 0);
+}
+
+/* Elements `first` to `last` of the concatenation of all entries. From one piece to the next either the entry or the
+ * share is the next one, so that the sum of their numbers is a place of the piece's own. */
+static void run_share(const void *what, int64_t first, int64_t last) {
+    const shares *a = what;
+    const job *j = a->j;
+    int64_t begin = 0;
+    for (int64_t e = 0; e < j->entries && begin < last; e++) {
+        int64_t n = j->numel[e];
+        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
+        if (from < to) {
+            double sum = of_kind(to - from, j->p[e] + from, j->g[e] + from, j->m[e] + from, j->v[e] + from, j->s,
+                                 j->decoupled, a->parts != 0);
+            if (a->parts) a->parts[first / a->each + e] = sum;
+        }
+        begin += n;
+    }
+}
+
+/* 0, or 1 where there is no memory, and nothing is done. */
+int zerofn_fused_adam(const job *j, int threads, parallel run) {
+    int64_t total = 0, begin = 0;
+    for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
+    if (!total) return 0;
+    threads = useful(threads, total);
+    int64_t each = threads <= 1 ? total : (total / threads / SHARES + LINE) / LINE * LINE;
+    shares a = {j, each, 0};
+    if (j->squares && !(a.parts = calloc((size_t)(total / each + 2 + j->entries), sizeof(double)))) return 1;
+    team t = {run_share, &a, total, each, 0};
+    share_out(&t, threads, run);
+    for (int64_t e = 0; a.parts && e < j->entries; e++) {
+        int64_t n = j->numel[e];
+        double sum = 0;
+        for (int64_t i = begin / each; n && i <= (begin + n - 1) / each; i++) sum += a.parts[i + e];
+        j->squares[e] = sum;
+        begin += n;
+    }
+    free(a.parts);
+    return 0;
+}

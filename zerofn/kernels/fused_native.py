@@ -1,0 +1,156 @@
+"""torch's fused Adam in C, on large fp32 leaves of a CPU: the same bits, in less time, with the norms of the gradients.
+
+Such an update waits for memory. torch's kernel leaves it to the processor to see what comes next, which stops at each
+page; and for the norm that metrics show the gradients are read once more. Here both are one pass, which asks for its
+numbers ahead. Without a compiler torch's kernel is called, and nobody is told: nothing is lost but time.
+
+Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofn._compat.operators import fused_adam_, fused_adamw_
+from zerofn.kernels import native
+
+Columns = Sequence[list[Tensor]]
+
+# Elements from which on a call is worth what it costs to make, and a first one the time of the compiler.
+LARGE = 1 << 18
+# Elements of which torch computes the rest of a leaf otherwise: at least as many as its vectors have.
+LINE = 16
+
+_FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_threads.h")]
+# Asked of every leaf in every step, and so from C.
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class _Job(ctypes.Structure):
+    """``job`` of ``fused.c``."""
+
+    _fields_ = [
+        ("entries", ctypes.c_int64),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in "pgmv"),
+        ("numel", ctypes.POINTER(ctypes.c_int64)),
+        ("scalars", ctypes.c_float * 8),
+        ("decoupled", ctypes.c_int),
+        ("squares", ctypes.POINTER(ctypes.c_double)),
+    ]
+
+
+def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
+    """Whether `run` takes these lists of parameters, gradients and moments."""
+    if sum(map(Tensor.numel, columns[0])) < LARGE:
+        return False
+    for column in columns:
+        if set(map(type, column)) - _PLAIN or set(map(_DTYPE, column)) != {torch.float32}:
+            return False
+        if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
+            return False
+    return _function(decoupled, beta1 > 0.5) is not None
+
+
+def run(
+    columns: Columns,
+    step: int,
+    lr: Any,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> list[Tensor]:
+    """One update in place of all but the `ends`; the norm of each gradient, 0-d, of fp32."""
+    function = _function(decoupled, beta1 > 0.5)
+    assert function is not None
+    # Without a decay there is no product to add, which of an infinite parameter would not be a number.
+    no_sum = decoupled or weight_decay == 0
+    return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum)
+
+
+def ends(columns: Columns) -> Columns:
+    """The last elements of the leaves that have some beyond a multiple of `LINE`."""
+    chosen = [i for i, x in enumerate(columns[0]) if x.numel() % LINE]
+    return [[_end(column[i]) for i in chosen] for column in columns]
+
+
+def _end(x: Tensor) -> Tensor:
+    flat = x.detach().view(-1)
+    return flat[len(flat) // LINE * LINE :]
+
+
+def _scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> tuple[float, ...]:
+    rate, spread = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * decay, decay
+
+
+def _call(function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool) -> list[Tensor]:
+    count = len(columns[0])
+    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
+    lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
+    squares = (ctypes.c_double * count)()
+    job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
+    gradients = columns[1]
+    rests = {i: _end(gradients[i]) for i, n in enumerate(lengths) if n != gradients[i].numel()}
+    if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
+        raise MemoryError("no memory for the sums of squares of gradients")
+    total = torch.tensor(squares, dtype=torch.float64)
+    for i, rest in rests.items():
+        total[i] += rest.double().square().sum()
+    return list(total.sqrt().float().unbind())
+
+
+@functools.cache
+def _function(decoupled: bool, near: bool) -> Any:
+    """The C function, once it has given the bits of torch's kernel on a sample; ``None`` where it does not.
+
+    Which products torch's kernel fuses with sums is up to its compiler, and to the processor that it chose code for.
+
+    Args:
+        decoupled: how weights decay.
+        near: whether the first moment keeps more than it gets, where torch computes it from the other end.
+    """
+    command = native.quiet_compiler()
+    if command is None:
+        return None
+    try:
+        function = native.library(command, _FILES, (), _declared).zerofn_fused_adam
+    except (OSError, AttributeError):
+        return None
+    mine, torchs = _sample(), _sample()
+    beta1 = 0.9 if near else 0.25
+    _call(function, mine, _scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+    fused: Any = fused_adamw_ if decoupled else fused_adam_
+    how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
+    fused(*torchs, [], [torch.tensor(3.0)], **how)
+    same = all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in zip(mine, torchs, strict=True))
+    return function if same else None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    function = library.zerofn_fused_adam
+    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
+    return library
+
+
+def _sample() -> list[list[Tensor]]:
+    """One leaf, from subnormal to infinite, with each magnitude next to many others; and ordinary numbers behind."""
+    i = torch.arange(251 * LINE)
+    p, g, m, v = (
+        (1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign
+        for stride, sign in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), strict=True)
+    )
+    j = torch.arange(1, 251 * LINE + 1)
+    wave = [torch.sin(j * k) for k in (1.0, 2.1, 3.7, 5.3)]
+    return [[torch.cat([x, y.abs() if k == 3 else y])] for k, (x, y) in enumerate(zip((p, g, m, v), wave, strict=True))]
