@@ -67,7 +67,7 @@ def held_alone(holder: Any) -> list[Any]:
 
 
 def let_go(holder: Any, close: bool) -> None:
-    """Groups of `holder` are no longer its own. Every rank of the world must call it, after all that is sent in them.
+    """Take `holder` off the groups it asked for. Every rank of the world must call it, after all that is sent there.
 
     Args:
         holder: as given to `held_by`.
