@@ -97,11 +97,6 @@ class Pipeline:
         return Road(self.layout, stages, self.dtypes, self.held, at_views(self.stations, self.views))
 
     @cached_property
-    def late(self) -> bool:
-        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
-        return self.road.late
-
-    @cached_property
     def stages(self) -> tuple[View, ...]:
         """The views that do something, from the model to storage."""
         return self.road.stages
@@ -219,7 +214,7 @@ def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
     """A tensor of the shape and dtype of what `zf.update` is given; what is stored where they agree."""
     dtype = pipe.dtypes.gradient(leaf)
-    if not pipe.late and dtype == stored.dtype:
+    if not pipe.road.late and dtype == stored.dtype:
         return stored
     return stored.new_empty(pipe.road.grad_shape(leaf), dtype=dtype)
 
@@ -228,7 +223,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
     """The update halves, with those of views that pull back late, and the norm that metrics show."""
     kept: list[Transform] = []
     for part, view in zip(pipe.parts, pipe.views, strict=True):
-        if pipe.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
+        if pipe.road.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
             kept.append(_late_half(pipe, part, view))
         if not part.idle:
             kept.append(part)

@@ -37,7 +37,7 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
             bad.append((leaf.path, reason))
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
-        if pipe.late:
+        if pipe.road.late:
             # What a bound function gives is reduced, hence in parts; an accumulation before the reduction is not.
             right = (
                 "gradients from zf.vjp: accumulate stands before the reduction, so they are this rank's own, "
@@ -119,7 +119,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
 
 def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
     """Refuse a step that would have no effect, or a weight that would have none."""
-    if not grads and not (pipe.late and pipe.groups):
+    if not grads and not (pipe.road.late and pipe.groups):
         raise ValueError(
             explain(
                 "a step in which no parameter has a gradient",
@@ -194,7 +194,7 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
 
 def _talks_in_update(pipe: Pipeline) -> str | None:
     """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
-    if pipe.sharding is None and not pipe.late:
+    if pipe.sharding is None and not pipe.road.late:
         return next((name for name, _ in pipe.factors), None)
     return next(view.name for view in pipe.stages if view.wire is not None)
 

@@ -51,4 +51,4 @@ def open_channels(pipe: Pipeline) -> Channels:
 
 def reduction(pipe: Pipeline) -> View | None:
     """The view whose wire reduces gradients as they arrive, where the first update half is a reduction."""
-    return None if pipe.late else next((view for view in pipe.road.after_update if view.wire is not None), None)
+    return None if pipe.road.late else next((view for view in pipe.road.after_update if view.wire is not None), None)

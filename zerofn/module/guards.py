@@ -49,7 +49,7 @@ def label(
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
     elif not pipe.every_group and not forms:
         return []
-    elif pipe.late:
+    elif pipe.road.late:
         why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
     elif pipe.road.after_update:
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING

@@ -66,7 +66,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     scale = pipe.scale_of(state.transforms)
     # All the way from storage: `pipe.leaf_views` begins at the resident form where the reduction is late.
     views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
-    if pipe.late and pipe.weighted:
+    if pipe.road.late and pipe.weighted:
         views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:

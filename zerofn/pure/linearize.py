@@ -73,7 +73,7 @@ def linearize(
         why = "autograd records nothing there, so no parameter would have a gradient"
         right = f"{where} outside of it; torch.no_grad() around it is fine"
         raise RuntimeError(explain(f"{where} inside torch.inference_mode()", why, right))
-    resident = _resident(pipe, state.leaves, record) if pipe.late or pipe.gathering is not None else state.leaves
+    resident = _resident(pipe, state.leaves, record) if pipe.road.late or pipe.gathering is not None else state.leaves
     ran = _recorded if record else _with_autograd if pipe.gathering is None else _with_blocks
     return ran(fn, pipe, resident, given, scale, keep)
 
@@ -141,7 +141,7 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
     if not record:
         return pipe.road.see(pipe.road.after_update, stored)
-    if not pipe.late:
+    if not pipe.road.late:
         return stored
     if only_compiled(stored.values()):
         return pipe.road.see(pipe.road.after_update, stored)
