@@ -30,10 +30,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         state: the `State` of the pipeline.
         metrics: those of the last `step`, as 0-d tensors of their own.
-        param_groups: one for each optimizer in the pipeline. Its `lr` may be set; learning-rate schedulers do. So may
-            `weight_decay`, `betas` and `momentum` where the optimizer has them, from the next step on; what was set is
-            saved. One of your own has it as a keyword-only argument `lr`; without one it shows 1.0, and to set it is
-            an error.
+        param_groups: one for each optimizer in the pipeline. Its `lr` may be set, and `weight_decay`, `betas` and
+            `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):
@@ -269,9 +267,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`, of ours or in the form of `torch.optim`.
 
-        One of `torch.optim.AdamW`, or of `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, has the
-        moments, counts and rates, by number or by name, whole or distributed; parameters are in the model's own, and
-        betas and decay stay those of the chain.
+        Of the latter moments, counts and rates are taken, by number or name, whole or distributed: docs/frameworks.md.
 
         Raises:
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is

@@ -105,9 +105,10 @@ class ParamGroups:
 
 def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]]) -> str:
     """What groups set, the same text for the same numbers; a rate on another device is not waited for."""
-    told = {f"{prefix}lr": rate for prefix, rate in rates.items()}
-    told |= {f"{prefix}{name}": x for prefix, own in numbers.items() for name, x in own.items()}
-    return ", ".join([f"{name}={_number(x)}" for name, x in told.items()])
+    told = [f"{prefix}lr={_number(rate)}" for prefix, rate in rates.items()]
+    for prefix, own in numbers.items():
+        told += [f"{prefix}{name}={_number(x)}" for name, x in own.items()]
+    return ", ".join(told)
 
 
 def _number(x: Any) -> Any:
