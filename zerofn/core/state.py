@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,13 +51,20 @@ class State:
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
 
-    def give_away(self) -> None:
-        """Its memory belongs to the next state from here on.
+    @contextmanager
+    def given_away(self) -> Iterator[None]:
+        """Its memory belongs to the next state from here on, unless that raises.
 
         The mark is at the counter, which every state has of its own, and which a batch of states shares with the states
         that a step under `vmap` is given.
         """
-        innermost(self.micro_step)._zerofn_given_away = True  # type: ignore[attr-defined]
+        mine: Any = innermost(self.micro_step)
+        mine._zerofn_given_away = True
+        try:
+            yield
+        except BaseException:
+            mine._zerofn_given_away = False
+            raise
 
     def check_kept(self, where: str) -> None:
         """Raise a RuntimeError if it was given away. Not for the compiler."""

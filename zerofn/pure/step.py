@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -153,10 +154,9 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
-        with ranged(PHASE, "update"):
+        # Before it is written: a save of it in another thread looks.
+        with state.given_away() if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
             new, metrics = apply(pipe, grads, state, ctx)
-        if donate and not tracing:
-            state.give_away()
         return new, {"loss": loss, **metrics, **aux}
 
     return run

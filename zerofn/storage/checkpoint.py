@@ -26,7 +26,7 @@ from .files import place_of
 from .fit import boxes_of, name_of
 from .manifest import ROW_MAJOR
 from .replicas import check_replicas, group_of, meet, row_major
-from .saving import Saving, copied, still, still_then
+from .saving import Saving, copied, still, still_then, unwritten
 from .words import dtype_name
 
 # What a transform of another library may keep besides tensors.
@@ -79,7 +79,8 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
         ValueError: `directory` is "".
         TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
         RuntimeError: `opt` makes a step meanwhile, in another thread, or with `in_backward=True` has begun one that
-            `opt.step()` has not closed. A checkpoint that was there stays.
+            `opt.step()` has not closed; or something writes into the state, such as a step with `donate=True`. A
+            checkpoint that was there stays.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
         RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
             late is waited for as long as it is seen to compute, and else for the 25 seconds that
@@ -109,9 +110,10 @@ def write(
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
-    unchanged = (lambda: None) if opt is None else still(opt._own.steps.writes)
+    unchanged = None if opt is None else still(opt._own.steps.writes)
     groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
+    unchanged = unchanged or unwritten(given)
     place = place_of("zf.save({}, state)", directory)
     settle()
     meet("zf.save(directory, state)", given.layout.placement)

@@ -6,8 +6,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from .._errors import explain
+from ..core.state import State
+from ..core.tree import flatten
 from ..ranks.background import Background
+from ..sharded.guarded_parameter import writes
 
 
 class Saving:
@@ -71,6 +76,26 @@ def still(writes: Callable[[], int]) -> Callable[[], None]:
                     "some of what is kept is of before the step and some of after it",
                     "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
                     "and writes meanwhile",
+                )
+            )
+
+    return unchanged
+
+
+def unwritten(state: State) -> Callable[[], None]:
+    """What raises if a state has been donated since this call, or one of its tensors written into."""
+    tensors = [x for x in flatten(state)[0] if isinstance(x, Tensor)]
+    before = writes(tensors)
+
+    def unchanged() -> None:
+        state.check_kept("zf.save(directory, state)")
+        if writes(tensors) != before:
+            raise RuntimeError(
+                explain(
+                    "zf.save(directory, state) while something writes into the state, in another thread",
+                    "some of what is kept is of before it and some of after it",
+                    "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
+                    "thread that\nwrites: it copies first",
                 )
             )
 
