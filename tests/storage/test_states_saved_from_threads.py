@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -18,7 +19,7 @@ def held(monkeypatch):
 
     def later(writer, plan, planner):
         held.began.set()
-        assert held.may.wait(20)
+        assert held.may.wait(limit())
         return write(writer, plan, planner)
 
     def install():
@@ -42,12 +43,12 @@ def save_beside(held, directory, state, act):
     held.install()
     thread = threading.Thread(target=save)
     thread.start()
-    assert held.began.wait(20)
+    assert held.began.wait(limit())
     try:
         act()
     finally:
         held.may.set()
-    thread.join(20)
+    thread.join(limit())
     return told
 
 
