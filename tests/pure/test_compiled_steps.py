@@ -335,6 +335,27 @@ def test_leaves_that_have_had_other_numbers_of_updates_have_corrections_of_their
 
 
 @pytest.mark.slow
+def test_a_rate_and_a_batch_that_require_grad_keep_no_graph():
+    """As uncompiled: the state of each step would hold all the steps before it."""
+    rate, x = torch.tensor(0.1, requires_grad=True), torch.ones(3, requires_grad=True)
+    for tx in (zf.sgd(rate), zf.adamw(rate)):
+        for create_graph in (None, True):
+            step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), tx, create_graph=create_graph)
+            new, metrics = torch.compile(step, fullgraph=True, backend="aot_eager")(
+                zf.init(tx, {"w": torch.ones(3)}), x
+            )
+            kept = bool(create_graph)
+            assert (new.params["w"].requires_grad, metrics["loss"].requires_grad) == (kept, kept)
+
+
+def test_a_keyword_that_a_compiled_step_does_not_have_is_named():
+    step = torch.compile(
+        zf.make_step(lambda p, x: (p["w"] * x).sum(), zf.sgd(0.1)), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match=r"wieght=\.\.\."):
+        step(zf.init(zf.sgd(0.1), {"w": torch.ones(3)}), torch.ones(3), wieght=2.0)
+
+
 def test_a_donated_state_keeps_its_memory():
     tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(0.1))
     step, fast = zf.make_step(loss, tx), compiled(zf.make_step(loss, tx, donate=True))

@@ -130,7 +130,7 @@ def check_function(where: str, fn: Any) -> None:
 def check_positional(where: str, keywords: dict[str, Any]) -> None:
     """Refuse arguments by keyword where all are passed on by position."""
     if keywords:
-        given = ", ".join(f"{name}=..." for name in keywords)
+        given = ", ".join(map("{}=...".format, keywords))
         why = "what follows comes by position, and is handed on so"
         raise TypeError(explain(f"{where}, {given})", why, f"{where}, {', '.join(keywords)})"))
 

@@ -91,12 +91,14 @@ def make_step(
                 return step_with_states_in_views(whole, state, batch, weight)
             pipe = seeing(pipe, state, "a step")
         state.check_data("a step")
+        numbers_alone = tracing and not create_graph and only_compiled(flatten(state)[0])
         if tracing and pipe.groups:
             if not pipe.traceable:
                 return step_by_own_wire(whole, state, batch, weight)
-            if create_graph or not only_compiled(flatten(state)[0]):
+            if not numbers_alone:
                 return step_over_ranks(whole, state, batch, weight)
-            # Collectives of a graph have no derivative, and a rate that requires grad would ask for one.
+        if numbers_alone:
+            # A rate or a batch that requires grad keeps no graph from step to step, as uncompiled.
             with torch.no_grad():
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
