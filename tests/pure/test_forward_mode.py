@@ -5,6 +5,7 @@ The reference is torch.func.jvp, whose derivatives the laws hold against formula
 
 import pytest
 import torch
+from support.time_limits import limit
 from torch.autograd import forward_ad
 from torch.func import jvp, linearize
 
@@ -106,3 +107,31 @@ def test_a_donated_step_is_refused_in_forward_mode():
         pytest.raises(RuntimeError, match=r"(?s)writes into its state, being differentiated.*write:"),
     ):
         zf.make_step(loss, tx, donate=True)(zf.init(tx, PARAMS), forward_ad.make_dual(X, X), Y)
+
+
+def linearized_on_ranks(stage):
+    tx = zf.chain(*stage, zf.clip_by_global_norm(0.1), zf.sgd(0.1))
+    step, state = zf.make_step(loss, tx), zf.init(tx, PARAMS)
+    x = X * (1 + torch.distributed.get_rank())
+
+    def after(x):
+        return step(state, x, Y)[0].params["w"]
+
+    for fn, at in (
+        (after, x),
+        (lambda p: torch.func.grad(zf.bind(loss, tx, state))(p, x, Y), state.params),
+        (lambda w: zf.full_params(tx, zf.init(tx, {**PARAMS, "w": w})), PARAMS["w"]),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)linearize, or make_fx, over what goes over several.*write: torch.func.jvp"
+        ):
+            linearize(fn, at)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(after(forward_ad.make_dual(x, x.cos()))).tangent
+    torch.testing.assert_close(found, jvp(after, (x,), (x.cos(),))[1], rtol=1e-12, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("stage", [(zf.all_reduce(),), (zf.reduce_scatter(),), (zf.shard(),)], ids=repr)
+def test_over_ranks_plain_forward_mode_is_right_and_linearize_is_refused(stage):
+    assert all(zf.launch(linearized_on_ranks, 2, stage, timeout=limit(60)))

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._compat.compiler import makes_proxies
 from .._compat.functorch import beneath_functorch
+from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group
 
@@ -196,6 +198,15 @@ def barrier(group: Group) -> None:
             dist.barrier(group=group.pg)
 
 
+def check_not_written_down() -> None:
+    """Refuse what ranks send each other where operations are written down, to be run again without it."""
+    if makes_proxies():
+        wrong = "torch.func.linearize, or make_fx, over what goes over several ranks"
+        why = "it writes operations down and runs them again; what ranks send each other is not among them"
+        right = "torch.func.jvp(fn, (x,), (tangent,)) for each tangent; torch.func.vjp for derivatives backwards"
+        raise RuntimeError(explain(wrong, why, right))
+
+
 def gather_objects(obj: Any, group: Group) -> list[Any]:
     """Every rank's `obj`, in rank order, on every rank. For small things: they are pickled.
 
@@ -204,6 +215,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     """
     if group.size == 1:
         return [obj]
+    check_not_written_down()
     out: list[Any] = [None] * group.size
     group.traffic.sent("objects", 0)
     with beneath_functorch(), ranged(WAIT, "objects"):

@@ -12,6 +12,7 @@ import torch
 from .._compat.operators import outlasting, profiler_runs
 from .._errors import explain
 from .._ranges import WAIT, ranged
+from .backend import check_not_written_down
 from .group import Group
 from .open_groups import begun, presence
 from .presence import Waiting
@@ -140,6 +141,7 @@ DONE = Done()
 
 def begin(what: str, sent: int, group: Group, collective: Callable[..., Any], *given: Any) -> Watched | Named:
     """Begin a collective in which this rank sends so many bytes, and count it; what waits for it, and looks."""
+    check_not_written_down()
     group.traffic.sent(what, sent)
     if profiler_runs():
         with outlasting(what):
