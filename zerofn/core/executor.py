@@ -26,6 +26,8 @@ from .tree import flatten, select
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
+# Of buckets without temporaries, which could be of all leaves: but gradients are held until their bucket is done.
+WITHOUT_COPIES = 8
 WIDEST = 8  # bytes of a float64
 
 
@@ -127,13 +129,21 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
-        found = [list(params)] if self.whole or len(params) == 1 else buckets(params)
+        found = [list(params)] if self.whole or len(params) == 1 else buckets(params, self._room(signal, params))
         if len(found) == 1 and len(params) == self.leaves:
             return self._bucket(signal, params, every=True)
         out: Leaves = {}
         for paths in found:
             out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
         return out
+
+    def _room(self, signal: Leaves, params: Leaves) -> int:
+        """Bytes of parameters that go through at once: more where no temporaries come of it."""
+        if self.ctx.recorded or any(part.facts.copies for part in self.parts):
+            return BUCKET_BYTES
+        # A kernel of one dtype makes gradients of another its own.
+        alike = all(g.dtype is params[path].dtype for path, g in signal.items())
+        return BUCKET_BYTES * WITHOUT_COPIES if alike else BUCKET_BYTES
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes = self.emitted, self.comes
@@ -243,14 +253,14 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
             into[name] = entry
 
 
-def buckets(leaves: Leaves) -> list[list[str]]:
-    """Paths in their order, cut so that a bucket holds about `BUCKET_BYTES`."""
-    if sum(map(Tensor.numel, leaves.values())) <= BUCKET_BYTES // WIDEST:
+def buckets(leaves: Leaves, room: int) -> list[list[str]]:
+    """Paths in their order, cut so that a bucket holds about `room` bytes."""
+    if sum(map(Tensor.numel, leaves.values())) <= room // WIDEST:
         return [list(leaves)]
     found: list[list[str]] = []
-    size = BUCKET_BYTES
+    size = room
     for path, x in leaves.items():
-        if size >= BUCKET_BYTES:
+        if size >= room:
             found.append([])
             size = 0
         found[-1].append(path)

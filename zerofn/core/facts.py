@@ -25,6 +25,7 @@ class Facts:
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
         reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
             In a step that does not reach it each is 0, or what its state has under that name.
+        copies: whether its update makes tensors as large as what it is given, besides what it returns.
     """
 
     optimizes: bool = False
@@ -36,6 +37,7 @@ class Facts:
     rate: Any = None
     settable: tuple[tuple[str, Any], ...] = ()
     reports: frozenset[str] = frozenset()
+    copies: bool = True
 
     @property
     def holds(self) -> bool:

@@ -17,8 +17,7 @@ def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, c
         if ctx.norms is None:
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
         else:
-            ctx.norms.settle()
-            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.found).sqrt())
+            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
 
     return Prepared(found, close=close)
 
@@ -36,7 +35,7 @@ def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Lea
 GRAD_NORM = Transform(
     ".grad_norm",
     needs="number",
-    facts=Facts(reports=frozenset(["grad_norm"])),
+    facts=Facts(reports=frozenset(["grad_norm"]), copies=False),
     prepare_fn=_look_at_norm,
     update_fn=_note_norms,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..kernels.norms import leaf_norms
@@ -25,6 +26,7 @@ class Norms:
     def __init__(self) -> None:
         self.found: Leaves = {}
         self._asked: Leaves = {}
+        self._numbers: dict[str, float] = {}
 
     def ask(self, grads: Leaves) -> None:
         """Ask for the norms of these gradients, which live and are not written until the next are asked for."""
@@ -36,14 +38,27 @@ class Norms:
         asked = self._asked
         return bool(asked) and all(asked.get(path) is g for path, g in zip(paths, grads, strict=True))
 
-    def tell(self, paths: Sequence[str], norms: Sequence[Tensor]) -> None:
+    def tell(self, paths: Sequence[str], norms: Sequence[Tensor | float]) -> None:
         """What a kernel has found of what was asked for."""
         for path, norm in zip(paths, norms, strict=True):
-            self.found[path] = norm
             del self._asked[path]
+            if isinstance(norm, Tensor):
+                self.found[path] = norm
+            else:
+                self._numbers[path] = norm
 
     def settle(self) -> None:
         """Find what nobody has told."""
         if self._asked:
             self.found.update(leaf_norms(self._asked))
             self._asked = {}
+
+    def all(self) -> Leaves:
+        """All that were asked for, each 0-d."""
+        self.settle()
+        if self._numbers:
+            # One tensor of all, and not one for each bucket.
+            numbers = torch.tensor(list(self._numbers.values()), dtype=torch.float32)
+            self.found.update(zip(self._numbers, numbers.unbind(), strict=True))
+            self._numbers = {}
+        return self.found

@@ -118,7 +118,7 @@ def optimizer(
             new, own = _by_formula(formula, derived, given)
         return new, {**own, "count": counts}
 
-    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()))
+    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None)
     return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 

@@ -165,7 +165,7 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """What the update halves are handed."""
-        norms = None if given.get("recorded") else Norms()
+        norms = Norms() if GRAD_NORM in self.updates and not given.get("recorded") else None
         return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
 
     @cached_property

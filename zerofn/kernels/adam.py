@@ -34,6 +34,7 @@ from zerofn.kernels.adam_formula import (
     scalars,
     whole,
 )
+from zerofn.kernels.norms import leaf_norms
 from zerofn.kernels.rounding import FORMAT, known_formats
 
 from .adam_native import run_native
@@ -184,6 +185,7 @@ def adam_(
     offsets: Sequence[int],
     form: int | Tensor = FORMAT,
     implementation: str = "auto",
+    norms: list[Any] | None = None,
 ) -> None:
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
 
@@ -212,6 +214,7 @@ def adam_(
         seed: of the random draws.
         form: format of the random draws (`zerofn.kernels.rounding`): an int, or a tensor of shape ``()`` under vmap.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
+        norms: where it is a list, the norm of each gradient is appended, a number or a 0-d tensor.
 
     ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
     ``"compiled"``, for GPUs, gives the same draws and the same formula, but its compiler may
@@ -252,6 +255,11 @@ def adam_(
             run_whole(leaves, settings)
             return
         flat, copies = _contiguous(leaves)
-        {"native": run_native, "compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
+        if implementation == "native":
+            run_native(flat, settings, norms)
+        else:
+            {"compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
+            if norms is not None:
+                norms += leaf_norms({str(i): g for i, g in enumerate(grads)}).values()
         for tensor, copy in copies:
             tensor.copy_(copy)

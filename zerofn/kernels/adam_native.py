@@ -16,12 +16,17 @@ from zerofn.kernels.adam_formula import (
     run_chunked,
     scalars,
 )
+from zerofn.kernels.norms import leaf_norms
 
 _EXACT = (torch.float32,) * 4
 
 
-def run_native(leaves: Leaves, settings: Settings) -> None:
-    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built."""
+def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
+    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built.
+
+    Where `norms` is a list, that of each gradient is appended.
+    """
+    found: dict[int, Any] = {}
     groups: dict[Dtypes, list[int]] = {}
     for i in range(len(leaves.params)):
         groups.setdefault(leaves.dtypes(i), []).append(i)
@@ -32,12 +37,16 @@ def run_native(leaves: Leaves, settings: Settings) -> None:
         if function is None:
             run_chunked(part, settings)
             continue
-        _call(function, part, settings)
+        found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
         tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
+    if norms is not None:
+        missing = {str(i): leaves.grads[i] for i in range(len(leaves.grads)) if i not in found}
+        found |= {int(i): norm for i, norm in leaf_norms(missing).items()}
+        norms += [found[i] for i in range(len(leaves.grads))]
 
 
-def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
-    _native.run(
+def _call(function: Any, leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
+    return _native.run(
         function,
         leaves.tensors,
         keys=leaves.keys,
@@ -45,6 +54,7 @@ def _call(function: Any, leaves: Leaves, settings: Settings) -> None:
         seed=settings.seed,
         step=settings.step,
         scalars=settings.scalars,
+        norms=norms,
     )
 
 

@@ -5,8 +5,8 @@
  * elements of a leaf, fewer than a line, are torch's own: it computes those in double.
  */
 #include <math.h>
-#include <stdlib.h>
 
+#include "native_sums.h"
 #include "native_threads.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -62,8 +62,7 @@ static double of_kind(int64_t n, float *p, const float *g, float *m, float *v, s
     return sum ? piece(n, p, g, m, v, s, 0, 1) : piece(n, p, g, m, v, s, 0, 0);
 }
 
-/* Elements `first` to `last` of the concatenation of all entries. From one piece to the next either the entry or the
- * share is the next one, so that the sum of their numbers is a place of the piece's own. */
+/* Elements `first` to `last` of the concatenation of all entries. */
 static void run_share(const void *what, int64_t first, int64_t last) {
     const shares *a = what;
     const job *j = a->j;
@@ -82,22 +81,16 @@ static void run_share(const void *what, int64_t first, int64_t last) {
 
 /* 0, or 1 where there is no memory, and nothing is done. */
 int zerofn_fused_adam(const job *j, int threads, parallel run) {
-    int64_t total = 0, begin = 0;
+    int64_t total = 0;
     for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
     if (!total) return 0;
     threads = useful(threads, total);
     int64_t each = threads <= 1 ? total : (total / threads / SHARES + LINE) / LINE * LINE;
     shares a = {j, each, 0};
-    if (j->squares && !(a.parts = calloc((size_t)(total / each + 2 + j->entries), sizeof(double)))) return 1;
+    if (j->squares && !(a.parts = places(total, each, j->entries))) return 1;
     team t = {run_share, &a, total, each, 0};
     share_out(&t, threads, run);
-    for (int64_t e = 0; a.parts && e < j->entries; e++) {
-        int64_t n = j->numel[e];
-        double sum = 0;
-        for (int64_t i = begin / each; n && i <= (begin + n - 1) / each; i++) sum += a.parts[i + e];
-        j->squares[e] = sum;
-        begin += n;
-    }
+    if (a.parts) add_up(a.parts, each, j->entries, j->numel, j->squares);
     free(a.parts);
     return 0;
 }

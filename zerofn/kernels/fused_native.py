@@ -24,12 +24,13 @@ from zerofn.kernels import native
 
 Columns = Sequence[list[Tensor]]
 
-# Elements from which on a call is worth what it costs to make, and a first one the time of the compiler.
-LARGE = 1 << 18
+# Elements from which on a call is worth what it costs to make, and a first one the time of the compiler: where all that
+# an update goes over is larger than a cache of one core.
+LARGE = 1 << 20
 # Elements of which torch computes the rest of a leaf otherwise: at least as many as its vectors have.
 LINE = 16
 
-_FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_threads.h")]
+_FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_sums.h", "native_threads.h")]
 # Asked of every leaf in every step, and so from C.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -70,13 +71,14 @@ def run(
     eps: float,
     weight_decay: float,
     decoupled: bool,
-) -> list[Tensor]:
-    """One update in place of all but the `ends`; the norm of each gradient, 0-d, of fp32."""
+    norms: bool = False,
+) -> list[float]:
+    """One update in place of all but the `ends`; with `norms` those of the gradients are returned."""
     function = _function(decoupled, beta1 > 0.5)
     assert function is not None
     # Without a decay there is no product to add, which of an infinite parameter would not be a number.
     no_sum = decoupled or weight_decay == 0
-    return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum)
+    return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
 
 def ends(columns: Columns) -> Columns:
@@ -95,20 +97,19 @@ def _scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, decay
     return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * decay, decay
 
 
-def _call(function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool) -> list[Tensor]:
+def _call(
+    function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False
+) -> list[float]:
     count = len(columns[0])
     pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
     lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
-    squares = (ctypes.c_double * count)()
+    squares = (ctypes.c_double * count)() if norms else None
     job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
-    gradients = columns[1]
-    rests = {i: _end(gradients[i]) for i, n in enumerate(lengths) if n != gradients[i].numel()}
+    # Before the update, which may be of the very memory.
+    rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of squares of gradients")
-    total = torch.tensor(squares, dtype=torch.float64)
-    for i, rest in rests.items():
-        total[i] += rest.double().square().sum()
-    return list(total.sqrt().float().unbind())
+    return [(x + rest) ** 0.5 for x, rest in zip(squares or (), rests, strict=True)]
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def fused_update(
     step: int,
     decoupled: bool,
     lr: Any,
-    norms: list[Tensor] | None = None,
+    norms: list[Any] | None = None,
     **numbers: Any,
 ) -> None:
     """One update by torch's kernel, in place, of leaves of one dtype and device that have had equally many.
@@ -44,21 +44,20 @@ def fused_update(
         step: the number of this update.
         decoupled: whether the weights decay by themselves, and not by way of the gradient.
         lr: a number or a 0-d tensor.
-        norms: where it is a list, the norm of each gradient is appended.
+        norms: where it is a list, the norm of each gradient is appended, a number or a 0-d tensor.
         numbers: beta1, beta2, eps and weight_decay.
     """
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     as_stored = typed(params, grads)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
-    found = None
+    found: list[Any] = []
+    # Of gradients that were rounded to the dtype of the parameters it is their own norms that are asked for.
+    asked = norms is not None and as_stored is grads
     if fused_native.can(lists, decoupled, numbers["beta1"]):
-        found = fused_native.run(lists, step, lr, **numbers, decoupled=decoupled)
+        found = fused_native.run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
         lists = fused_native.ends(lists)
     if norms is not None:
-        # Of gradients that were rounded to the dtype of the parameters it is their own norms that are asked for.
-        if found is None or as_stored is not grads:
-            found = list(leaf_norms({str(i): x for i, x in enumerate(grads)}).values())
-        norms += found
+        norms += found or leaf_norms({str(i): x for i, x in enumerate(grads)}).values()
     if lists[0]:
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)

@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "native_numbers.h"
+#include "native_sums.h"
 #include "native_threads.h"
 
 /* ---- random bits: zerofn/kernels/rounding.py ---- */
@@ -76,7 +77,7 @@ enum { AHEAD = 4096 /* bytes */ };
     for (int b = 0; b < LINE * BYTES(dtype); b += 64) __builtin_prefetch((pointer) + AHEAD + b, write)
 
 INLINE void line(char *restrict p, const char *restrict g, char *restrict m, char *restrict v,
-                 char *restrict c, scalars s, stream first, stream second) {
+                 char *restrict c, scalars s, stream first, stream second, float *sums) {
     float p_room[LINE], g_room[LINE], c_room[LINE], p_new[LINE], c_new[LINE];
     const char *p_in = PASTE(opened_, ZF_P)(p, p_room), *g_in = PASTE(opened_, ZF_G)(g, g_room);
     const char *c_in = ZF_MODE & KAHAN ? PASTE(opened_, ZF_P)(c, c_room) : 0;
@@ -88,6 +89,10 @@ INLINE void line(char *restrict p, const char *restrict g, char *restrict m, cha
         PASTE(load2_, ZF_M)(AT(m, ZF_M, i), &m0, &m1);
         PASTE(load2_, ZF_V)(AT(v, ZF_V, i), &v0, &v1);
         if (ZF_MODE & KAHAN) LOAD2(ZF_P)(IN(c_in, ZF_P, i), &c0, &c1);
+        if (sums) {
+            sums[i] += g0 * g0;
+            sums[i + 1] += g1 * g1;
+        }
         codes a = element(p0, g0, m0, v0, c0, (uint32_t)i, s, first, second);
         codes b = element(p1, g1, m1, v1, c1, (uint32_t)i + 1, s, first, second);
         STORE2(ZF_P)(IN(p_out, ZF_P, i), a.p, b.p);
@@ -99,17 +104,28 @@ INLINE void line(char *restrict p, const char *restrict g, char *restrict m, cha
     if (ZF_MODE & KAHAN) PASTE(close_, ZF_P)(c, c_new);
 }
 
-static void update(int64_t n, char *p, const char *g, char *m, char *v, char *c, scalars s, stream first,
-                   stream second) {
+/* Squares of as many lines are added up in float, where double would take a third of the update's time. */
+enum { RUN = 16 };
+
+INLINE void fold(float *sums, double *totals) {
+    for (int i = 0; i < LINE; i++) totals[i] += sums[i];
+    memset(sums, 0, LINE * sizeof *sums);
+}
+
+INLINE double update(int64_t n, char *p, const char *g, char *m, char *v, char *c, scalars s, stream first,
+                     stream second, int squares) {
+    float sums[LINE] = {0};
+    double totals[LINE] = {0}, total = 0;
     int64_t i = 0;
     for (; i + LINE <= n; i += LINE) {
+        if (squares && i % (LINE * RUN) == 0) fold(sums, totals);
         PREFETCH(AT(p, ZF_P, i), ZF_P, 1);
         PREFETCH(AT(g, ZF_G, i), ZF_G, 0);
         PREFETCH(AT(m, ZF_M, i), ZF_M, 1);
         PREFETCH(AT(v, ZF_V, i), ZF_V, 1);
         if (ZF_MODE & KAHAN) PREFETCH(AT(c, ZF_P, i), ZF_P, 1);
         line(AT(p, ZF_P, i), AT(g, ZF_G, i), AT(m, ZF_M, i), AT(v, ZF_V, i),
-             ZF_MODE & KAHAN ? AT(c, ZF_P, i) : 0, s, first, second);
+             ZF_MODE & KAHAN ? AT(c, ZF_P, i) : 0, s, first, second, squares ? sums : 0);
         first.k0 += LINE * ZF_STRIDE;
         second.k0 += LINE * ZF_STRIDE;
     }
@@ -122,12 +138,15 @@ static void update(int64_t n, char *p, const char *g, char *m, char *v, char *c,
         memcpy(m_, AT(m, ZF_M, i), rest * BYTES(ZF_M));
         memcpy(v_, AT(v, ZF_V, i), rest * BYTES(ZF_V));
         if (ZF_MODE & KAHAN) memcpy(c_, AT(c, ZF_P, i), rest * BYTES(ZF_P));
-        line(p_, g_, m_, v_, c_, s, first, second);
+        line(p_, g_, m_, v_, c_, s, first, second, squares ? sums : 0);
         memcpy(AT(p, ZF_P, i), p_, rest * BYTES(ZF_P));
         memcpy(AT(m, ZF_M, i), m_, rest * BYTES(ZF_M));
         memcpy(AT(v, ZF_V, i), v_, rest * BYTES(ZF_V));
         if (ZF_MODE & KAHAN) memcpy(AT(c, ZF_P, i), c_, rest * BYTES(ZF_P));
     }
+    fold(sums, totals);
+    for (int k = 0; k < LINE; k++) total += totals[k];
+    return total;
 }
 
 /* ---- entries and threads ---- */
@@ -143,9 +162,13 @@ typedef struct {
     const uint64_t *key, *offset;
     uint64_t seed, step;
     scalars s;
+    double *squares; /* of each gradient; null where nobody asks */
 } job;
 
-static void run_piece(const job *j, int64_t e, int64_t from, int64_t to) {
+typedef struct { const job *j; int64_t each; double *parts; } shares;
+
+INLINE double run_piece(const job *j, int64_t e, int64_t from, int64_t to, int squares) {
+    double sum = 0;
     char *p = j->p[e], *m = j->m[e], *v = j->v[e], *c = ZF_MODE & KAHAN ? j->c[e] : 0;
     const char *g = j->g[e];
     while (from < to) {
@@ -157,30 +180,44 @@ static void run_piece(const job *j, int64_t e, int64_t from, int64_t to) {
             k[i].k0 = lane(0x243f6a88u, j->seed, j->step, j->key[e], index >> 32, i) + (uint32_t)index * ZF_STRIDE;
             k[i].k1 = lane(0x85a308d3u, j->seed, j->step, j->key[e], index >> 32, i);
         }
-        update(n, AT(p, ZF_P, from), AT(g, ZF_G, from), AT(m, ZF_M, from), AT(v, ZF_V, from),
-               ZF_MODE & KAHAN ? AT(c, ZF_P, from) : 0, j->s, k[0], k[1]);
+        sum += update(n, AT(p, ZF_P, from), AT(g, ZF_G, from), AT(m, ZF_M, from), AT(v, ZF_V, from),
+                      ZF_MODE & KAHAN ? AT(c, ZF_P, from) : 0, j->s, k[0], k[1], squares);
         from += n;
     }
+    return sum;
 }
+
+static void plain_piece(const job *j, int64_t e, int64_t from, int64_t to) { run_piece(j, e, from, to, 0); }
+static double summed_piece(const job *j, int64_t e, int64_t from, int64_t to) { return run_piece(j, e, from, to, 1); }
 
 /* Elements `first` to `last` of the concatenation of all entries. */
 static void run_share(const void *what, int64_t first, int64_t last) {
-    const job *j = what;
+    const shares *a = what;
+    const job *j = a->j;
     int64_t begin = 0;
     for (int64_t e = 0; e < j->entries && begin < last; e++) {
         int64_t n = j->numel[e];
         int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
-        if (from < to) run_piece(j, e, from, to);
+        if (from < to && !a->parts) plain_piece(j, e, from, to);
+        if (from < to && a->parts) a->parts[first / a->each + e] = summed_piece(j, e, from, to);
         begin += n;
     }
 }
 
-void zerofn_adam(const job *j, int threads, parallel run) {
-    team t = {run_share, j, 0, 0, 0};
-    for (int64_t e = 0; e < j->entries; e++) t.total += j->numel[e];
-    threads = useful(threads, t.total);
-    t.each = threads <= 1 ? t.total : whole_lines(t.total / threads / SHARES);
-    if (t.total) share_out(&t, threads, run);
+/* 0, or 1 where there is no memory, and nothing is done. */
+int zerofn_adam(const job *j, int threads, parallel run) {
+    int64_t total = 0;
+    for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
+    if (!total) return 0;
+    threads = useful(threads, total);
+    int64_t each = threads <= 1 ? total : whole_lines(total / threads / SHARES);
+    shares a = {j, each, 0};
+    if (j->squares && !(a.parts = places(total, each, j->entries))) return 1;
+    team t = {run_share, &a, total, each, 0};
+    share_out(&t, threads, run);
+    if (a.parts) add_up(a.parts, each, j->entries, j->numel, j->squares);
+    free(a.parts);
+    return 0;
 }
 
 /* ---- the sum of squares of numbers stored as ZF_G ----

@@ -30,7 +30,9 @@ from zerofn.kernels import native_cache as cache
 from zerofn.kernels.native_compiler import Command, asked_for, compile_to, identity, of_system, required, wanted
 from zerofn.kernels.rounding import FORMAT, stride_of
 
-_SOURCE, *_HEADERS = (Path(__file__).with_name(f"native{name}") for name in (".c", "_numbers.h", "_threads.h"))
+_SOURCE, *_HEADERS = (
+    Path(__file__).with_name(f"native{name}") for name in (".c", "_numbers.h", "_sums.h", "_threads.h")
+)
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _PLAIN = (torch.float32,) * 4
@@ -50,6 +52,7 @@ class _Job(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
         ("scalars", ctypes.c_float * 7),
+        ("squares", ctypes.POINTER(ctypes.c_double)),
     ]
 
 
@@ -211,7 +214,7 @@ def _load(dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | None:
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     adam, squares = library.zerofn_adam, library.zerofn_squares
-    adam.argtypes, adam.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], None
+    adam.argtypes, adam.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
     squares.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
     squares.restype = ctypes.c_double
     return library
@@ -259,11 +262,13 @@ def run(
     seed: int,
     step: int,
     scalars: Sequence[float],
-) -> None:
+    norms: bool = False,
+) -> list[float]:
     """Call ``function`` on contiguous CPU tensors, on as many threads as torch uses.
 
     ``tensors``: lists of parameters, gradients, first and second moments and, for KAHAN, compensations.
-    Everything but the gradients is overwritten behind autograd's back; the caller tells it.
+    Everything but the gradients is overwritten behind autograd's back; the caller tells it. With `norms` those of the
+    gradients are returned, whose squares are added up in double on the way.
     """
     count = len(keys)
     addresses = [[t.data_ptr() for t in ts] for ts in tensors]
@@ -271,6 +276,7 @@ def run(
         _check_memory(tensors, addresses)
     pointers = [(ctypes.c_void_p * count)(*row) for row in addresses]
     mask = (1 << 64) - 1
+    squares = (ctypes.c_double * count)() if norms else None
     job = _Job(
         count,
         *pointers,
@@ -281,8 +287,11 @@ def run(
         seed & mask,
         step,
         (ctypes.c_float * 7)(*scalars),
+        squares,
     )
-    function(ctypes.byref(job), torch.get_num_threads(), parallel())
+    if function(ctypes.byref(job), torch.get_num_threads(), parallel()):
+        raise MemoryError("no memory for the sums of squares of gradients")
+    return [x**0.5 for x in squares or ()]
 
 
 def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:

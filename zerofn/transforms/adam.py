@@ -160,7 +160,8 @@ def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
         elif alike(group.params):
             how |= {name: float(x) for name, x in group.numbers.items()}
             fused_update(*lists, norms=(norms := group.asked()), **how)
-            group.answer(norms)
+            if norms:
+                group.answer(norms)
         else:
             for kind in {(p.dtype, p.device) for p in group.params}:
                 kernel(group.where([(p.dtype, p.device) == kind for p in group.params]))

@@ -99,7 +99,9 @@ def low_precision_adam(
             adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **how)
         else:
             plain = {key: float(x) for key, x in group.numbers.items()}
-            adam_(*lists, step=group.count, lr=group.lr, **plain, **how)
+            adam_(*lists, step=group.count, lr=group.lr, norms=(norms := group.asked()), **plain, **how)
+            if norms:
+                group.answer(norms)
 
     def operator(group: LeafList) -> bool:
         return has_kernel(group.params, group.grads, group.slots["exp_avg"], rounding)
