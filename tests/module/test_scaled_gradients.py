@@ -114,6 +114,15 @@ def test_a_gradient_that_somebody_holds_is_not_written(look):
         assert np.array_equal(np.asarray(a), np.asarray(b) * S)
 
 
+def test_a_leaf_that_is_made_in_forward_is_known_beside_compiled_code():
+    """There Python counts an argument of a function twice."""
+    plain, model, _ = pair()
+    model.look, plain.look = added([]), added([])
+    for net in (plain, model):
+        torch._dynamo.run(lambda net=net: net(data()).square().mean().backward())()
+    equal(plain, model)
+
+
 def test_what_backward_is_given_is_not_written():
     model = nn.Linear(WIDE, WIDE, bias=False)
     zf.attach(model, zf.chain(zf.scale_loss(S), zf.sgd(0.1)))

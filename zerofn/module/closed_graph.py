@@ -101,7 +101,7 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
             if is_wrapped(leaf):
                 # torch.func records nodes of its own for a boundary, so that an argument would look like a stranger.
                 return None
-            if inside and (isinstance(leaf, nn.Parameter) or _held(leaf)):
+            if inside and (isinstance(leaf, nn.Parameter) or _held(other)):
                 door = door or step
             continue
         elif kind in (GATHER, SCATTER) and other.units is owner.units:
@@ -127,16 +127,17 @@ def _kind(node: Any) -> int:
     return GATHER if node.name() == "GatherUnitBackward" else SCATTER
 
 
-def _held(leaf: torch.Tensor) -> bool:
-    """Whether anybody but the graph holds a leaf; what a leaf that nobody holds counts is found out on one.
+def _held(node: Any) -> bool:
+    """Whether anybody but graph and caller holds the leaf of a node; one that nobody holds is counted beside it.
 
-    One that nobody holds was made, and is used, inside.
+    One that nobody holds was made, and is used, inside. Of the node, since an argument of a function may count twice:
+    once `torch.compile` was used in a process, Python copies arguments where it would else move them.
     """
     with torch.enable_grad():
         product = torch.ones((), requires_grad=True) * 1.0
-    free = product.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    free: Any = product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     # One for the caller, who holds the other leaf.
-    return sys.getrefcount(leaf) > sys.getrefcount(free) + 1
+    return sys.getrefcount(node.variable) > sys.getrefcount(free.variable) + 1
 
 
 def _refuse_input(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) -> NoReturn:

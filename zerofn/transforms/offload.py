@@ -94,7 +94,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
         out, new = inner.update_fn(grads, conveyor.bring(state, params), params, own, ctx)
         return out, conveyor.take_back(new, state, ctx)
 
-    return replace(inner, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+    # Each bucket is copied, and the next one comes meanwhile.
+    facts = replace(inner.facts, copies=True)
+    return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
 
 def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
