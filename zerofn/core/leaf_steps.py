@@ -71,12 +71,12 @@ class LeafList:
     shared: TransformState = field(default_factory=dict)
     norms: Norms | None = None
 
-    def asked(self) -> list[Any] | None:
+    def asked(self) -> list[float] | None:
         """A list for the norms of the gradients, where a metric shows them; `None` where nobody asks."""
         return [] if self.norms is not None and self.norms.wanted(self.paths, self.grads) else None
 
-    def answer(self, found: list[Any]) -> None:
-        """Give that list back, with a number or a 0-d tensor for each gradient."""
+    def answer(self, found: list[float]) -> None:
+        """Give that list back, with a number for each gradient."""
         if self.norms is not None:
             self.norms.tell(self.paths, found)
 

@@ -38,14 +38,11 @@ class Norms:
         asked = self._asked
         return bool(asked) and all(asked.get(path) is g for path, g in zip(paths, grads, strict=True))
 
-    def tell(self, paths: Sequence[str], norms: Sequence[Tensor | float]) -> None:
+    def tell(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """What a kernel has found of what was asked for."""
         for path, norm in zip(paths, norms, strict=True):
             del self._asked[path]
-            if isinstance(norm, Tensor):
-                self.found[path] = norm
-            else:
-                self._numbers[path] = norm
+            self._numbers[path] = norm
 
     def settle(self) -> None:
         """Find what nobody has told."""

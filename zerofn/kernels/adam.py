@@ -34,7 +34,6 @@ from zerofn.kernels.adam_formula import (
     scalars,
     whole,
 )
-from zerofn.kernels.norms import leaf_norms
 from zerofn.kernels.rounding import FORMAT, known_formats
 
 from .adam_native import run_native
@@ -185,7 +184,7 @@ def adam_(
     offsets: Sequence[int],
     form: int | Tensor = FORMAT,
     implementation: str = "auto",
-    norms: list[Any] | None = None,
+    norms: list[float] | None = None,
 ) -> None:
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
 
@@ -214,7 +213,7 @@ def adam_(
         seed: of the random draws.
         form: format of the random draws (`zerofn.kernels.rounding`): an int, or a tensor of shape ``()`` under vmap.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
-        norms: where it is a list, the norm of each gradient is appended, a number or a 0-d tensor.
+        norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
 
     ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
     ``"compiled"``, for GPUs, gives the same draws and the same formula, but its compiler may
@@ -259,7 +258,5 @@ def adam_(
             run_native(flat, settings, norms)
         else:
             {"compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
-            if norms is not None:
-                norms += leaf_norms({str(i): g for i, g in enumerate(grads)}).values()
         for tensor, copy in copies:
             tensor.copy_(copy)

@@ -16,17 +16,16 @@ from zerofn.kernels.adam_formula import (
     run_chunked,
     scalars,
 )
-from zerofn.kernels.norms import leaf_norms
 
 _EXACT = (torch.float32,) * 4
 
 
-def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
+def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = None) -> None:
     """The C kernel, once for each combination of dtypes; eager torch where it cannot be built.
 
-    Where `norms` is a list, that of each gradient is appended.
+    Where `norms` is a list, that of each gradient is appended, if the kernel was called on all of them.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, float] = {}
     groups: dict[Dtypes, list[int]] = {}
     for i in range(len(leaves.params)):
         groups.setdefault(leaves.dtypes(i), []).append(i)
@@ -39,9 +38,7 @@ def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = Non
             continue
         found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
         tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
-    if norms is not None:
-        missing = {str(i): leaves.grads[i] for i in range(len(leaves.grads)) if i not in found}
-        found |= {int(i): norm for i, norm in leaf_norms(missing).items()}
+    if norms is not None and len(found) == len(leaves.grads):
         norms += [found[i] for i in range(len(leaves.grads))]
 
 

@@ -19,7 +19,6 @@ from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels import fused_native
 from zerofn.kernels.fused_native import Columns
 from zerofn.kernels.lists import typed
-from zerofn.kernels.norms import leaf_norms
 from zerofn.kernels.operators import operator
 
 # Leaves from which on the time of the compiler counts for more than a pass over the gradients.
@@ -35,7 +34,7 @@ def fused_update(
     step: int,
     decoupled: bool,
     lr: Any,
-    norms: list[Any] | None = None,
+    norms: list[float] | None = None,
     **numbers: Any,
 ) -> None:
     """One update by torch's kernel, in place, of leaves of one dtype and device that have had equally many.
@@ -44,20 +43,19 @@ def fused_update(
         step: the number of this update.
         decoupled: whether the weights decay by themselves, and not by way of the gradient.
         lr: a number or a 0-d tensor.
-        norms: where it is a list, the norm of each gradient is appended, a number or a 0-d tensor.
+        norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
         numbers: beta1, beta2, eps and weight_decay.
     """
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     as_stored = typed(params, grads)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
-    found: list[Any] = []
     # Of gradients that were rounded to the dtype of the parameters it is their own norms that are asked for.
     asked = norms is not None and as_stored is grads
     if fused_native.can(lists, decoupled, numbers["beta1"]):
         found = fused_native.run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
         lists = fused_native.ends(lists)
-    if norms is not None:
-        norms += found or leaf_norms({str(i): x for i, x in enumerate(grads)}).values()
+        if norms is not None:
+            norms += found
     if lists[0]:
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
