@@ -7,11 +7,10 @@
 #include <math.h>
 
 #include "native_sums.h"
-#include "native_threads.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LINE = 16, AHEAD = 1024 /* elements */, SHARES = 8 /* for each thread */ };
+enum { LINE = 16, AHEAD = 1024 /* elements */ };
 
 typedef struct { float beta2, weight, one_minus_beta2, step, spread, eps, keep, decay; } scalars;
 
@@ -23,8 +22,6 @@ typedef struct {
     int decoupled;
     double *squares; /* of each gradient; null where nobody asks */
 } job;
-
-typedef struct { const job *j; int64_t each; double *parts; } shares;
 
 INLINE void elements(int n, float *restrict p, const float *restrict g, float *restrict m, float *restrict v, scalars s,
                      int decoupled, double *sums) {
@@ -62,35 +59,12 @@ static double of_kind(int64_t n, float *p, const float *g, float *m, float *v, s
     return sum ? piece(n, p, g, m, v, s, 0, 1) : piece(n, p, g, m, v, s, 0, 0);
 }
 
-/* Elements `first` to `last` of the concatenation of all entries. */
-static void run_share(const void *what, int64_t first, int64_t last) {
-    const shares *a = what;
-    const job *j = a->j;
-    int64_t begin = 0;
-    for (int64_t e = 0; e < j->entries && begin < last; e++) {
-        int64_t n = j->numel[e];
-        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
-        if (from < to) {
-            double sum = of_kind(to - from, j->p[e] + from, j->g[e] + from, j->m[e] + from, j->v[e] + from, j->s,
-                                 j->decoupled, a->parts != 0);
-            if (a->parts) a->parts[first / a->each + e] = sum;
-        }
-        begin += n;
-    }
+static double run_piece(const void *what, int64_t e, int64_t from, int64_t to, int sum) {
+    const job *j = what;
+    return of_kind(to - from, j->p[e] + from, j->g[e] + from, j->m[e] + from, j->v[e] + from, j->s, j->decoupled, sum);
 }
 
 /* 0, or 1 where there is no memory, and nothing is done. */
 int zerofn_fused_adam(const job *j, int threads, parallel run) {
-    int64_t total = 0;
-    for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
-    if (!total) return 0;
-    threads = useful(threads, total);
-    int64_t each = threads <= 1 ? total : (total / threads / SHARES + LINE) / LINE * LINE;
-    shares a = {j, each, 0};
-    if (j->squares && !(a.parts = places(total, each, j->entries))) return 1;
-    team t = {run_share, &a, total, each, 0};
-    share_out(&t, threads, run);
-    if (a.parts) add_up(a.parts, each, j->entries, j->numel, j->squares);
-    free(a.parts);
-    return 0;
+    return over_entries(run_piece, j, j->entries, j->numel, j->squares, threads, run);
 }

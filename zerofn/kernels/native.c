@@ -13,7 +13,6 @@
 
 #include "native_numbers.h"
 #include "native_sums.h"
-#include "native_threads.h"
 
 /* ---- random bits: zerofn/kernels/rounding.py ---- */
 
@@ -151,10 +150,6 @@ INLINE double update(int64_t n, char *p, const char *g, char *m, char *v, char *
 
 /* ---- entries and threads ---- */
 
-enum { SHARES = 8 /* for each thread */ };
-
-static int64_t whole_lines(int64_t n) { return ((n < GRAIN ? GRAIN : n) + LINE - 1) / LINE * LINE; }
-
 typedef struct {
     int64_t entries;
     void *const *p, *const *g, *const *m, *const *v, *const *c; /* c is null unless KAHAN */
@@ -164,8 +159,6 @@ typedef struct {
     scalars s;
     double *squares; /* of each gradient; null where nobody asks */
 } job;
-
-typedef struct { const job *j; int64_t each; double *parts; } shares;
 
 INLINE double run_piece(const job *j, int64_t e, int64_t from, int64_t to, int squares) {
     double sum = 0;
@@ -187,37 +180,13 @@ INLINE double run_piece(const job *j, int64_t e, int64_t from, int64_t to, int s
     return sum;
 }
 
-static void plain_piece(const job *j, int64_t e, int64_t from, int64_t to) { run_piece(j, e, from, to, 0); }
-static double summed_piece(const job *j, int64_t e, int64_t from, int64_t to) { return run_piece(j, e, from, to, 1); }
-
-/* Elements `first` to `last` of the concatenation of all entries. */
-static void run_share(const void *what, int64_t first, int64_t last) {
-    const shares *a = what;
-    const job *j = a->j;
-    int64_t begin = 0;
-    for (int64_t e = 0; e < j->entries && begin < last; e++) {
-        int64_t n = j->numel[e];
-        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
-        if (from < to && !a->parts) plain_piece(j, e, from, to);
-        if (from < to && a->parts) a->parts[first / a->each + e] = summed_piece(j, e, from, to);
-        begin += n;
-    }
+static double one_piece(const void *what, int64_t e, int64_t from, int64_t to, int squares) {
+    return squares ? run_piece(what, e, from, to, 1) : run_piece(what, e, from, to, 0);
 }
 
 /* 0, or 1 where there is no memory, and nothing is done. */
 int zerofn_adam(const job *j, int threads, parallel run) {
-    int64_t total = 0;
-    for (int64_t e = 0; e < j->entries; e++) total += j->numel[e];
-    if (!total) return 0;
-    threads = useful(threads, total);
-    int64_t each = threads <= 1 ? total : whole_lines(total / threads / SHARES);
-    shares a = {j, each, 0};
-    if (j->squares && !(a.parts = places(total, each, j->entries))) return 1;
-    team t = {run_share, &a, total, each, 0};
-    share_out(&t, threads, run);
-    if (a.parts) add_up(a.parts, each, j->entries, j->numel, j->squares);
-    free(a.parts);
-    return 0;
+    return over_entries(one_piece, j, j->entries, j->numel, j->squares, threads, run);
 }
 
 /* ---- the sum of squares of numbers stored as ZF_G ----
@@ -252,7 +221,7 @@ static void add_squares(const void *what, int64_t first, int64_t last) {
 
 double zerofn_squares(const char *x, int64_t n, int threads, parallel run) {
     double parts[PARTS] = {0}, sum = 0;
-    addends a = {x, whole_lines((n + PARTS - 1) / PARTS), parts};
+    addends a = {x, whole_units((n + PARTS - 1) / PARTS), parts};
     team t = {add_squares, &a, n, a.each, 0};
     share_out(&t, useful(threads, n), run);
     for (int i = 0; i < PARTS; i++) sum += parts[i];

@@ -1,4 +1,4 @@
-/* A number for each entry, added up over the shares of a range that lies over all entries one behind the other.
+/* Entries one behind the other, shared out among threads in ranges; and for each entry a sum over its pieces.
  *
  * From one piece to the next either the entry or the share is the next one, so that the sum of their numbers is a place
  * of the piece's own: nothing is locked, and what is added in which order depends on lengths and threads alone.
@@ -7,18 +7,50 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-/* Places for the numbers of all pieces; null where there is no memory. */
-static double *places(int64_t total, int64_t each, int64_t entries) {
-    return calloc((size_t)(total / each + 2 + entries), sizeof(double));
+#include "native_threads.h"
+
+/* Elements `from` to `to` of entry `e`; what it returns is added up where `sum` says so. */
+typedef double (*piece_of)(const void *job, int64_t e, int64_t from, int64_t to, int sum);
+
+typedef struct { piece_of run; const void *job; int64_t entries; const int64_t *numel; int64_t each; double *parts; } shares;
+
+enum { SHARES = 8 /* for each thread */, UNIT = 32 /* elements that shares are multiples of */ };
+
+static int64_t whole_units(int64_t n) { return ((n < GRAIN ? GRAIN : n) + UNIT - 1) / UNIT * UNIT; }
+
+static void run_share(const void *what, int64_t first, int64_t last) {
+    const shares *a = what;
+    int64_t begin = 0;
+    for (int64_t e = 0; e < a->entries && begin < last; e++) {
+        int64_t n = a->numel[e];
+        int64_t from = first > begin ? first - begin : 0, to = last - begin < n ? last - begin : n;
+        if (from < to) {
+            double sum = a->run(a->job, e, from, to, a->parts != 0);
+            if (a->parts) a->parts[first / a->each + e] = sum;
+        }
+        begin += n;
+    }
 }
 
-static void add_up(const double *parts, int64_t each, int64_t entries, const int64_t *numel, double *sums) {
-    int64_t begin = 0;
-    for (int64_t e = 0; e < entries; e++) {
+/* 0, or 1 where there is no memory, and nothing is done. `sums` is null where nobody asks for them. */
+static int over_entries(piece_of run_piece, const void *job, int64_t entries, const int64_t *numel, double *sums,
+                        int threads, parallel run) {
+    int64_t total = 0, begin = 0;
+    for (int64_t e = 0; e < entries; e++) total += numel[e];
+    if (!total) return 0;
+    threads = useful(threads, total);
+    int64_t each = threads <= 1 ? total : whole_units(total / threads / SHARES);
+    shares a = {run_piece, job, entries, numel, each, 0};
+    if (sums && !(a.parts = calloc((size_t)(total / each + 2 + entries), sizeof(double)))) return 1;
+    team t = {run_share, &a, total, each, 0};
+    share_out(&t, threads, run);
+    for (int64_t e = 0; a.parts && e < entries; e++) {
         int64_t n = numel[e];
         double sum = 0;
-        for (int64_t i = begin / each; n && i <= (begin + n - 1) / each; i++) sum += parts[i + e];
+        for (int64_t i = begin / each; n && i <= (begin + n - 1) / each; i++) sum += a.parts[i + e];
         sums[e] = sum;
         begin += n;
     }
+    free(a.parts);
+    return 0;
 }
