@@ -40,7 +40,7 @@ from .core.groups import of_members, values_by_path
 from .core.layout import Layout, Leaf, Leaves
 from .core.leaf_steps import LeafList, LeafStep
 from .core.leafwise import transform
-from .core.optimizer import direction, like, optimizer
+from .core.optimizer import direction, like, optimizer, without_elements
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .core.rows import span, width
 from .core.spec import (
@@ -169,4 +169,5 @@ __all__ = [
     "watches_parameters",
     "weight_of",
     "width",
+    "without_elements",
 ]

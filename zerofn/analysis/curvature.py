@@ -62,10 +62,13 @@ def max_eigenvalue(
     Args:
         loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`, as for `zf.make_step`; the mean over ranks
             of their losses is meant. It must have a second derivative.
-        tx: the pipeline. state: its state: of `zf.init`, or `opt.state`. batch: what `loss_fn` is given. blocks: the
-            beginnings of paths, `"blocks.0"` for all of `blocks.0.*`. Each has the Hessian of its own parameters.
-            tol: relative change at which to stop. max_iter: products at most, for each block. seed: of the start
-            vector.
+        tx: the pipeline.
+        state: its state, of `zf.init` or `opt.state`.
+        batch: what `loss_fn` is given.
+        blocks: beginnings of paths, `"blocks.0"` for all of `blocks.0.*`. Each has the Hessian of its own parameters.
+        tol: relative change at which to stop.
+        max_iter: products at most, for each block.
+        seed: of the start vector.
 
     Returns:
         By block a 0-d tensor, in at least float32; the one name is `""` without `blocks`. Equal on all ranks. A block
@@ -88,15 +91,7 @@ def max_eigenvalue(
     hessian = Hessian(loss_fn, tx, state, batch, "max_eigenvalue")
     found, unsettled = {}, []
     for name, paths in hessian.blocks(blocks).items():
-        v, value, settled = hessian.unit(hessian.draw(paths, seed, 0, signs=False)), 0.0, False
-        for i in range(max_iter):
-            w = hessian.times(v)
-            before, value = value, hessian.inner(v, w)
-            norm = hessian.norm(w)
-            settled = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
-            if settled or not math.isfinite(norm):
-                break
-            v = {p: x / norm for p, x in w.items()}
+        value, settled = _by_powers(hessian, hessian.draw(paths, seed, 0, signs=False), tol, max_iter)
         unsettled += [] if settled else [f"{name!r}: {value:g}"]
         found[name] = hessian.number(value)
     if unsettled:
@@ -107,6 +102,20 @@ def max_eigenvalue(
             stacklevel=2,
         )
     return found
+
+
+def _by_powers(hessian: Hessian, start: Leaves, tol: float, max_iter: int) -> tuple[float, bool]:
+    """The Rayleigh quotient after the last product, and whether it has settled."""
+    v, value, settled = hessian.unit(start), 0.0, False
+    for i in range(max_iter):
+        w = hessian.times(v)
+        before, value = value, hessian.inner(v, w)
+        norm = hessian.norm(w)
+        settled = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
+        if settled or not math.isfinite(norm):
+            break
+        v = {p: x / norm for p, x in w.items()}
+    return value, settled
 
 
 @outside_since(_WHY, _RIGHT.format("spectrum"), "curvature.spectrum")

@@ -105,10 +105,8 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
 
     Around a step of an attached model it is entered, `with profile:`; a step of `zf.make_step` is called through it,
     `state, metrics = profile(state, *batch)`. In print and in notebooks it is a table; `profile.mean` has the numbers
-    of a step on average, `profile.measured[i]` those of step i. Over ranks each rank measures itself, and all of them
-    must make the same calls.
-
-    A measured step computes the same numbers as another. On a GPU the device is waited for at each end of a range.
+    of a step on average, `profile.measured[i]` those of step i. Over ranks each measures itself, and all must make the
+    same calls. A measured step computes the same numbers as another; a GPU is waited for at each end of a range.
 
     Args:
         target: an attached model's `opt`, or a step: any function that calls zerofn.

@@ -143,10 +143,9 @@ def _check_guest(t: Any, where: str, right: str) -> None:
 def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
     """A transformation of another library, such as torchopt's. A chain takes one without this call too.
 
-    It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns
-    is added to the parameters. Lists in which it keeps state of pieces, as torchopt does, are each rank's
-    own: `opt.state_dict()` keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses
-    them.
+    It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns is
+    added to the parameters. Lists in which it keeps state of pieces, as torchopt does, are each rank's own:
+    `opt.state_dict()` keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
 
     Args:
         transformation: an object with `init(params)` and `update(updates, state, params)`.
@@ -181,7 +180,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
 
-    known = inspect.signature(transformation.update).parameters
+    name, known = type(transformation).__name__, inspect.signature(transformation.update).parameters
     extra = {"inplace": False} if "inplace" in known else {}
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
@@ -193,15 +192,13 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             out, inner = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
         else:
             out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
-        name = type(transformation).__name__
         wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
         if wrong:
             raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
         # It may keep what it is given, which is written in place afterwards.
         return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
-    name, facts = type(transformation).__name__, Facts(adds=True)
-    return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
+    return Transform(name, Scope.WHOLE, needs, Facts(adds=True), init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:

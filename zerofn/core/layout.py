@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch import Tensor
 
 from .._compat.compiler import pytree, register_constant
 from .._errors import bad_leaves, explain
-from ..ranks.distributed_tensors import is_distributed
+from .parameters import not_a_parameter
 from .rows import span
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
 from .within import Within
-
-DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
 
 Leaves = dict[str, Tensor]
 
@@ -215,16 +211,6 @@ def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
     return found
 
 
-def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
-    """The parameters of a module by path, a tied one under each of its names.
-
-    Those of integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps
-    them whole, as it does buffers.
-    """
-    named = model.named_parameters(remove_duplicate=False)
-    return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
-
-
 def make_layout(
     params: Tree, trainable: Callable[[str], bool] = lambda path: True, within: Mapping[str, Within] | None = None
 ) -> tuple[Layout, Leaves]:
@@ -241,7 +227,7 @@ def make_layout(
     """
     entries, spec = flatten(params)
     paths = tree_paths(params)
-    wrong = [(p, reason) for p, e in zip(paths, entries, strict=True) if (reason := _not_a_parameter(e))]
+    wrong = [(p, reason) for p, e in zip(paths, entries, strict=True) if (reason := not_a_parameter(e))]
     if wrong:
         raise TypeError(
             bad_leaves("not every leaf is a parameter", wrong, "a tree whose leaves are floating-point tensors")
@@ -287,24 +273,3 @@ def _same_path(params: Tree, paths: list[str], path: str) -> str:
         "of one text (1 and '1'), or a key that holds a dot, can give one path twice",
         "other keys, so that all paths differ, for instance {'a': ..., 'b': ...}",
     )
-
-
-def _not_a_parameter(leaf: Any) -> str | None:
-    if leaf is None:
-        return None
-    if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
-        return "not initialised yet, as of a lazy module; run the model once on a batch before"
-    if isinstance(leaf, Tensor):
-        if leaf.is_complex():
-            return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
-        if not leaf.is_floating_point():
-            return f"{leaf.dtype} has no gradient; keep it outside of the parameters"
-        if leaf.dtype.itemsize < 2:
-            return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
-        if leaf.layout != torch.strided:
-            return f"layout {leaf.layout}; only strided tensors are parameters"
-        return DISTRIBUTED if is_distributed(leaf) else None
-    if is_dataclass(leaf) and any(isinstance(getattr(leaf, f.name), Tensor) for f in fields(leaf)):
-        name = type(leaf).__name__
-        return f"dataclass {name} is not registered: optree.dataclasses.dataclass({name}, namespace='zerofn')"
-    return f"{type(leaf).__name__} is no tensor"

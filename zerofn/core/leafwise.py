@@ -55,34 +55,28 @@ def leafwise(
     optimizer: bool = False,
     needs: str = "leaf",
 ) -> Callable[..., Any]:
-    """Make a transform of one's own from a function on one tensor.
+    """Make a transform of one's own from a function on one tensor: docs/writing-a-transform.md.
 
-    The function takes `(grad, param)` and returns the new gradient; with `init`, which gives a leaf's
-    state from its parameter, it takes `(grad, param, state)` and returns `(grad, state)`. All
-    tensors have the stored shape of the leaf, and so have the gradient and parameter that it returns.
-    Keyword-only arguments become the transform's own. It must write none of its arguments; it may keep them: a state
-    that is the gradient or the parameter itself is copied.
+    The function takes `(grad, param)` and returns the new gradient; with `init` it takes `(grad, param, state)` and
+    returns `(grad, state)`. All tensors have the stored shape of the leaf, and so has what it returns. It must write
+    none of its arguments; it may keep them: a state that is the gradient or the parameter itself is copied.
+
+    Keyword-only arguments become the transform's own. `lr` of an optimizer is its learning rate: a number, or a
+    schedule, whose number the function is given. `opt.param_groups` shows it, what a `torch.optim.lr_scheduler` sets
+    there is given, and metrics have it. The library gives `step` and `path` without a default: the updates before this
+    one, 0 at first (a 0-d tensor in a compiled graph and under `vmap`), and the leaf's path.
 
     Args:
         function: of tensors of one leaf; left out where `leafwise` is a decorator with arguments.
         init: a leaf's first state from its parameter.
         optimizer: the function returns the new *parameter*, which is stored in the dtype it had.
-        needs: how much of a leaf an update must see to be right. `"element"`: each element of what is returned comes
-            from the same element of gradient, parameter and state alone. Then under `shard` and `reduce_scatter`
-            it is handed flat pieces of leaves, of shape `(n,)` and some of them empty. `"leaf"`: a norm, a
-            mean, a sort, a matrix product, the shape or the place in the leaf matters. Where leaves are cut over
-            several ranks, each leaf then has an owner: pieces of gradient and parameter travel there, it is updated
-            whole, and the result comes back cut; its state lives at the owner. `zf.save` keeps it for any number of
-            ranks, `opt.state_dict()` that of the owner. `"row"` only looks along the dimensions behind the first: where
-            leaves are cut it is handed this rank's rows, `(rows, ...)`, of which there may be none. A leaf of fewer
-            rows than ranks has an owner, and so has one of which the state has another shape than the leaf.
-            `zerofn.testing.check_transform` finds one that says too little.
-
-    A keyword-only argument `lr` of an optimizer is its learning rate: `opt.param_groups` of an attached model shows
-    it, what a `torch.optim.lr_scheduler` sets there is what the function is given, and metrics have it. It may be a
-    schedule; the function is given the number. A keyword-only `step` or `path` without a default is given by the
-    library: the updates before this one, 0 at first (a 0-d tensor in a compiled graph and under `vmap`), and the
-    leaf's path.
+        needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds one that says
+            too little. `"element"`: each element returned comes from the same element of gradient, parameter and state.
+            Where leaves are cut over ranks it is handed flat pieces, of shape `(n,)`, some of them empty. `"row"` looks
+            along the dimensions behind the first alone: there it is handed this rank's rows, `(rows, ...)`, maybe none.
+            `"leaf"` (a norm, a sort, a matrix product, the place in the leaf): there a leaf has an owner, which updates
+            it whole and has its state: `zf.save` keeps that for any number of ranks, `opt.state_dict()` the owner's. So
+            has under `"row"` a leaf of fewer rows than ranks, or whose state has another shape than the leaf.
 
     Raises:
         TypeError: the function, or `init`, is none.
@@ -90,6 +84,35 @@ def leafwise(
             and device, or its state has other shapes or dtypes than `init` gave it; names the leaves.
 
     >>> import torch, zerofn as zf
+    >>> @zf.leafwise(optimizer=True, needs="element")
+    ... def biases_faster(grad, param, *, lr, step, path):
+    ...     return param - (1 + 9 * (step > 0) * ("bias" in path)) * lr * grad
+    >>> tx = biases_faster(lr=zf.schedules.constant(0.5))
+    >>> state = zf.init(tx, {"bias": torch.zeros(1)})
+    >>> for _ in range(2):
+    ...     state, _ = zf.update(tx, {"bias": torch.ones(1)}, state)
+    >>> state.params["bias"]
+    tensor([-5.5000])
+    """
+    _check(function, init, optimizer, needs)
+    if function is None:
+        return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
+    return _factory(function, init, optimizer, needs)
+
+
+def _check(function: Any, init: Any, optimizer: Any, needs: Any) -> None:
+    check_flag("leafwise", "optimizer", optimizer)
+    for what, given in (("function", function), ("init", init)):
+        if given is not None and not callable(given):
+            why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
+            raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
+    check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
+
+
+def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimizer: bool, needs: str) -> Callable:
+    """From keyword arguments of the function to the transform.
+
+    >>> import zerofn as zf
     >>> @zf.leafwise(needs="element")
     ... def sign(grad, param, *, strength=1.0):
     ...     return strength * grad.sign()
@@ -103,25 +126,7 @@ def leafwise(
     >>> state, _ = zf.update(tx, {"w": torch.tensor([3.0, -0.1])}, state)
     >>> state.params["w"]
     tensor([-1.,  1.])
-
-    >>> @zf.leafwise(optimizer=True, needs="element")
-    ... def biases_faster(grad, param, *, lr, step, path):
-    ...     return param - (1 + 9 * (step > 0) * ("bias" in path)) * lr * grad
-    >>> tx = biases_faster(lr=zf.schedules.constant(0.5))
-    >>> state = zf.init(tx, {"bias": torch.zeros(1)})
-    >>> for _ in range(2):
-    ...     state, _ = zf.update(tx, {"bias": torch.ones(1)}, state)
-    >>> state.params["bias"]
-    tensor([-5.5000])
     """
-    check_flag("leafwise", "optimizer", optimizer)
-    for what, given in (("function", function), ("init", init)):
-        if given is not None and not callable(given):
-            why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
-            raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
-    check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
-    if function is None:
-        return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
     options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     told = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
     options = {name: default for name, default in options.items() if name not in told}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,9 +48,8 @@ def optimizer(
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
-    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf
-    without a gradient is left alone, as in torch.optim, and its bias correction must not move; and one
-    tensor per leaf for each slot.
+    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf without a gradient
+    is left alone, as in torch.optim, and its bias correction must not move; one tensor per leaf for each slot.
 
     Args:
         name: the transform's name.
@@ -66,60 +65,83 @@ def optimizer(
             transform's arguments. A pair such as `betas` is `beta1` and `beta2` among `numbers`, or `betas`.
         derived: from the updates of a leaf, the rate and the hyperparameters to further numbers of the formula by name,
             `at.derived`: bias corrections. Computed once for leaves that have had equally many updates; where those
-            cannot be read, once for all of them, on tensors of the shape `(leaves,)`. Tensors come in float64.
+            cannot be read, once for all, on tensors of the shape `(leaves,)`. Tensors come in float64.
         operator: whether the kernel of these leaves may stand in a compiled graph: there it calls an operator that
-            `torch.library` knows, and `count` is a tensor. Without, and where derivatives are recorded, a graph has the
-            formula in it.
+            `torch.library` knows, and `count` is a tensor. Else, and where derivatives are recorded, the formula does.
         pulled: the derivative of the formula by hand, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`: cotangents
             of the new parameter and slots, the old parameter, the gradient and the new slots, to cotangents of the
-            old ones. With it the kernel is taken where a step is differentiated backwards, by anything but its numbers.
+            old ones. With it the kernel is taken where a step is differentiated backwards, but not by its numbers.
     """
+    update = _Update(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
+    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None)
+    return Transform(
+        name,
+        needs="element",
+        facts=facts,
+        init_fn=update.init,
+        prepare_fn=update.prepare,
+        update_fn=update.update,
+    )
 
+
+@dataclass(eq=False)
+class _Update:
+    """The halves of an optimizer; fields are arguments of `optimizer`."""
+
+    name: str
+    lr: ScalarOrSchedule
+    slots: Slots
+    formula: Formula
+    kernel: Kernel | None
     # Plain ones: the compiler gives up at a proxy of a dict where dicts have been written to.
-    numbers, shared = dict(numbers), dict(shared)
+    numbers: dict[str, Any]
+    shared: dict[str, Callable[[], Tensor]]
+    derived: Derived | None
+    operator: Operator | None
+    pulled: Pulled | None
 
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
+    def __post_init__(self) -> None:
+        # Checked here and not at each step: a rate that is one number is refused once.
+        self.sure = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
-        state |= {key: start() for key, start in shared.items()}
-        for slot, start in slots.items():
+        state |= {key: start() for key, start in self.shared.items()}
+        for slot, start in self.slots.items():
             state[slot] = {p: start(x) for p, x in leaves.items()}
         return state
 
-    # Checked here and not at each step: a rate that is one number is refused once.
-    sure = isinstance(lr, float) and 0.0 <= lr <= LARGEST
-
-    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+    def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One optimizer per group, so where it stands names it, whatever the user calls it.
-        rate = ctx.lr.get(ctx.prefix, lr)
-        if rate is not lr or not sure:
-            rate = learning_rate(name, rate, ctx.read(state["step"]))
+        rate = ctx.lr.get(ctx.prefix, self.lr)
+        if rate is not self.lr or not self.sure:
+            rate = learning_rate(self.name, rate, ctx.read(state["step"]))
         ctx.report("lr", rate)
-        told = ctx.numbers.get(ctx.prefix)
-        now = {**numbers, **_by_number(told, numbers)} if told else numbers
+        told, now = ctx.numbers.get(ctx.prefix), self.numbers
+        if told:
+            now = {**now, **_by_number(told, now)}
         if ctx.recorded:
             (rate,) = once(rate)
             rate, now = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in now.items()}
         return Prepared(carry=(rate, now), state={"step": state["step"] + 1})
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         before = list(map(state["count"].__getitem__, grads))
         counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
-        common = {key: state[key] for key in shared if key in state} if shared else {}
-        given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, *carry, common, ctx)
+        common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
+        given = Given(grads, params, {slot: state[slot] for slot in self.slots}, counts, *carry, common, ctx)
+        kernel, pulled, derived = self.kernel, self.pulled, self.derived
         if kernel is not None and not ctx.recorded:
             new, own = _in_place(kernel, by_count(counts).items(), given)
-        elif kernel is not None and (groups := _groups(operator, given)) is not None:
+        elif kernel is not None and (groups := _groups(self.operator, given)) is not None:
             new, own = _in_place(kernel, groups, given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels)))
         elif kernel is not None and pulled is not None and _pulled_back(given):
             new, own = _with_derivative(kernel, pulled, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
-            new, own = _by_formula(formula, derived, given)
+            new, own = _by_formula(self.formula, derived, given)
         return new, {**own, "count": counts}
-
-    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None)
-    return Transform(name, needs="element", facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update)
 
 
 def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
@@ -260,3 +282,8 @@ def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
 def like(x: Tensor) -> Tensor:
     """A slot that starts as zeros of the parameter's shape, dtype and strides."""
     return torch.zeros_like(x)
+
+
+def without_elements(x: Tensor) -> Tensor:
+    """A slot that nothing is kept in: the layout of a state depends on no number."""
+    return torch.zeros(0, dtype=x.dtype, device=x.device)

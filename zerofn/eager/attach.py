@@ -17,9 +17,8 @@ from .optimizer import Optimizer
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
     """Bridge a pipeline to a model that is trained by `loss.backward()`.
 
-    The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on
-    any output, any number of times. Gradients are true ones: no loss scale shows in `p.grad`, in
-    the gradient of an input, or in a second derivative.
+    The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on any output, any
+    number of times. Gradients are true: no loss scale shows in `p.grad`, in an input's, or in a second derivative.
 
     Args:
         model: its parameters become the stored ones, in `precision`'s `store_dtype`.
@@ -69,12 +68,9 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     (True, 1)
     """
     if not isinstance(model, nn.Module):
+        right = "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)"
         raise TypeError(
-            explain(
-                f"attach({type(model).__name__}, tx)",
-                "the eager route hooks a torch.nn.Module",
-                "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)",
-            )
+            explain(f"attach({type(model).__name__}, tx)", "the eager route hooks a torch.nn.Module", right)
         )
     check_flag("attach", "in_backward", in_backward)
     return Optimizer(model, tx, in_backward)

@@ -10,7 +10,8 @@ from torch import nn
 
 from .._compat.autograd import in_backward
 from .._errors import explain
-from ..core.layout import make_layout, parameters_of
+from ..core.layout import make_layout
+from ..core.parameters import parameters_of
 from ..core.resolve import pipeline
 from ..core.transform import Transform
 from ..module.attach_checks import (

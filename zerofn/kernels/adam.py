@@ -3,11 +3,20 @@
 One formula (`zerofn.kernels.adam_formula`) is run in three ways: by eager torch, in chunks that stay in the cache;
 by a C kernel with the same bits (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
 
+How parameters and moments below float32 are stored, by ``rounding``:
+
+* ``"stochastic"``: parameters and second moments up or down at random, unbiased;
+* ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second moments stochastically;
+* ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it, and with
+  ``beta2 >= 0.996`` the second moment never shrinks.
+
+First moments are rounded to nearest, which has a third of the error variance and, with ``beta1`` up to 0.98, no trap;
+above it, stochastically, except under ``"nearest"``.
+
 Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away
 a thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment
 never shrinks, and grows only by gradients large enough to reach the next value. It is stuck at its
-maximum and the effective learning rate with it. ``"stochastic"`` and ``"kahan"`` both round it
-stochastically; ``"nearest"`` does what it says.
+maximum and the effective learning rate with it.
 
 Sources: Kingma and Ba, "Adam", ICLR 2015 (section 2, the reordered form); Loshchilov and Hutter, "Decoupled
 Weight Decay Regularization", ICLR 2019; Kahan, "Further remarks on reducing truncation errors", CACM 1965;
@@ -71,7 +80,12 @@ def implementation_for(params: Sequence[Tensor]) -> str:
 
     ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`; the first call with a new
     combination of dtypes builds it, in about half a second, kept on disk). ``"compiled"``: GPU tensors with
-    triton. ``"eager"``: all else, among it tensors under `torch.func.vmap`.
+    triton. ``"eager"``: all else, among it tensors under `torch.func.vmap`, where draws do not depend on the position
+    in the mapped dimension.
+
+    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one). ``"compiled"`` gives the
+    same draws and the same formula, but its compiler may fuse products with sums: equal within a few float32 roundings
+    *before* the value is stored.
 
     >>> implementation_for([torch.ones(2, device="meta")])
     'eager'
@@ -189,44 +203,24 @@ def adam_(
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
 
     Entry ``i`` is a piece of a leaf: ``params[i]``, ``grads[i]``, ``exp_avgs[i]``, ``exp_avg_sqs[i]`` and
-    ``compensations[i]`` have one shape; ``keys[i]`` is the leaf's `leaf_key` and ``offsets[i]`` the index
-    of the piece's first element in the flattened leaf. Cutting a leaf in other places changes no bit.
+    ``compensations[i]`` have one shape; ``keys[i]`` is the leaf's `leaf_key` and ``offsets[i]`` the index of the
+    piece's first element in the flattened leaf. Cutting a leaf in other places changes no bit. The formula is the
+    reordered form of section 2 of Kingma and Ba (2015), equal to `torch.optim.AdamW` in exact arithmetic.
 
     Args:
-        params: float32, bfloat16 or float16; overwritten.
+        params, exp_avgs, exp_avg_sqs, compensations: overwritten. Parameters are float32, bfloat16 or float16, moments
+            float32 or bfloat16; compensations, for ``rounding="kahan"``, have the parameters' dtypes and are zero at
+            first: ``p.float() + c.float()`` is the better parameter.
         grads: float32, bfloat16 or float16, whatever the parameters are; read only.
-        exp_avgs, exp_avg_sqs: first and second moments, float32 or bfloat16; overwritten.
-        compensations: for ``rounding="kahan"``: what rounding has so far withheld from the parameters, in
-            their dtype, at first zero; overwritten. ``p.float() + c.float()`` is the better parameter.
-        step: number of this optimizer step, from 1; an int or a tensor of shape ``()``.
-        lr: learning rate; a number or a tensor of shape ``()``. New values of either never recompile.
-        rounding: how parameters and moments below float32 are stored:
-
-            * ``"stochastic"``: parameters and second moments up or down at random, unbiased;
-            * ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second
-              moments stochastically;
-            * ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512
-              of it, and with ``beta2 >= 0.996`` the second moment never shrinks.
-
-            First moments are rounded to nearest, which has a third of the error variance and, with ``beta1``
-            up to 0.98, no trap; above it, stochastically, except under ``"nearest"``.
-        seed: of the random draws.
-        form: format of the random draws (`zerofn.kernels.rounding`): an int, or a tensor of shape ``()`` under vmap.
+        step, lr: number of this step, from 1, and learning rate; numbers, or tensors of shape ``()``, that
+            `torch.func.vmap` may batch. New values never recompile.
+        rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``: see the beginning of this module.
+        seed, form: of the random draws, and their format (`zerofn.kernels.rounding`), an int or a 0-d tensor.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
         norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
 
-    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one).
-    ``"compiled"``, for GPUs, gives the same draws and the same formula, but its compiler may
-    fuse products with sums: equal within a few float32 roundings *before* the value is stored.
-
-    Works under `torch.func.vmap`, also over ``step`` and ``lr``; draws do not depend on the position in the
-    mapped dimension.
-
     Raises:
         ValueError: a dtype, shape, rounding or step that has no meaning; names the entry.
-
-    Source: the reordered form of section 2 of Kingma and Ba (2015), one root and one division per element;
-    equal to `torch.optim.AdamW` in exact arithmetic.
 
     >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
     >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
@@ -239,20 +233,18 @@ def adam_(
     _check(leaves, step, rounding, form, implementation)
     if not params:
         return
-    if implementation == "auto":
-        implementation = implementation_for(params)
     # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
     given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
-    plain = [not _is_wrapped(x) and x.device.type == "cpu" for x in given]
-    if all(plain):
-        step = int(step)
-        lr = float(lr)
-        form = int(form)
+    plain = all([not _is_wrapped(x) and x.device.type == "cpu" for x in given])
+    step, lr, form = (int(step), float(lr), int(form)) if plain else (step, lr, form)
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
+    _run(implementation_for(params) if implementation == "auto" else implementation, leaves, settings, plain, norms)
+
+
+def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, norms: list[float] | None) -> None:
     with torch.no_grad():
-        if not all(plain) and implementation == "eager":
-            run_whole(leaves, settings)
-            return
+        if not plain and implementation == "eager":
+            return run_whole(leaves, settings)
         flat, copies = _contiguous(leaves)
         if implementation == "native":
             run_native(flat, settings, norms)

@@ -33,26 +33,25 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     """`fn` as a function of *stored* parameters, differentiable by any torch.func transform.
 
     Args:
-        fn: `fn(params, *inputs)` on full parameters, in the structure they were given in, as the model
-            sees them (gathered, in the compute dtype). Any tree of tensors may come out.
+        fn: `fn(params, *inputs)` on full parameters, in the structure they were given in, as the model sees them
+            (gathered, in the compute dtype). Any tree of tensors may come out.
         tx: the pipeline.
         state: its state; the loss scale is taken from it, the parameters are an argument.
 
     Returns:
-        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Its
-        derivatives are true ones to any order: unscaled, reduced over ranks, in the stored layout. So a vector to
-        multiply by is spread over ranks as the parameters are, and on several ranks products with such vectors are
-        what there is, alone or under `vmap`. A whole Hessian or Jacobian by parts is refused; `jacrev(...,
-        chunk_size=1)` of a gradient cannot be told from products, and adds up the columns of all ranks. Under a loss
-        scale or an `output_dtype` it returns copies: where `fn` returns `y, h` and has computed `y` from `h`, the
-        gradient of the `y` that comes out does not pass the `h` that comes out.
+        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Derivatives are
+        true to any order: unscaled, reduced over ranks, in the stored layout. So a vector to multiply by is spread
+        over ranks as parameters are; on several ranks there are products with such vectors, alone or under `vmap`, and
+        a whole Hessian or Jacobian by parts is refused (`jacrev(..., chunk_size=1)` of a gradient cannot be told from
+        products, and adds up the columns of all ranks). Under a loss scale or an `output_dtype` it returns copies:
+        where `fn` computes `y` from `h` and returns both, the gradient of that `y` does not pass that `h`.
 
     Raises:
         TypeError: `fn` cannot be called, or inputs were given by keyword.
-        ValueError: called with parameters of other shapes; each is named. In a backward, on several ranks with
-            `accumulate(weighted=True)` before the reduction: ranks would be averaged without the weights that
-            `zf.update` is given. `zf.vjp` leaves that to it. `torch.func.hessian`, `jacfwd` and `jacrev` of a gradient
-            where ranks have parts of the parameters; batches of other lengths on other ranks under `vmap`.
+        ValueError: called with parameters of other shapes; each is named. `torch.func.hessian`, `jacfwd` and `jacrev`
+            of a gradient where ranks have parts of the parameters; batches of other lengths on other ranks under
+            `vmap`. In a backward, on several ranks with `accumulate(weighted=True)` before the reduction: it would
+            not know the weights that `zf.update` is given, to which `zf.vjp` leaves it.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
@@ -84,16 +83,17 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
         check_stored(pipe, stored)
         return state.layout.map_places(see, stored), [_edges(enter, x, scale, None) for x in inputs]
 
-    @uncompiled
-    def made(out: Any) -> Any:
-        return _edges(leave, out, scale, pipe.dtypes.output_dtype)
-
     def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
         check_positional("fn(stored", keywords)
         params, inner = given(stored, inputs)
-        return made(fn(params, *inner))
+        return _left(fn(params, *inner), scale, pipe.dtypes.output_dtype)
 
     return fn_stored
+
+
+@uncompiled
+def _left(out: Any, scale: Tensor | None, dtype: torch.dtype | None) -> Any:
+    return _edges(leave, out, scale, dtype)
 
 
 def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype | None) -> Tree:

@@ -38,15 +38,14 @@ def init(
 
     Args:
         tx: a transform, or a chain, with an optimizer in it.
-        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses
-            registered with optree (globally or in the namespace ``"zerofn"``). A tensor that stands at
-            several places is tied: one parameter, updated once. Meta tensors give a state of meta tensors.
-        create_graph: let the state be a function of `params` to autograd, for derivatives by the initial parameters.
-            Inside of torch.func it is one in any case.
+        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses registered with
+            optree (globally or in the namespace ``"zerofn"``). A tensor that stands at several places is tied: one
+            parameter, updated once. Meta tensors give a state of meta tensors.
+        create_graph: let autograd have the state as a function of `params`; inside of torch.func it is one anyway.
         init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
-            are made one at a time, and each rank keeps its part, so that the tree need not fit into one rank's memory:
-            the peak is a state and one leaf. torch's generators are seeded by `seed` and the path for each leaf (and
-            put back), so that numbers are the same on any number of ranks. Another kind of device draws others.
+            are made one at a time and each rank keeps its part: the peak is a state and one leaf. torch's generators
+            are seeded by `seed` and the path for each leaf (and put back), so that numbers are the same on any number
+            of ranks. Another kind of device draws others.
         seed: of the draws of `init`.
         device: where `init` is to write and the state is to be; by default where torch makes tensors.
 
@@ -70,14 +69,7 @@ def init(
     check_graph("zf.init", create_graph)
     check_init("zf.init", init, seed)
     layout, tensors = make_layout(params)
-    pipe = pipeline(tx, layout, "zf.init")
-    if pipe.dtypes.buffers is not None:
-        why = "a tree of parameters has no buffers, so it would have no effect"
-        right = (
-            "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
-            "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
-        )
-        raise ValueError(explain("zf.init(chain(precision(buffer_dtype=...), ...), params)", why, right))
+    _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
     if init is None:
@@ -92,6 +84,16 @@ def init(
         stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
     tell = partial(failed_of, pipe.every_group)
     return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
+
+
+def _check_buffers(pipe: Pipeline) -> None:
+    if pipe.dtypes.buffers is not None:
+        why = "a tree of parameters has no buffers, so it would have no effect"
+        right = (
+            "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
+            "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
+        )
+        raise ValueError(explain("zf.init(chain(precision(buffer_dtype=...), ...), params)", why, right))
 
 
 def _own(x: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ def make_step(
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
-    pipes, run, called_by_transforms = Pipelines(tx, "step"), _runner(loss_fn, donate), asked_of_transforms()
+    run, called_by_transforms = _runner(loss_fn, donate), asked_of_transforms()
+    whole = _whole(Pipelines(tx, "step"), run, create_graph)
 
     @begins_uncompiled
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
@@ -80,6 +81,14 @@ def make_step(
         if called_by_transforms():
             return step_called_by_transforms(whole, state, batch, weight)
         return whole(state, batch, weight)
+
+    # The compiler keeps its graphs with the code, and gives up at a limit of them: so each step has code of its own.
+    whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
+    return step
+
+
+def _whole(pipes: Pipelines, run: Any, create_graph: bool | None) -> Any:
+    """A step by the way that it takes: as it is, or around what the compiler cannot have in its graph."""
 
     def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
@@ -108,9 +117,7 @@ def make_step(
             check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
 
-    # The compiler keeps its graphs with the code, and gives up at a limit of them: so each step has code of its own.
-    whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
-    return step
+    return whole
 
 
 def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:

@@ -71,16 +71,42 @@ def load_safetensors(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
-        raise ImportError(explain("zf.load_safetensors(...)", why, right)) from error
+    safe_open = _opener()
     state = state_of(like, "zf.load_safetensors(path, like={})")
     opt = like if isinstance(like, Optimizer) else None
     pipe = _pipe(state, opt, tx)
     meet("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
+    leaves, others = _numbers(path, state, buffers, only, safe_open)
+    fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
+    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
+    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
+    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
+    new = State(ordered, transforms, step, micro_step, state.layout)
+    if opt is None:
+        return new
+    opt.load_state(new)
+    write_buffers([e for name, e in buffers.items() if name in others], {buffers[n].key: x for n, x in others.items()})
+    return opt.state
+
+
+def _opener() -> Callable[..., Any]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
+        raise ImportError(explain("zf.load_safetensors(...)", why, right)) from error
+    return safe_open
+
+
+def _numbers(
+    path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's parts of the parameters by path, and buffers that are there by name; all ranks have them, or none.
+
+    Raises:
+        ValueError, OSError: on every rank, where one could not read.
+    """
     wanted = {e.path: e for e in entries(state) if e.owner == "params"}
     leaves: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
@@ -98,16 +124,7 @@ def load_safetensors(
         # The format's own errors.
         failure = OSError(f"{path} could not be read: {error}")
     raise_together(failure, group_of(state.layout.placement))
-    fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
-    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
-    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
-    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
-    new = State(ordered, transforms, step, micro_step, state.layout)
-    if opt is None:
-        return new
-    opt.load_state(new)
-    write_buffers([e for name, e in buffers.items() if name in others], {buffers[n].key: x for n, x in others.items()})
-    return opt.state
+    return leaves, others
 
 
 def _pipe(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:

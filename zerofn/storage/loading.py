@@ -44,21 +44,19 @@ def load(
 ) -> State | tuple[State, Loaded]:
     """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
 
-    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers. Every piece that is read is
-    checked against its checksum.
+    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers, each piece with a checksum.
 
     Args:
         directory: of `zf.save`.
-        like: a state of the same pipeline and model: `zf.init(tx, params)`. It gives structure, devices and
-            dtypes, and is not written. The number of ranks may be another than when it was saved. Or an
-            attached model's `opt`, which is written, in place, once everything has been read, with its
-            param_groups and the module's buffers. A checkpoint without buffers (of a state, or of an older
-            version) leaves those as they are, with a warning.
+        like: a state of the same pipeline and model, `zf.init(tx, params)`, which gives structure, devices and dtypes,
+            on any number of ranks, and is not written. Or an attached model's `opt`, which is written, in place, once
+            everything has been read, with its param_groups and the module's buffers; these stay as they are, with a
+            warning, if the checkpoint has none (that of a state, or of an older version).
         strict: whether it must be a checkpoint of this very pipeline and model. `False` loads what has the same path,
-            shape and dtype, when a clip or an average was added. The rest is made anew: by the pipeline, for the
-            parameters that were loaded, so that an average begins at them. Of a leaf for which one tensor of a
-            transform is missing, all that the transform keeps of it is made anew, its count too.
-        tx: with `strict=False` and a state, its pipeline, which makes what is made anew.
+            shape and dtype, when a clip or an average was added; the pipeline makes the rest anew for the parameters
+            that were loaded, so that an average begins at them. A leaf for which one tensor of a transform is missing
+            has all that the transform keeps of it made anew, its count too.
+        tx: with `strict=False` and a state, its pipeline.
 
     Returns:
         The state; with `like=opt`, `opt.state`. With `strict=False` beside it a report, which prints: the names
@@ -66,39 +64,38 @@ def load(
 
     Raises:
         FileNotFoundError: no checkpoint there.
-        ValueError: of another pipeline or model, with every missing, unexpected, misshapen and mistyped
-            path; of another format version; truncated or changed.
-            With `strict=False`, none of the parameters is in it.
+        ValueError: of another pipeline or model (every missing, unexpected, misshapen and mistyped path is named) or
+            format version; truncated or changed; with `strict=False`, none of the parameters is in it.
         TypeError: `strict=False` of a state without `tx`, or `tx` without it.
         RuntimeError: only some ranks call it, as for `save`.
 
     >>> import tempfile, torch, zerofn as zf
-    >>> tx = zf.adamw(lr=1e-3)
-    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+    >>> tx, params = zf.adamw(lr=1e-3), {"w": torch.zeros(2)}
+    >>> longer = zf.chain(tx, zf.ema(0.9))
+    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, params))
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     zf.save(directory, state)
-    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(2)}))
+    ...     loaded = zf.load(directory, like=zf.init(tx, params))
+    ...     _, report = zf.load(directory, like=zf.init(longer, params), strict=False, tx=longer)
     >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
     (1, True)
-
-    Into a chain to which an average was added:
-
-    >>> longer = zf.chain(zf.adamw(lr=1e-3), zf.ema(0.9))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.save(directory, state)
-    ...     new = zf.init(longer, {"w": torch.zeros(2)})
-    ...     loaded, report = zf.load(directory, like=new, strict=False, tx=longer)
     >>> print(report)
     loaded 7 tensors and numbers
       made anew: ema/average/w (missing: the checkpoint does not have it)
     """
-    from .dcp_reader import load_pieces
-
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
-    model = state_of(like, "zf.load(directory, like={})")
+    state = state_of(like, "zf.load(directory, like={})")
     place = place_of("zf.load({}, like=state)", directory)
-    pipe = _pipe(model, opt, strict, tx)
+    return _load(directory, place, state, opt, strict, _pipe(state, opt, strict, tx))
+
+
+def _load(
+    directory: Any, place: Any, model: State, opt: Optimizer | None, strict: bool, pipe: Pipeline | None
+) -> State | tuple[State, Loaded]:
+    """Read into new memory on all ranks; what is attached is written once that has ended well."""
+    from .dcp_reader import load_pieces
+
     settle()
     meet("zf.load(directory, like=state)", model.layout.placement)
     group = group_of(model.layout.placement)
@@ -118,16 +115,21 @@ def load(
         partial.check(wanted.entries)
         state = partial.state(model, pipe, lambda e: wanted.value(e, manifest))
     if opt is not None:
-        buffers = [e for e in wanted.buffers if e.key not in partial.anew]
-        if manifest.get("buffers") is None:
-            tell_of_missing(directory, buffers, manifest)
-            buffers = []
-        check_can_be_written(buffers, new)
-        groups = manifest["param_groups"]
-        opt.load_state(state, groups if strict else groups_by_name(opt, groups))
-        write_buffers(buffers, new)
-        state = opt.state
+        state = _written(opt, state, wanted, new, manifest)
     return state if strict else (state, partial.report(wanted.saved_entries(manifest)))
+
+
+def _written(opt: Optimizer, state: State, wanted: _Wanted, new: dict[str, Tensor], manifest: dict[str, Any]) -> State:
+    """The state of an attached model, with its rates and the module's buffers, in the memory that they have."""
+    buffers = [e for e in wanted.buffers if e.key not in wanted.partial.anew]
+    if manifest.get("buffers") is None:
+        tell_of_missing(wanted.directory, buffers, manifest)
+        buffers = []
+    check_can_be_written(buffers, new)
+    groups = manifest["param_groups"]
+    opt.load_state(state, groups if wanted.strict else groups_by_name(opt, groups))
+    write_buffers(buffers, new)
+    return opt.state
 
 
 class _Wanted:

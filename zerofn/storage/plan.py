@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .._compat.tensors import shape_only
 from .._errors import explain
-from ..core.layout import Leaves, make_layout, parameters_of
+from ..core.layout import Leaves, make_layout
+from ..core.parameters import parameters_of
 from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
 from ..core.transform import Transform

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -68,42 +69,37 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
     """
     check_number("clip_by_global_norm", "max_norm", max_norm, low=TINY)
     if over is not None and not callable(over):
-        raise TypeError(
-            explain(
-                f"clip_by_global_norm({max_norm}, over={over!r})",
-                "over is a function of the sum of squares of this pipeline's gradients",
-                f"clip_by_global_norm({max_norm}, over=lambda squares: squares + squares_of_the_others)",
-            )
-        )
+        why = "over is a function of the sum of squares of this pipeline's gradients"
+        right = f"clip_by_global_norm({max_norm}, over=lambda squares: squares + squares_of_the_others)"
+        raise TypeError(explain(f"clip_by_global_norm({max_norm}, over={over!r})", why, right))
 
-    def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        squares = ctx.total(squared_norm, grads)
-        norm = root(squares if over is None else _together(over, squares, ctx))
-        ctx.report("grad_norm", norm)
-        # Where the factor is certainly one, as in most steps, nothing is computed.
-        if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
-            return Prepared()
-        ratio = (norm + 1e-6).reciprocal().mul(max_norm)
-        # A factor of one changes no bit of the gradient and none of a derivative.
-        if not ctx.recorded and ratio.is_cpu:
-            # The minimum of one and a factor that is no larger, or NaN, is that factor.
-            return Prepared() if ratio.item() > 1 else Prepared(ratio)
-        if certain(ratio > 1):
-            return Prepared()
-        (coefficient,) = once(ratio.clamp(max=1.0))
-        return Prepared(carry=ctx.replicated(coefficient))
+    facts, prepare = Facts(reports=frozenset(["grad_norm"])), partial(_prepare, max_norm, over)
+    return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=_update)
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):
-        return (grads if coefficient is None else scaled(grads, coefficient)), state
 
-    return Transform(
-        "clip_by_global_norm",
-        Scope.TREE,
-        needs="number",
-        facts=Facts(reports=frozenset(["grad_norm"])),
-        prepare_fn=prepare,
-        update_fn=update,
-    )
+def _prepare(
+    max_norm: float, over: Any, state: TransformState, grads: Leaves, params: Leaves, ctx: Context
+) -> Prepared:
+    """The factor, by which nothing is multiplied where it is one."""
+    squares = ctx.total(squared_norm, grads)
+    norm = root(squares if over is None else _together(over, squares, ctx))
+    ctx.report("grad_norm", norm)
+    # Where the factor is certainly one, as in most steps, nothing is computed.
+    if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
+        return Prepared()
+    ratio = (norm + 1e-6).reciprocal().mul(max_norm)
+    # A factor of one changes no bit of the gradient and none of a derivative.
+    if not ctx.recorded and ratio.is_cpu:
+        # The minimum of one and a factor that is no larger, or NaN, is that factor.
+        return Prepared() if ratio.item() > 1 else Prepared(ratio)
+    if certain(ratio > 1):
+        return Prepared()
+    (coefficient,) = once(ratio.clamp(max=1.0))
+    return Prepared(carry=ctx.replicated(coefficient))
+
+
+def _update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):
+    return (grads if coefficient is None else scaled(grads, coefficient)), state
 
 
 def _together(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:

@@ -50,30 +50,26 @@ def scale_loss(
 ) -> Transform:
     """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs none.
 
-    Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with
-    an infinite or NaN gradient on any rank changes nothing but this transform's own counters.
+    Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with an infinite or NaN
+    gradient on any rank changes nothing but this transform's own counters. It never divides by the number of
+    micro-batches: that is `accumulate`'s.
 
-    Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies. So:
+    Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies (docs/gotchas.md).
+    `precision(param_dtype=torch.bfloat16)` without a scale knows none of this:
 
     * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward cannot be noticed,
       nor an `autograd.Function`: both are given scaled cotangents, and a backward that is not linear is wrong.
-    * Of `y, h = model(x)`, where `y` was computed from `h` inside, a hook on `h`, `h.retain_grad()` and
-      `torch.autograd.grad(y, h)` raise in a backward that comes by way of `y`, for `h` is not on it. The same holds
-      for tensors that forward leaves in attributes, and for those that forward hooks are given (Grad-CAM).
+    * Of `y, h = model(x)`, with `y` computed from `h` inside, a hook on `h`, `h.retain_grad()` and
+      `torch.autograd.grad(y, h)` raise in a backward by way of `y`, as `h` is not on it; and so of tensors that forward
+      leaves in attributes or hooks are given (Grad-CAM).
     * A tensor that gets in or out by another door (a closure, a list) raises in backward.
 
-    `precision(param_dtype=torch.bfloat16)` without a scale knows none of this.
-
     The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018): after an overflow
-    `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a
-    row `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven
-    before the scale backs off; growth refills it.
+    `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a row
+    `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven, until growth refills it.
 
-    The metric `overflow_leaf` is the first leaf with such a gradient on any rank, as an index into
-    `state.layout.leaves`, or -1; `opt.overflow_leaf` of an attached model is its path. It costs nothing in a
-    step that did not overflow.
-
-    It never divides by the number of micro-batches: that is `accumulate`'s.
+    The metric `overflow_leaf` is the first leaf with such a gradient on any rank, an index into `state.layout.leaves`
+    or -1 (`opt.overflow_leaf`: its path), and costs nothing in a step that did not overflow.
 
     Args:
         scale: `"dynamic"`, or a positive number that never changes.
@@ -86,8 +82,7 @@ def scale_loss(
 
     Raises:
         ValueError: a number out of its range, or infinite in float32, in which scales are kept.
-        FloatingPointError: at an update, once the scale has overflowed 50 times in a row at its
-            minimum: the leaf, the micro-step and the remedy are named.
+        FloatingPointError: at an update, after 50 overflows in a row at the smallest scale; names leaf and remedy.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
@@ -98,15 +93,7 @@ def scale_loss(
     """
     rule = _Rule(scale, init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis)
     rule.check()
-    return Transform(
-        "scale_loss",
-        Scope.TREE,
-        needs="number",
-        view_fn=lambda layout, ranks: View(factor=lambda state: state["scale"]),
-        through=_through,
-        init_fn=rule.init,
-        prepare_fn=rule.prepare,
-    )
+    return rule.transform()
 
 
 @dataclass(frozen=True)
@@ -147,6 +134,17 @@ class _Rule:
             wrong = f"scale_loss({self.scale!r}, {', '.join(f'{n}=...' for n in without_effect)})"
             why = "a static scale never changes, so these have no effect"
             raise ValueError(explain(wrong, why, f"scale_loss({self.scale!r}), or scale_loss('dynamic', ...)"))
+
+    def transform(self) -> Transform:
+        return Transform(
+            "scale_loss",
+            Scope.TREE,
+            needs="number",
+            view_fn=lambda layout, ranks: View(factor=lambda state: state["scale"]),
+            through=_through,
+            init_fn=self.init,
+            prepare_fn=self.prepare,
+        )
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         return {

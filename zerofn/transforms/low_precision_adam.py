@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,12 +52,11 @@ def low_precision_adam(
 ) -> Transform:
     """AdamW (decoupled weight decay) on 16-bit states: fp32 arithmetic, one rounding where a number is stored.
 
-    A bf16 number has 8 bits: an update below half a unit in the last place is lost when rounded to
-    nearest, and most late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment never
-    decays under nearest rounding, since the change by a thousandth is below half a unit; it ratchets
-    upwards. So by default parameters and second moment are rounded *stochastically*: up or down with
-    the probabilities that make the mean right. Draws come from a counter of seed, update, path and
-    global element index, hence do not depend on sharding, buckets or resuming. The state's entry
+    A bf16 number has 8 bits: an update below half a unit in the last place is lost when rounded to nearest, and most
+    late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment never decays under nearest rounding, since the
+    change by a thousandth is below half a unit; it ratchets upwards. So by default parameters and second moment are
+    rounded *stochastically*: up or down with the probabilities that make the mean right. Draws come from a counter of
+    seed, update, path and global element index, hence do not depend on sharding, buckets or resuming. The state's entry
     `rounding_format` says how they are drawn from it: a run goes on, bit for bit, as it began.
 
     Inside of torch.func and where autograd records, values are the same, bit for bit. Derivatives pass straight through
@@ -87,14 +86,34 @@ def low_precision_adam(
     """
     check_adam("low_precision_adam", lr, betas, eps, weight_decay)
     _check_arguments(state_dtype, rounding, seed)
+    how = _Rounded(rounding, seed, state_dtype)
+    slots = {"exp_avg": how.moment, "exp_avg_sq": how.moment}
+    if rounding == "kahan":
+        slots["compensation"] = like
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    shared = {FORMAT_ENTRY: lambda: counter(FORMAT)}
+    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
+    built = optimizer(
+        "low_precision_adam", lr, slots, how.formula, how.kernel, numbers, shared, settable, operator=how.operator
+    )
+    return _checked(built, how)
 
-    def moment(x: Tensor) -> Tensor:
-        return torch.zeros_like(x, dtype=state_dtype)
 
-    def kernel(group: LeafList) -> None:
+@dataclass(frozen=True)
+class _Rounded:
+    """The update on lists of leaves and on one, in numbers that are rounded where they are stored."""
+
+    rounding: str
+    seed: int
+    state_dtype: torch.dtype
+
+    def moment(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=self.state_dtype)
+
+    def kernel(self, group: LeafList) -> None:
         lists = [group.params, group.grads, *group.slots.values()]
-        keys = [leaf_key(p) for p in group.paths]
-        how: Any = dict(rounding=rounding, seed=seed, form=_format(group.shared), keys=keys, offsets=group.offsets)
+        how: Any = dict(rounding=self.rounding, seed=self.seed, form=_format(group.shared), offsets=group.offsets)
+        how["keys"] = [leaf_key(p) for p in group.paths]
         if isinstance(group.count, Tensor):
             adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **how)
         else:
@@ -103,24 +122,21 @@ def low_precision_adam(
             if norms:
                 group.answer(norms)
 
-    def operator(group: LeafList) -> bool:
-        return has_kernel(group.params, group.grads, group.slots["exp_avg"], rounding)
+    def operator(self, group: LeafList) -> bool:
+        return has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        where = dict(rounding=rounding, seed=seed, key=leaf_key(at.path), offset=at.offset, form=_format(at.shared))
-        x, *made = adam_update(p, g, *slots.values(), step=at.count, lr=at.lr, **at.numbers, **where)
+    def formula(self, p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        where: Any = dict(key=leaf_key(at.path), offset=at.offset, form=_format(at.shared))
+        how: Any = dict(rounding=self.rounding, seed=self.seed, **where)
+        x, *made = adam_update(p, g, *slots.values(), step=at.count, lr=at.lr, **at.numbers, **how)
         return x, dict(zip(slots, made, strict=True))
 
-    slots = {"exp_avg": moment, "exp_avg_sq": moment}
-    if rounding == "kahan":
-        slots["compensation"] = like
-    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    shared = {FORMAT_ENTRY: lambda: counter(FORMAT)}
-    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    built = optimizer("low_precision_adam", lr, slots, formula, kernel, numbers, shared, settable, operator=operator)
+
+def _checked(built: Transform, how: _Rounded) -> Transform:
+    """Refuses leaves that it has no rounding for, and states whose random bits nobody here can draw."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        _check_leaves(leaves, rounding, state_dtype)
+        _check_leaves(leaves, how.rounding, how.state_dtype)
         return built.init_fn(leaves, layout)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:

@@ -44,13 +44,11 @@ def muon(
     """Momentum whose singular values are made nearly equal, by Newton-Schulz iteration (Jordan et al., 2024).
 
     `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`, then `steps`
-    times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315);
-    `p *= 1 - lr * weight_decay`; `p -= lr * sqrt(max(1, rows / columns)) * x`. As `torch.optim.Muon`, whose iteration
-    is in bf16 (`dtype`).
+    times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); in the end
+    `p *= 1 - lr * weight_decay`; `p -= lr * sqrt(max(1, rows / columns)) * x`. As `torch.optim.Muon`, but for `dtype`.
 
-    For matrices alone. Give the other leaves to another optimizer by `zf.partition`. It needs whole leaves: where
-    leaves are cut over ranks, each matrix is gathered at one rank, its owner, and is worked on once in the whole job;
-    leaves of other members of the `partition` stay where they are.
+    For matrices; give other leaves to another optimizer by `zf.partition`. It needs whole leaves: where they are cut
+    over ranks each matrix is gathered at one, its owner, and worked on once in the whole job; other members' stay.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.
@@ -58,14 +56,13 @@ def muon(
         nesterov: whether the gradient is added to it once more.
         steps: of the iteration.
         weight_decay: decoupled.
-        dtype: of the iteration; that of the gradient by default. torch.bfloat16 is published, and fast on a GPU.
+        dtype: of the iteration; that of the gradient by default. Published, and in torch, is bfloat16, fast on a GPU.
 
     Raises:
         ValueError: where its state is made, a leaf is no matrix; every such leaf is named.
 
     >>> import torch, zerofn as zf
-    >>> of = {"matrix": zf.muon(lr=0.02), "rest": zf.adamw(lr=1e-3)}
-    >>> tx = zf.partition(of, lambda path: "rest" if path == "b" else "matrix")
+    >>> tx = zf.partition({"w": zf.muon(lr=0.02), "b": zf.adamw(lr=1e-3)}, lambda path: path)
     >>> state = zf.init(tx, {"w": torch.zeros(2, 3), "b": torch.zeros(2)})
     >>> state, _ = zf.update(tx, {"w": torch.eye(2, 3), "b": torch.ones(2)}, state)
     >>> bool((state.params["w"].diagonal() < -0.01).all())
@@ -87,20 +84,23 @@ def muon(
         stretched = max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5
         return p * (1 - rate * decay) - x.to(p.dtype) * (rate * stretched), {"momentum": m}
 
-    decays = {"weight_decay": weight_decay}
-    numbers = {"momentum": momentum, **decays}
+    numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         # Here and not at a step, where only the owner of a leaf would know, and the other ranks would wait for it.
-        shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
-        wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) != 2]
-        if wrong:
-            right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
-            raise ValueError(bad_leaves("muon is for matrices", wrong, right))
+        _check_matrices(leaves, layout)
         return built.init_fn(leaves, layout)
 
     return replace(built, needs="leaf", init_fn=init)
+
+
+def _check_matrices(leaves: Leaves, layout: Layout) -> None:
+    shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
+    wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) != 2]
+    if wrong:
+        right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
+        raise ValueError(bad_leaves("muon is for matrices", wrong, right))
 
 
 def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

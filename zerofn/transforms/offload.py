@@ -59,19 +59,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
         # A member runs over its own leaves bucket by bucket; the state of all of them at once need not fit.
         return of_members(inner, lambda member: offload(member, device))
     if inner.view_fn is not no_view:
-        raise ValueError(
-            explain(
-                f"offload({inner.name}(...))",
-                f"{inner.name} has no state that would be worth moving, or concerns the whole pipeline",
-                f"chain({inner.name}(...), offload(adamw(...)))",
-            )
-        )
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"offload(device={device!r}): no such device. Write offload(transform, device='cpu')."
-        ) from error
+        why = f"{inner.name} has no state that would be worth moving, or concerns the whole pipeline"
+        raise ValueError(explain(f"offload({inner.name}(...))", why, f"chain({inner.name}(...), offload(adamw(...)))"))
+    where = _device(device)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
@@ -97,6 +87,14 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     # Each bucket is copied, and the next one comes meanwhile.
     facts = replace(inner.facts, copies=True)
     return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        right = "Write offload(transform, device='cpu')."
+        raise ValueError(f"offload(device={given!r}): no such device. {right}") from error
 
 
 def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:

@@ -60,42 +60,31 @@ def precision(
 ) -> Transform:
     """Choose dtypes. Names follow FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
 
-    With `store_dtype=torch.float32, param_dtype=torch.bfloat16` the state keeps fp32 masters and the
-    model computes in bf16. With `store_dtype=torch.bfloat16` the bf16 parameters are their own
-    masters: use it with `low_precision_adam`, whose rounding does not lose small updates.
-
-    An attached model also has its floating-point *inputs* cast to the compute dtype, as FSDP2 does; in the
-    pure route the loss function is yours, and so are its inputs.
-
-    The first three may be dicts from label to dtype, of leaves that `labels` names: the head and the norms in fp32 and
-    the rest in bf16, or fp32 gradients for some. Where parameters are seen in several dtypes inputs stay as they are,
-    and what one layer computes is cast where it goes into another, by the model: `x.to(self.weight.dtype)`. Buffers
-    are never cast; before `zf.attach` they can be, `model.buffer = model.buffer.to(dtype)`.
+    With `store_dtype=torch.float32, param_dtype=torch.bfloat16` the state keeps fp32 masters and the model computes in
+    bf16; with `store_dtype=torch.bfloat16` parameters are their own masters, for `low_precision_adam`, which loses no
+    small update. Floating-point *inputs* of an attached model are cast too, as in FSDP2; in the pure route they are
+    yours. The first three may be dicts from label to dtype, of leaves that `labels` names: docs/precision.md. Inputs
+    stay as they are then, and the model casts what goes from one dtype into another: `x.to(self.weight.dtype)`.
 
     Args:
         param_dtype: dtype the model sees parameters in.
         store_dtype: dtype the state keeps parameters in.
-        grad_dtype: dtype of gradients as the update half gets them; by default that of storage.
-            fp32 gradients on bf16 parameters are summed in fp32 over several backwards. Of fp16
-            parameters it is fp32 unless you say otherwise, since true gradients often lie below
-            fp16's smallest number.
-        reduce_dtype: dtype in which gradients are summed over ranks; by default the one parameters are seen in, and
-            fp32 where that is fp16.
-        output_dtype: dtype of the model's floating-point outputs. They are copies then: of `y, h = model(x)`, where `y`
-            was computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
-            backward that comes by way of `y`. `y.float()` outside of the model has no such limit.
+        grad_dtype: dtype of gradients as the update half gets them (fp32 on bf16 parameters: summed in fp32 over
+            backwards). By default that of storage; fp32 of fp16, below whose smallest number many gradients lie.
+        reduce_dtype: dtype of sums over ranks; by default the one parameters are seen in, and fp32 where that is fp16.
+        output_dtype: dtype of the model's floating-point outputs, which are copies then: of `y, h = model(x)` with `y`
+            computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
+            backward that comes by way of `y`. `y.float()` outside has no such limit.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
         buffer_dtype: dtype of an attached model's floating-point buffers (not of complex ones and integers) until it is
-            detached. Then buffers are the same tensors as before it was attached, and elements that have not changed
-            meanwhile have lost no bits; so both are in memory. May be a dict by label as well, if `labels` is a
-            function: it is called with buffers' names. Running statistics in bf16 stop following once what is added is
-            below 2 ** -9 of them.
+            detached; by default as they are. Those before are in memory too: afterwards they are there again, and
+            elements that have not changed have lost no bits. May be a dict by label, if `labels` is a function, which
+            is given buffers' names. Running statistics in bf16 stop following what is below 2 ** -9 of them.
 
     Raises:
-        ValueError: a dtype that is no floating-point dtype of 16 to 64 bits; labels without dtypes by label, or the
-            other way round; when a state is made, a leaf or buffer whose label has no dtype, or a label that none has.
-            `buffer_dtype` in `zf.init`: a tree of parameters has no buffers, and those that you give
-            `torch.func.functional_call` are yours to cast.
+        ValueError: a dtype that is no floating-point one of 16 to 64 bits; labels without dtypes by label, or these
+            without those; when a state is made, a leaf or buffer whose label has no dtype, a label that none has, or
+            `buffer_dtype` in `zf.init`: a tree has no buffers, and those of `torch.func.functional_call` are yours.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(1.0))
@@ -109,18 +98,23 @@ def precision(
     >>> zf.bind(lambda p: (p["head"].dtype, p["w"].dtype), tx, state)(state.params)
     (torch.float32, torch.bfloat16)
     """
-    given = {"param_dtype": param_dtype, "store_dtype": store_dtype, "grad_dtype": grad_dtype}
+    given: dict[str, Any] = {"param_dtype": param_dtype, "store_dtype": store_dtype, "grad_dtype": grad_dtype}
     several = {name: x for name, x in given.items() if isinstance(x, Mapping)}
     _check_given({**given, "buffer_dtype": buffer_dtype}, labels)
-    for name, x in {"reduce_dtype": reduce_dtype, "output_dtype": output_dtype}.items():
-        check_dtype("precision", name, x, FLOATS)
-    one: dict[str, Any] = {name: None if name in several else x for name, x in given.items()}
+    check_dtype("precision", "reduce_dtype", reduce_dtype, FLOATS)
+    check_dtype("precision", "output_dtype", output_dtype, FLOATS)
     buffers = None if buffer_dtype is None else partial(_of_buffers, buffer_dtype, labels)
+    one = {**given, **dict.fromkeys(several)}
     dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype, buffers=buffers)
-    if not several:
-        view = _cast(dtypes)
-        return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
+    return _by_label(dtypes, several, labels) if several else _alike(dtypes)
 
+
+def _alike(dtypes: Dtypes) -> Transform:
+    view = _cast(dtypes)
+    return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
+
+
+def _by_label(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any) -> Transform:
     def by_leaf(layout: Layout, ranks: Ranks) -> View:
         of = values_by_path(labels, layout, "labels", str)
         _check_labels(several, of)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -22,6 +19,7 @@ from ..extend import (
     plus_product,
     plus_quotient,
     transform,
+    without_elements,
 )
 
 
@@ -79,12 +77,8 @@ def rmsprop(
         m = plus_quotient(slots["momentum"] * beta, 1, g, spread)
         return plus(p, -rate, m), {**new, "momentum": m}
 
-    empty: Any = lambda x: torch.zeros(0, dtype=x.dtype, device=x.device)  # noqa: E731
-    slots = {
-        "square_avg": like,
-        "grad_avg": like if centered else empty,
-        "momentum": like if given(momentum) else empty,
-    }
+    kept = {"square_avg": True, "grad_avg": centered, "momentum": given(momentum)}
+    slots = {name: like if of_leaf else without_elements for name, of_leaf in kept.items()}
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     # Without a momentum there is no buffer for one that is set later.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}

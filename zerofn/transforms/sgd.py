@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from ..extend import (
     plus,
     transform,
     typed,
+    without_elements,
 )
 
 
@@ -75,22 +78,24 @@ def sgd(
             g = plus(g, beta, m) if nesterov else m
         return plus(p, -at.scalar(at.lr, p), g), {"momentum": m}
 
-    def kernel(group: LeafList) -> None:
-        count, rate = group.count, group.lr
-        weight_decay, momentum, dampening = map(float, group.numbers.values())
-        for p, g, m in zip(group.params, typed(group.params, group.grads), group.slots["momentum"], strict=True):
-            if weight_decay:
-                g = g.add(p, alpha=weight_decay)
-            if momentum:
-                _ = m.copy_(g) if count == 1 else m.mul_(momentum).add_(g, alpha=1 - dampening)
-                g = g.add(m, alpha=momentum) if nesterov else m
-            if isinstance(rate, Tensor):
-                p.sub_(g * rate.to(g.dtype))
-            else:
-                p.add_(g, alpha=-rate)
-
-    start = like if given(momentum) else (lambda x: torch.zeros(0, dtype=x.dtype, device=x.device))
+    start, kernel = like if given(momentum) else without_elements, partial(_in_place, nesterov)
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     # Without a momentum there is no buffer for one that is set later.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable)
+
+
+def _in_place(nesterov: bool, group: LeafList) -> None:
+    """The kernel: the formula's bits, by torch's operations in place."""
+    count, rate = group.count, group.lr
+    weight_decay, momentum, dampening = map(float, group.numbers.values())
+    for p, g, m in zip(group.params, typed(group.params, group.grads), group.slots["momentum"], strict=True):
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        if momentum:
+            _ = m.copy_(g) if count == 1 else m.mul_(momentum).add_(g, alpha=1 - dampening)
+            g = g.add(m, alpha=momentum) if nesterov else m
+        if isinstance(rate, Tensor):
+            p.sub_(g * rate.to(g.dtype))
+        else:
+            p.add_(g, alpha=-rate)

@@ -36,15 +36,14 @@ def launch(
 ) -> list[Any]:
     """Runs `fn(*args)` on `nproc` local ranks and returns their results in rank order.
 
-    In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under
-    torchrun, and the default process group is initialised: NCCL and gloo if there is a GPU per rank, else
-    gloo, or `backend`. With `init=False` that is left to `fn`. One rank is a process too, so that nothing
-    changes with the number but the number.
+    In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under torchrun,
+    and the default process group is initialised: NCCL and gloo if there is a GPU per rank, else gloo, or `backend`.
+    With `init=False` that is left to `fn`. One rank is a process too: nothing changes with the number but the number.
 
-    Functions of a script, a notebook or another function travel by value if `cloudpickle` is installed;
-    functions of a module always travel by name. Tensors in arguments and results travel by value and arrive
-    on the CPU. Each rank computes with `threads` threads (None: torch's own choice). What ranks print
-    goes where this process prints. `atexit` handlers do not run in ranks, as in `multiprocessing`.
+    Functions of a script, a notebook or another function travel by value if `cloudpickle` is installed; functions of a
+    module always travel by name. Tensors in arguments and results travel by value and arrive on the CPU. Each rank
+    computes with `threads` threads (None: torch's own choice). What ranks print goes where this process prints.
+    `atexit` handlers do not run in ranks, as in `multiprocessing`.
 
     timeout: seconds for the whole run, None or infinity for no limit.
 
