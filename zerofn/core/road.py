@@ -122,10 +122,9 @@ class Road:
         return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
 
     def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
-        """Gradients through the transposes of stages, in a fixed order of leaves on every rank; then over `scale`.
+        """Gradients through the transposes of stages, of `self.stages` and in their order; then over `scale`.
 
-        Stages are members of `self.stages`, from the model to storage. A leaf may have no gradient on this rank. Of
-        what is `stored` only devices are looked at.
+        Leaves in the same order on every rank; one may have no gradient here. Of `stored` only devices are looked at.
         """
         dtypes = self.grad_dtypes
         if stages or scale is not None:
@@ -137,25 +136,21 @@ class Road:
 
     def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
         """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
-        found: Leaves = {}
-        for path, view in self.composed(stages, self.dtypes.gradient).items():
-            if view.leaf.trainable:
-                g, shape = grads.get(path), self.grad_shape(view.leaf)
-                found[path] = view.transposed(stored[path].new_zeros(shape) if g is None else g, None)
-        return found
+        views = {p: v for p, v in self.composed(stages, self.dtypes.gradient).items() if v.leaf.trainable}
+        missing = {p: stored[p].new_zeros(self.grad_shape(v.leaf)) for p, v in views.items() if grads.get(p) is None}
+        return {p: v.transposed(missing[p] if p in missing else grads[p], None) for p, v in views.items()}
 
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
     ) -> Leaves:
-        """Stored parameters through the views of stages, given from the model to storage. Not differentiable.
+        """Stored parameters, or those in `which`, through the views of stages, in their order. Not differentiable.
 
-        Only those in `which`, if it is given. If the last view is a gather it is written `into` tensors that are given,
-        and is then one collective.
+        If the last view is a gather it is written `into` tensors that are given, and is then one collective.
         """
         if stages:
+            here = self.layout.leaves if which is None else which
             with torch.no_grad():
                 for i, stage in reversed(list(enumerate(stages))):
-                    here = self.layout.leaves if which is None else which
                     leaves = view_all(stage, leaves, here, None if i else into)
         return leaves
 

@@ -64,7 +64,8 @@ def tell_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
             f"the checkpoint has no buffers: {why}",
             "zf.save(directory, opt), which saves them; and load those of this checkpoint from where they are",
         ),
-        stacklevel=3,
+        # The line of the user who calls `zf.load`.
+        stacklevel=5,
     )
 
 
