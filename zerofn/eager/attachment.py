@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,7 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.distributed_model import DistributedModel
 from ..ranks.leases import lease
 from ..ranks.together import together
+from . import not_as_torch
 from .averaged import Averaged
 from .both_forms import Dicts
 from .param_groups import ParamGroups
@@ -101,17 +104,80 @@ class Attachment:
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
             )
         if in_backward():
-            raise RuntimeError(
-                explain(
-                    f"opt.{what}() in the middle of a backward",
-                    "gradients are still arriving, so some parameters would be updated with half of theirs",
-                    "call it after loss.backward() has returned",
-                )
-            )
+            why = "gradients are still arriving, so some parameters would be updated with half of theirs"
+            right = "call it after loss.backward() has returned"
+            raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
         if self.averages.on and not averaged:
             self.averages.refuse(f"opt.{what}()")
 
-    def detach(self) -> None:
+    def check_at_rest(self, what: str) -> None:
+        """That `opt.what()` would find parameters, and all of a step or nothing of it."""
+        self.averages.refuse(f"opt.{what}()")
+        if self.steps.under_way:
+            raise not_as_torch.half_a_step()
+        self.dicts.check_told()
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
+
+        On several ranks under `shard` every rank enters it, and one may then do inside what it likes.
+
+        Raises:
+            RuntimeError: only some ranks came, as for `zf.save`.
+        """
+        self.check("gathered", averaged=True)
+        if self.home.units is not None:
+            inside = "and inside of it `if rank == 0:` around what one rank does alone"
+            self.meet("opt.gathered()", f"with opt.gathered(): on every rank, {inside}")
+        with self.home.gathered() as model:
+            yield model
+
+    @contextmanager
+    def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
+        """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
+
+        They take the place of the parameters, which are copied and put back to the bit at the end; a rank copies its
+        own part. On ranks every one enters it where parameters are cut. `opt.gathered()` may be entered inside.
+
+        Args:
+            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one. What is
+                not averaged there stays.
+
+        Raises:
+            ValueError: there is no such average.
+            RuntimeError: inside, of a step, a save or a state dict, which would take averages for parameters.
+
+        >>> import torch, zerofn as zf
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
+        >>> model(torch.ones(1, 1)).sum().backward()
+        >>> opt.step()
+        >>> with opt.averaged():
+        ...     model(torch.ones(1, 1)).item()
+        -0.5
+        >>> model.weight.item()
+        -1.0
+        """
+        self.check("averaged")
+        with self.averages.during(self.home.settled(), of):
+            yield self.model
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict into the state, and into the model."""
+        self.check("load_state_dict")
+        self.dicts.load(state_dict)
+
+    def detach(self) -> nn.Module:
+        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
+
+        Channels between ranks that were opened for this model alone are closed; gradients on their way are lost.
+
+        Raises:
+            RuntimeError: on several ranks, only some of them came, as for `zf.save`.
+        """
+        self.averages.refuse("opt.detach()")
         if self.here:
             self.home.micro_step.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
@@ -119,6 +185,7 @@ class Attachment:
                 del p._zerofn_owner  # type: ignore[attr-defined]
             self.leave()
             self.here = False
+        return self.model
 
 
 def _leave(home: Residence, distributed: DistributedModel) -> None:

@@ -48,6 +48,10 @@ class Dicts:
     def ours(self) -> dict[str, Any]:
         return self.of(self.home.settled())
 
+    def asked_by(self, asks: FrameType) -> dict[str, Any]:
+        """In our form, but for the function of torch that wants its own."""
+        return self.in_torch_form(asks) if asks.f_globals.get("__name__") == torch_form.ASKS else self.ours()
+
     def in_torch_form(self, asks: FrameType) -> dict[str, Any]:
         """As the function of torch wants it that asks."""
         form = torch_form.asked_for(asks)

@@ -5,8 +5,7 @@ library's name has a hash of all that could change its code: source, compiler, f
 built under a name of its own and renamed: processes building the same one at once each end with a whole file.
 Importing this builds, reads and hashes nothing.
 
-C through ctypes, and not a torch extension: that needs torch's headers and takes half a minute to compile,
-this a sixth of a second.
+C through ctypes, and not a torch extension: that needs torch's headers and half a minute, this a sixth of a second.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from zerofn.kernels import native_cache as cache
 from zerofn.kernels.native_compiler import Command, asked_for, compile_to, identity, of_system, required, wanted
 from zerofn.kernels.rounding import FORMAT, stride_of
 
-_SOURCE, *_HEADERS = (
-    Path(__file__).with_name(f"native{name}") for name in (".c", "_numbers.h", "_sums.h", "_threads.h")
-)
+_FILES = ("native.c", "native_numbers.h", "native_sums.h", "native_threads.h")
+_SOURCE, *_HEADERS = map(Path(__file__).with_name, _FILES)
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _PLAIN = (torch.float32,) * 4
@@ -202,14 +200,10 @@ def _attempt(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.C
 
 def _load(dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | None:
     """The library, or ``None`` after one warning."""
-    command = compiler()
-    if command is None:
+    if (command := compiler()) is None:
         return None
     library = _attempt(command, dtypes, mode, form)
-    if isinstance(library, str):
-        give_up(library)
-        return None
-    return library
+    return give_up(library) if isinstance(library, str) else library
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -248,9 +242,8 @@ def squares(x: Tensor) -> float | None:
     if not address or not x.is_cpu:
         _check_memory([[x]], [[address]])
     library = _load((_PLAIN[0], x.dtype, *_PLAIN[2:]), 0, FORMAT)
-    if library is None:
-        return None
-    return library.zerofn_squares(address, x.numel(), torch.get_num_threads(), parallel())
+    threads = torch.get_num_threads()
+    return None if library is None else library.zerofn_squares(address, x.numel(), threads, parallel())
 
 
 def run(
