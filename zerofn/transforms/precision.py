@@ -63,8 +63,8 @@ def precision(
     With `store_dtype=torch.float32, param_dtype=torch.bfloat16` the state keeps fp32 masters and the model computes in
     bf16; with `store_dtype=torch.bfloat16` parameters are their own masters, for `low_precision_adam`, which loses no
     small update. Floating-point *inputs* of an attached model are cast too, as in FSDP2; in the pure route they are
-    yours. The first three may be dicts from label to dtype, of leaves that `labels` names: docs/precision.md. Inputs
-    stay as they are then, and the model casts what goes from one dtype into another: `x.to(self.weight.dtype)`.
+    yours. The first three may be dicts from label to dtype, of leaves that `labels` names: docs/precision.md. Where
+    parameters are seen in several, inputs stay as they are, and the model casts in between: `x.to(self.weight.dtype)`.
 
     Args:
         param_dtype: dtype the model sees parameters in.
