@@ -98,7 +98,7 @@ def test_modules_import_one_way():
     ("library", "owners"),
     [
         ("optree", {"core.tree"}),
-        ("torch.distributed", {"ranks.backend", "ranks.distributed_form", "ranks.distributed_tensors"}),
+        ("torch.distributed", {"ranks.backend", "ranks.dtensor_shards", "ranks.dtensor_parameters"}),
         ("matplotlib", set()),
     ],
 )

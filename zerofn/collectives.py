@@ -15,6 +15,7 @@ a pipeline, `zf.shard` and the like, need none of this.
 tensor([2., 4.])
 """
 
+from .ranks.all_to_all import all_to_all as all_to_all
 from .ranks.differentiable import all_gather as all_gather
 from .ranks.differentiable import all_reduce as all_reduce
 from .ranks.differentiable import reduce_scatter as reduce_scatter
@@ -23,7 +24,6 @@ from .ranks.differentiable_trees import all_gather_tree as all_gather_tree
 from .ranks.differentiable_trees import all_reduce_tree as all_reduce_tree
 from .ranks.differentiable_trees import reduce_scatter_tree as reduce_scatter_tree
 from .ranks.differentiable_trees import replicate_tree as replicate_tree
-from .ranks.exchange import all_to_all as all_to_all
 from .ranks.group import Group as Group
 from .ranks.process_groups import mesh_group as mesh_group
 from .ranks.process_groups import world_group as world_group

@@ -30,19 +30,17 @@ from .core.arguments import (
     no_weight,
     weight_of,
 )
-from .core.coalesced import Like
-from .core.compose import as_transform, chain
-from .core.context import Context, Prepared
-from .core.conveyor import Conveyor
+from .core.chain import as_transform, chain
+from .core.coalesced_views import Like
 from .core.dtypes import Dtypes
 from .core.facts import Facts, Scope
-from .core.groups import of_members, values_by_path
 from .core.layout import Layout, Leaf, Leaves
-from .core.leaf_steps import LeafList, LeafStep
+from .core.leaf_arguments import LeafList, LeafStep
 from .core.leafwise import transform
 from .core.optimizer import direction, like, optimizer, without_elements
+from .core.partition import of_members, values_by_path
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
-from .core.rows import span, width
+from .core.row_sharding import span, width
 from .core.spec import (
     ONE_OF_TWO,
     Misplaced,
@@ -54,20 +52,22 @@ from .core.spec import (
     watches_parameters,
 )
 from .core.state import counter
+from .core.state_prefetch import Conveyor
 from .core.transform import ScalarOrSchedule, Transform, TransformState
 from .core.tree import flatten, select, tree_map
+from .core.update_context import Context, Prepared
 from .core.views import Ranks, View, ViewOf, Wire, no_view, over_ranks
 from .kernels.adam import adam_, adam_update
 from .kernels.adam_operator import adam_operator, has_kernel
 from .kernels.fused_operator import fused_operator, fused_update, many_for_fused
-from .kernels.lists import alike, plain, typed
 from .kernels.norms import not_finite, squared_norm
 from .kernels.recording import certain, concrete, differentiated, number, recorded, root, straight_through
 from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
+from .kernels.tensor_lists import alike, plain, typed
 from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient, scaled
-from .ranks.batched import check_batch
 from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .ranks.group import Group
+from .ranks.vmap_checks import check_batch
 
 __all__ = [
     "FIRST_FORMAT",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .core.arguments import TINY, check_count, check_number, plain
-from .core.pictures import curve
+from .core.html import curve
 
 # Steps of a schedule that a picture shows where it has no end of its own.
 SHOWN = 100

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.analysis import measuring
+from zerofn.analysis import profile_instruments
 from zerofn.testing import assert_trees_equal, clone
 
 WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH = 64, 3, 48, 2, 16
@@ -238,7 +238,7 @@ class Hours:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(measuring, "_now", lambda: self.now)
+        monkeypatch.setattr(profile_instruments, "_now", lambda: self.now)
 
     def pass_(self, x, seconds):
         self.now += seconds
@@ -342,7 +342,7 @@ def test_nothing_is_made_where_nobody_listens(monkeypatch):
         raise AssertionError("a range was opened")
 
     monkeypatch.setattr("zerofn._ranges._told", refuse)
-    monkeypatch.setattr(measuring.Measuring, "__init__", refuse)
+    monkeypatch.setattr(profile_instruments.Measuring, "__init__", refuse)
     model, tokens = gpt()
     opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
     with zf.profile(opt, steps=[1]):

@@ -146,7 +146,7 @@ def counted(stage):
     module.orthogonal = lambda u, *rest: seen.append(tuple(u.shape)) or real(u, *rest)
     tx = chain(stage, "muon", 1)
     _, state = train(tx, "pure", lambda i: batch(0, i), 1)
-    from zerofn.core.entries import entries
+    from zerofn.core.state_entries import entries
 
     held = {(e.slot, e.path): e.value.numel() for e in entries(state) if e.slot.endswith("momentum")}
     return seen, held, sum(sent)

@@ -9,7 +9,7 @@ import zerofn as zf
 from zerofn.core import executor
 from zerofn.core.layout import make_layout
 from zerofn.core.resolve import pipeline
-from zerofn.core.stretches import stretch, stretches
+from zerofn.core.segments import stretch, stretches
 from zerofn.testing import assert_trees_equal
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (4,), "b.weight": (4, 2), "b.bias": (2,), "none": (2,), "empty.bias": (0,)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-import zerofn.core.coalesced
+import zerofn.core.coalesced_views
 
 BF16 = torch.bfloat16
 STEPS = 5
@@ -179,7 +179,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     """Whether ranks agree, whole parameters after a failed backward and after steps that follow, and the counters."""
     if buckets:
         # One leaf in each, so that some have been reduced when backward fails.
-        zerofn.core.coalesced.LEAST_BYTES = zerofn.core.coalesced.BUCKET_BYTES = 1
+        zerofn.core.coalesced_views.LEAST_BYTES = zerofn.core.coalesced_views.BUCKET_BYTES = 1
     model = Net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
     first = [*(f() for f in P.FIRST[stage]), *casts]

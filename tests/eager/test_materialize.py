@@ -11,7 +11,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.initial import seeded
+from zerofn.core.initializers import seeded
 
 STAGES = {
     "one process": lambda: [],

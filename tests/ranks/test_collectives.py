@@ -30,7 +30,7 @@ from zerofn.collectives import (
     replicate_tree,
     world_group,
 )
-from zerofn.core.agreement import agree_on_all
+from zerofn.core.rank_agreement import agree_on_all
 from zerofn.ranks.backend import barrier, gather_objects
 from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from zerofn.ranks.group import Traffic

@@ -6,7 +6,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.join import MOST, Rounds
+from zerofn.ranks.ordered_collectives import MOST, Rounds
 
 LAYERS = 10
 

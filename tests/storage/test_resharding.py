@@ -17,7 +17,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.entries import entries
+from zerofn.core.state_entries import entries
 from zerofn.ranks.local.launch import RankError, launch
 from zerofn.ranks.process_groups import world_group
 

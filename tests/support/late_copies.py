@@ -12,9 +12,9 @@ import pytest
 from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
-import zerofn.core.conveyor
 import zerofn.core.executor
-import zerofn.core.lanes
+import zerofn.core.host_copies
+import zerofn.core.state_prefetch
 
 SMALL = 64  # bytes in a bucket: two or three leaves of the models here
 
@@ -55,7 +55,7 @@ def compare_late(pipeline: str, route: str) -> tuple[list[str], list[int], int]:
     log: list[int] = []
     under_way: set[LateArrival] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zerofn.core.lanes, "lane", lambda device: LateLane(log, under_way))
-        for module in (zerofn.core.executor, zerofn.core.conveyor):
+        patch.setattr(zerofn.core.host_copies, "lane", lambda device: LateLane(log, under_way))
+        for module in (zerofn.core.executor, zerofn.core.state_prefetch):
             patch.setattr(module, "BUCKET_BYTES", SMALL)
         return compare(pipeline, route), log, len(under_way)

@@ -15,7 +15,7 @@ from ..core.arguments import check_count, check_number
 from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
-from ..pure.outside_of_graphs import outside_since
+from ..pure.uncompiled import outside_since
 from .hessian import Hessian
 
 _WHY = "it takes products until their numbers say that it is enough"

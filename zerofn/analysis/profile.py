@@ -12,8 +12,8 @@ import torch
 from .._errors import explain, kind_of
 from ..core.arguments import check_flag
 from ..eager.optimizer import Optimizer
-from .measured import Measured, html_of, lines_of, mean_of
-from .measuring import Measuring
+from .profile_instruments import Measuring
+from .profile_report import Measured, html_of, lines_of, mean_of
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("zerofn_profile", default=False)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.arguments import check_count, check_function
-from ..core.entries import entries
 from ..core.state import State
+from ..core.state_entries import entries
 from ..core.tree import Tree, tree_map
-from ..pure.outside_of_graphs import outside_since
+from ..pure.uncompiled import outside_since
 
 # Integers of as many bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

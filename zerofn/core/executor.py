@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .._ranges import UPDATE, listener, ranged, told
-from .context import Context, Prepared
 from .facts import Scope
-from .held import report_held, standing
+from .held_metrics import report_held, standing
 from .layout import Leaves
-from .stretches import Stretch
+from .segments import Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
+from .update_context import Context, Prepared
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.

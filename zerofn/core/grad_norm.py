@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..kernels.norms import added, leaf_squares, sum_of_squares
 from ..kernels.recording import root
-from .context import Context, Prepared
 from .facts import Facts
 from .layout import Leaves
 from .transform import Transform, TransformState
+from .update_context import Context, Prepared
 
 
 def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._compat.compiler import pytree, register_constant
 from .._errors import bad_leaves, explain
-from .parameters import not_a_parameter
-from .rows import span
+from .parameter_checks import not_a_parameter
+from .row_sharding import span
+from .tensor_parallel_leaves import Within
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
-from .within import Within
 
 Leaves = dict[str, Tensor]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
-from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
 from .state import counter
 from .transform import Transform, TransformState
 from .tree import apart, flatten
+from .update_context import Context, Prepared
 
 P = ParamSpec("P")
 # What a function of one tensor is told where it asks for it, as keyword-only arguments without a default.

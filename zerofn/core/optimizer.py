@@ -13,15 +13,15 @@ from torch import Tensor
 from ..kernels.recording import only_compiled
 from ..kernels.terms import once
 from .arguments import LARGEST, learning_rate
-from .context import Context, Prepared
-from .counts import Derived, by_count, each, one_more
-from .derivatives import Pulled, by_hand, updated_by
 from .facts import Facts
+from .kernel_derivatives import Pulled, by_hand, updated_by
 from .layout import Layout, Leaves
-from .leaf_steps import Given, LeafList, LeafStep, Numbers
-from .members import kernel_on_members
+from .leaf_arguments import Given, LeafList, LeafStep, Numbers
 from .state import counter
 from .transform import ScalarOrSchedule, Transform, TransformState
+from .update_context import Context, Prepared
+from .update_counts import Derived, by_count, each, one_more
+from .vmapped_kernels import kernel_on_members
 
 Slots = dict[str, Callable[[Tensor], Tensor]]
 NONE: Mapping[str, Any] = MappingProxyType({})

@@ -17,22 +17,22 @@ from torch import Tensor
 from .._errors import explain
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
-from ..ranks.reduction import OverRanks
-from .context import Context, OneProcess, Reduction
+from ..ranks.scalar_reduction import OverRanks
 from .dtypes import Dtypes
 from .facts import Scope
 from .grad_norm import GRAD_NORM
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
-from .norms import Norms
+from .metric_norms import Norms
 from .road import Road, groups_of
+from .segments import Stretch, stretches
 from .spec import Station
 from .state import State, counter
 from .stations import at_views
-from .stretches import Stretch, stretches
+from .tensor_parallel_leaves import counted_elsewhere
 from .transform import Transform, TransformState, nothing_to_prepare
+from .update_context import Context, OneProcess, Reduction
 from .views import Factor, View, Wire, cutter
-from .within import counted_elsewhere
 
 T = TypeVar("T")
 

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from .at_owners import run_at_owners
-from .compose import as_transform, complete
+from .chain import as_transform, complete
+from .chain_order import check_complete, check_pieces
 from .dtypes import Dtypes
 from .facts import OF_PIECES
 from .layout import Layout, Placement, the_one
-from .order import check_complete, check_pieces
+from .nested_sharding import behind, check_axes
+from .owner_updates import run_at_owners
 from .owners import place_in
 from .pipeline import Pipeline
 from .road import Road, groups_of
-from .second_cut import behind, check_axes
 from .stations import survey
+from .tensor_parallel_checks import beside, check_other_axes, check_wholes
 from .transform import Transform
 from .views import Ranks, View, Wire, cutting, reducing_in
-from .whole_of_model import beside, check_other_axes, check_wholes
 
 
 def pipeline(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.recording import recorded
 from ..ranks.group import Group
-from .coalesced import Like, pull_all, view_all
+from .coalesced_views import Like, pull_all, view_all
 from .dtypes import Dtypes, summable
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView, over, stored_by

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .placements import AxisPlacement, Flat, Partial, Replicate, Shard
-from .rows import cut_by_rows, rows_between
+from .row_sharding import cut_by_rows, rows_between
 
 # Along an axis of ranks that have tensors of the leaf's own shape.
 WHOLE = frozenset({Replicate, Partial})

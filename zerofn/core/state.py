@@ -13,9 +13,9 @@ from torch import Tensor
 from .._compat.compiler import register_pytree_node
 from .._compat.functorch import innermost, innermost_transform
 from .._errors import bad_leaves, explain
+from .html import bars
 from .layout import Layout, Leaves
-from .leaf_tensors import LeafTensors, assign, entries_stay
-from .pictures import bars
+from .state_by_parameter import LeafTensors, assign, entries_stay
 from .transform import TransformState
 from .tree import Tree, flatten, register_global
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from .._errors import bad_leaves
+from .chain_order import passed
 from .dtypes import Dtypes
 from .layout import Layout, Leaf
-from .order import passed
 from .placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
-from .rows import rows_between
+from .row_sharding import rows_between
 from .spec import Spec, Station
 from .transform import Transform
 from .views import View, Wire, cutting, summed_in

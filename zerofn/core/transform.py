@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .._errors import bad_leaves
 from ..kernels.recording import recorded
-from .context import Context, Prepared
 from .facts import Facts, Scope
-from .gradients import READABLE, misshapen, split_grads, unreadable
+from .gradient_checks import READABLE, misshapen, split_grads, unreadable
+from .html import road
 from .layout import Layout, Leaves, make_layout
-from .pictures import road
 from .spec import Through
 from .tree import Tree, flatten
+from .update_context import Context, Prepared
 from .views import ViewOf, no_view
 
 # A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.

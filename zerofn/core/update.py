@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .._compat.functorch import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
-from .context import Context
 from .executor import finish, run
-from .gradients import check_readable, misshapen
+from .gradient_checks import check_readable, misshapen
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
+from .update_context import Context
 
 Metrics = dict[str, Tensor]
 

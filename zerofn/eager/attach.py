@@ -7,7 +7,7 @@ from torch import nn
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.transform import Transform
-from ..pure.outside_of_graphs import outside_since
+from ..pure.uncompiled import outside_since
 from .optimizer import Optimizer
 
 

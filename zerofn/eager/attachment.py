@@ -13,7 +13,7 @@ from torch import nn
 from .._compat.autograd import in_backward
 from .._errors import explain
 from ..core.layout import make_layout
-from ..core.parameters import parameters_of
+from ..core.parameter_checks import parameters_of
 from ..core.resolve import pipeline
 from ..core.transform import Transform
 from ..module.attach_checks import (
@@ -26,14 +26,14 @@ from ..module.attach_checks import (
     check_trainable,
 )
 from ..module.backward_hooks import check_inner_hooks
-from ..module.distributed_model import DistributedModel
-from ..ranks.leases import lease
-from ..ranks.together import together
-from . import not_as_torch
-from .averaged import Averaged
-from .both_forms import Dicts
+from ..module.dtensor_model import DistributedModel
+from ..ranks.group_leases import lease
+from ..ranks.rendezvous import together
+from . import unsupported
+from .averaged_parameters import Averaged
 from .param_groups import ParamGroups
 from .resident_params import Residence, Start, as_they_are
+from .state_dict_formats import Dicts
 from .steps import Steps
 
 
@@ -114,7 +114,7 @@ class Attachment:
         """That `opt.what()` would find parameters, and all of a step or nothing of it."""
         self.averages.refuse(f"opt.{what}()")
         if self.steps.under_way:
-            raise not_as_torch.half_a_step()
+            raise unsupported.half_a_step()
         self.dicts.check_told()
 
     @contextmanager

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.context import Context
+from ..core.chain_order import effect
 from ..core.executor import Segment
 from ..core.facts import Scope
 from ..core.grad_norm import GRAD_NORM
-from ..core.order import effect
 from ..core.pipeline import Pipeline
+from ..core.segments import stretch
 from ..core.state import State
-from ..core.stretches import stretch
 from ..core.transform import Transform
+from ..core.update_context import Context
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:

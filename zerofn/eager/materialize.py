@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from .._compat.tensors import is_wrapper
 from .._errors import explain
-from ..core.agreement import check_finite
 from ..core.arguments import check_flag
-from ..core.initial import Init, check_init, device_of, first_values
+from ..core.initializers import Init, check_init, device_of, first_values
 from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
+from ..core.rank_agreement import check_finite
 from ..core.transform import Transform
 from ..module.attach_checks import check_memory
-from ..module.meta import Made, by_function, by_reset, check_resets
+from ..module.meta_modules import Made, by_function, by_reset, check_resets
 from .optimizer import Optimizer
 from .resident_form import settle_in
 

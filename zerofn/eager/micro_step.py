@@ -13,10 +13,10 @@ from ..core.state import State
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read
 from ..sharded.uncleared_gradients import Uncleared
-from .agreement_at_step import Agreement
-from .arriving_gradients import Arrivals
+from .gradient_hooks import Arrivals
 from .in_backward import InBackward
 from .master_weights import Copies
+from .step_agreement import Agreement
 
 
 class MicroStep:

@@ -14,10 +14,10 @@ from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
 from ..core.transform import Transform
-from . import not_as_torch, shown
+from . import properties, unsupported
 from . import step_hooks as _hooks
 from .attachment import Attachment
-from .forwarded import Shown, forwarded
+from .delegation import Shown, forwarded
 from .resident_params import Start, as_they_are
 
 _OTHER_STATE = (
@@ -51,14 +51,14 @@ class Optimizer(torch.optim.Optimizer):
         own.belongs_to(self)
         self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
 
-    state: Shown[State] = Shown(shown.state, *_OTHER_STATE)  # type: ignore[override]
-    tx = Shown(shown.tx, *_OTHER_TX)
-    global_steps = Shown(shown.global_steps)
-    micro_steps = Shown(shown.micro_steps)
-    skipped_steps = Shown(shown.skipped_steps)
-    overflow_leaf = Shown(shown.overflow_leaf)
-    is_boundary = Shown(shown.is_boundary, "it says what the next step does", "opt.set_boundary(True)")
-    _step_supports_amp_scaling = Shown(shown.supports_amp_scaling)
+    state: Shown[State] = Shown(properties.state, *_OTHER_STATE)  # type: ignore[override]
+    tx = Shown(properties.tx, *_OTHER_TX)
+    global_steps = Shown(properties.global_steps)
+    micro_steps = Shown(properties.micro_steps)
+    skipped_steps = Shown(properties.skipped_steps)
+    overflow_leaf = Shown(properties.overflow_leaf)
+    is_boundary = Shown(properties.is_boundary, "it says what the next step does", "opt.set_boundary(True)")
+    _step_supports_amp_scaling = Shown(properties.supports_amp_scaling)
 
     gathered = forwarded("_own", Attachment.gathered)
     averaged = forwarded("_own", Attachment.averaged)
@@ -171,10 +171,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""
-        raise not_as_torch.another_group()
+        raise unsupported.another_group()
 
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise not_as_torch.copied()
+        raise unsupported.copied()

@@ -14,34 +14,34 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.agreement import agree_on_start
-from ..core.context import Context
 from ..core.pipeline import Pipeline, first_state
+from ..core.rank_agreement import agree_on_start
 from ..core.state import State
 from ..core.transform import TransformState
+from ..core.update_context import Context
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_sight
-from ..module.guards import gathering_of, label
-from ..ranks.distributed_tensors import Form
+from ..module.parameter_guards import gathering_of, label
+from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
+from ..sharded.unit_assignment import split
 from ..sharded.unit_plans import UnitPlans
-from ..sharded.units import split
-from .agreement_at_step import MARKS, Agreement
-from .arriving_gradients import Arrivals
 from .channels import open_channels
-from .earlier_gradients import Earlier
-from .first_states import first_states
-from .full_for_a_while import full_for_a_while
+from .existing_gradients import Earlier
+from .gathered import full_for_a_while
+from .gradient_hooks import Arrivals
 from .in_backward import InBackward
-from .made_anew import Anew
+from .initial_state import first_states
+from .manual_writes import Wholes
 from .master_weights import Copies
 from .micro_step import MicroStep
+from .refresh_params import Anew
 from .resident_form import make_whole, move_out, settle_in
-from .shown_states import ShownStates
-from .written_by_hand import Wholes
+from .sharded_state_views import ShownStates
+from .step_agreement import MARKS, Agreement
 
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.

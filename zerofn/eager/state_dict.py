@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
-from ..core.entries import over_ranks
 from ..core.pipeline import Pipeline
 from ..core.state import State
+from ..core.state_entries import over_ranks
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.distributed_form import as_local, coordinate_of, cut_as, mesh_of
+from ..ranks.dtensor_shards import as_local, coordinate_of, cut_as, mesh_of
 from .param_groups import OWN, packed
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from .._compat.tensors import version
 from .._errors import explain
-from ..core.agreement import check_weight
-from ..core.context import Context
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
+from ..core.rank_agreement import check_weight
 from ..core.update import apply
+from ..core.update_context import Context
 from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write

@@ -18,8 +18,8 @@ from zerofn._compat.autograd import tell_autograd
 from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels import fused_native
 from zerofn.kernels.fused_native import Columns
-from zerofn.kernels.lists import typed
 from zerofn.kernels.operators import operator
+from zerofn.kernels.tensor_lists import typed
 
 # Leaves from which on the time of the compiler counts for more than a pass over the gradients.
 MANY = 32

@@ -13,16 +13,16 @@ from .._compat.autograd import backward_call, executing, graph_task, next_sequen
 from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
-from ..ranks.distributed_tensors import Form
+from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
-from .calls import Local
-from .closed_graph import check_closed
+from .active_calls import Local
+from .backward_graph_search import check_closed
 from .crossing import Crossing, Edge, crossing_of
-from .graph_check import Attributes
+from .leaked_tensors import Attributes
 from .nested_tensors import map_outputs
+from .node_ranges import Spans
+from .output_graph import RETURNED, SHOWN, Leaving
 from .parameter_views import ParameterViews
-from .spans import Spans
-from .upstream import RETURNED, SHOWN, Leaving
 
 
 class Sight:

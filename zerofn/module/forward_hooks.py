@@ -20,14 +20,14 @@ from .._compat.modules import CALL, backward_hooks, forward_hooks, register_in, 
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
+from .active_calls import Call
 from .backward_hooks import check_hooks_of_call
 from .boundary import Sight
-from .calls import Call
 from .forward_errors import note
-from .graph_check import Shown
+from .forward_writes import carry_written
+from .leaked_tensors import Shown
 from .nested_tensors import map_tensors, tensors_in
 from .parameter_dict import SeenParameters
-from .written_copies import carry_written
 
 # fmt: off
 NORMS = (

@@ -13,11 +13,11 @@ from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
-from ..ranks.distributed_tensors import Form, is_distributed
+from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import lasting
 from ..sharded.write_back import Place, place
-from .calls import Local
+from .active_calls import Local
 from .crossing import Crossing, Edge
 
 

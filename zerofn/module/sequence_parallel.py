@@ -15,7 +15,7 @@ from .._compat.operators import with_globals
 from .._errors import explain
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from ..ranks.sequence import around
+from ..ranks.ulysses import around
 
 
 def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequence: int = -2) -> Any:

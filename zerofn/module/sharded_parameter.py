@@ -26,17 +26,17 @@ from torch.compiler import is_dynamo_compiling
 from .._compat.autograd import gradient_hooks, in_backward
 from .._compat.compiler import uncompiled
 from .._compat.tensors import SHALLOW
-from ..sharded.function_arguments import FOREACH, Wholes, columns_of, tensors_in
+from ..sharded.gather_part import Piece
+from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.kinds_of_functions import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.origins import Origin, check_sizes
 from ..sharded.part import Handed, handed, kept, named_first, own_rows, part_of, plain, written
 from ..sharded.part import origin_of as of_part
-from ..sharded.part_functions import HANDLERS, OF_IMAGES, draws, likes, reshapes
-from ..sharded.read_only import check_unwritten
-from ..sharded.whole_of_part import Piece
-from ..sharded.whole_sizes import printed, sizes
+from ..sharded.part_origin import Origin, check_sizes
+from ..sharded.read_only_views import check_unwritten
+from ..sharded.torch_function_arguments import FOREACH, Wholes, columns_of, tensors_in
+from ..sharded.torch_function_kinds import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
+from ..sharded.torch_functions import HANDLERS, OF_IMAGES, draws, likes, reshapes
 from .sharded_parameter_refusals import check_data, refuse_copy, refuse_edge
 
 # What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.

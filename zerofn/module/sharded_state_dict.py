@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from .._compat.modules import registered
 from .._errors import explain
 from ..core.layout import Leaf
+from ..core.nested_sharding import spans_of_all
 from ..core.pipeline import Pipeline
-from ..core.rows import cut_by_rows, rows_between, span
-from ..core.second_cut import spans_of_all
-from ..ranks.distributed_form import as_distributed, as_local, in_full, mesh_of
+from ..core.row_sharding import cut_by_rows, rows_between, span
+from ..ranks.dtensor_shards import as_distributed, as_local, in_full, mesh_of
 from ..sharded.part import Part
 from .forward_hooks import Hook
 

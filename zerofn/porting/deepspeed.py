@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._errors import explain
-from ..core.compose import chain
+from ..core.chain import chain
 from ..core.transform import Transform
 from ..ranks.process_groups import world_group
 from ..transforms.accumulate import accumulate

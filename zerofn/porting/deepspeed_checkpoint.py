@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
-from ..core.entries import Entry, entries, rebuild
 from ..core.state import State
+from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
-from ..storage.replicas import group_of, meet, raise_together
+from ..storage.saving_ranks import group_of, meet, raise_together
 
 WEIGHT, STEP = "fp32", "step"
 # What counts updates: of a leaf, of a whole transform, and of the state.

@@ -11,11 +11,11 @@ from torch import Tensor
 from .._compat.compiler import uncompiled
 from .._compat.functorch import functorch_active
 from .._ranges import PHASE, ranged
-from ..core.agreement import check_weight
 from ..core.arguments import check_function, check_positional
-from ..core.gradients import split_grads
+from ..core.gradient_checks import split_grads
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import OnlyForth, enter, leave
+from ..core.rank_agreement import check_weight
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, followed, tree_map, unflatten
@@ -24,8 +24,8 @@ from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
 from .evaluate import Evaluation, cotangents_of, evaluate
 from .linearize import check_graph
-from .outside_of_graphs import outside_of_graphs
 from .states import pipe_of
+from .uncompiled import outside_of_graphs
 
 
 @outside_of_graphs

@@ -27,8 +27,8 @@ from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.gather_on_use import Units, check_alone
 from ..sharded.lazy_tensor import Lazy
+from ..sharded.unit_assignment import SMALL
 from ..sharded.unit_plans import UnitPlans
-from ..sharded.units import SMALL
 
 # A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
 TINY = 1 << 10

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.agreement import agree_on_start, check_finite, failed_of, first_states
-from ..core.averages import averages_of
-from ..core.initial import Init, check_init, device_of, first_values, made_by
+from ..core.initializers import Init, check_init, device_of, first_values, made_by
 from ..core.layout import make_layout
+from ..core.parameter_averages import averages_of
 from ..core.pipeline import Pipeline, first_state
+from ..core.rank_agreement import agree_on_start, check_finite, failed_of, first_states
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree
 from ..kernels.recording import recorded
 from .linearize import check_graph
-from .outside_of_graphs import outside_of_graphs
-from .seeing import seeing
+from .uncompiled import outside_of_graphs
+from .views_with_state import seeing
 
 
 @outside_of_graphs

@@ -13,11 +13,11 @@ from .._compat.compiler import COMPILES_STATES, begins_uncompiled, uncompiled, w
 from .._compat.functorch import functorch_active
 from .._errors import explain, kind_of
 from .._ranges import PHASE, ranged
-from ..core.agreement import shared_weight
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.layout import Layout, Leaves
 from ..core.linear_map import leave
 from ..core.pipeline import Pipeline
+from ..core.rank_agreement import shared_weight
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
@@ -27,9 +27,9 @@ from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import asked
 from .linearize import linearize
-from .outside_of_graphs import asked_of_transforms, outside_of_graphs
-from .seeing import seeing
 from .states import resolved
+from .uncompiled import asked_of_transforms, outside_of_graphs
+from .views_with_state import seeing
 
 
 @outside_of_graphs

@@ -14,7 +14,7 @@ from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten
 from ..kernels.recording import concrete
-from .outside_of_graphs import outside_since
+from .uncompiled import outside_since
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]

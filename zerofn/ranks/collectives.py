@@ -16,7 +16,7 @@ from torch import Tensor
 from .._compat.functorch import innermost_transform
 from . import backend as raw
 from .group import Group
-from .waiting import DONE, Landing, begin
+from .work_handles import DONE, Landing, begin
 
 
 def _no_fp8(t: Tensor, what: str) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .collective_checks import Cut, match
 from .collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .group import Group
-from .match import Cut, match
 
 
 def _gathered(x: Tensor, group: Group, dtype: torch.dtype, cut: Cut) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .collective_checks import Cut, match
 from .differentiable import all_gather, check_axis, gather, reduce_scatter, reduced, scatter
 from .group import Group
-from .match import Cut, match
 
 Tree = Mapping[str, Tensor]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import backend as raw
 from .group import Group
-from .presence import Presence
+from .rank_liveness import Presence
 
 
 class _Registry:

@@ -22,11 +22,11 @@ import torch
 
 from .._errors import explain
 from . import backend as raw
-from .background import settle
+from .background_thread import settle
 from .group import Group
 from .open_groups import close_all, finished, registry
-from .presence import Presence
-from .together import together
+from .rank_liveness import Presence
+from .rendezvous import together
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 

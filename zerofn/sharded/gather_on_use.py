@@ -22,19 +22,19 @@ from .._compat.compiler import uncompiled
 from .._compat.functorch import beneath_functorch, functorch_active, is_batch
 from .._compat.tensors import all_plain
 from .._errors import explain
-from ..core.gradients import check_dense
+from ..core.gradient_checks import check_dense
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import untracked
 from ..core.pipeline import Pipeline
 from ..ranks.group import Group
-from .gathered import ALIVE, Gathered
+from .flush import Rests
+from .forward_writes import Written
+from .gathered_units import ALIVE, Gathered
 from .lazy_tensor import Lazy
 from .prefetch import Course
-from .rests import Rests
 from .unit_collectives import UnitCollectives
 from .unit_plans import UnitPlans
 from .unit_rounds import PARAMETERS, TANGENTS, UnitRounds, lasting
-from .written_in_forward import Written
 
 
 class Units:

@@ -28,13 +28,13 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat.tensors import alias_of
 from .._errors import explain
-from .function_arguments import tensors_in
-from .kinds_of_functions import Kind, in_place, kind_of
-from .linear_functions import check_linear, from_hooks
-from .origins import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
-from .part_functions import HANDLERS
-from .read_only import PLAIN, ReadOnly, check_unwritten
-from .writes_into_parts import into_out, into_plain, write
+from .hook_linearity import check_linear, from_hooks
+from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
+from .part_writes import into_out, into_plain, write
+from .read_only_views import PLAIN, ReadOnly, check_unwritten
+from .torch_function_arguments import tensors_in
+from .torch_function_kinds import Kind, in_place, kind_of
+from .torch_functions import HANDLERS
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
 # Made beside a part, and of nothing that is in it.

@@ -6,7 +6,7 @@ other to do it, and the next unit's parameters are gathered while the last one c
 
 from __future__ import annotations
 
-from ..ranks.join import Asked
+from ..ranks.ordered_collectives import Asked
 
 START: Asked = (0, 0)
 

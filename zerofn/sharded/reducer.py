@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from .._ranges import VIEW, WAIT, ranged
-from ..core.coalesced import Like, cut
+from ..core.coalesced_views import Like, cut
 from ..core.layout import Leaf
 from ..core.views import Wire
 from ..ranks.group import Group
-from .agreement_on_rounds import Question, check_marks
+from .round_agreement import Question, check_marks
 from .unit_plans import Sum
 
 # Buckets under way at once. Each holds one buffer; more would make a full gradient of them.

@@ -28,7 +28,7 @@ from .._compat.autograd import next_sequence, number_of, saved_by, saved_tensors
 from .._compat.compiler import uncompiled
 from .._compat.functorch import innermost
 from .._compat.tensors import local_of, version
-from ..ranks.distributed_tensors import Form, is_distributed
+from ..ranks.dtensor_parameters import Form, is_distributed
 from .gather_on_use import Units
 
 NEVER = 1 << 64

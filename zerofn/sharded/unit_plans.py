@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.coalesced import cut
+from ..core.coalesced_views import cut
 from ..core.layout import Leaf
 from ..core.road import Road
 from ..core.views import View, Wire, summed_in

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..core.layout import Leaf
 from ..ranks.group import Group
-from ..ranks.join import CALL, Asked, Rounds
-from .gathered import ALIVE, Gathered
+from ..ranks.ordered_collectives import CALL, Asked, Rounds
+from .gathered_units import ALIVE, Gathered
 from .prefetch import Course
 from .unit_collectives import UnitCollectives
 

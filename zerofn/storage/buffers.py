@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._compat.modules import persistent_buffers
 from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain
-from ..core.entries import Entry
+from ..core.state_entries import Entry
 
 OWNER = "buffers"
 

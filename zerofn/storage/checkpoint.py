@@ -13,21 +13,21 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..core.arguments import check_flag
-from ..core.entries import Entry, entries
 from ..core.state import State
+from ..core.state_entries import Entry, entries
 from ..core.tree import tree_map
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
-from ..pure.outside_of_graphs import outside_since
-from ..ranks.background import settle
+from ..pure.uncompiled import outside_since
+from ..ranks.background_thread import settle
 from ..ranks.group import Group
+from .async_save import Saving, copied, still, still_then, unwritten
 from .buffers import buffers_of, check_can_be_saved
+from .checkpoint_match import boxes_of, name_of
 from .files import place_of
-from .fit import boxes_of, name_of
+from .formatting import dtype_name
 from .manifest import ROW_MAJOR
-from .replicas import check_replicas, group_of, meet, row_major
-from .saving import Saving, copied, still, still_then, unwritten
-from .words import dtype_name
+from .saving_ranks import check_replicas, group_of, meet, row_major
 
 # What a transform of another library may keep besides tensors.
 PLAIN = (bool, int, float, str, type(None))

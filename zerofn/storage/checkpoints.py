@@ -16,14 +16,14 @@ from ..core.arguments import check_count, check_flag
 from ..core.state import State
 from ..eager.optimizer import Optimizer
 from ..ranks.backend import gather_objects
-from ..ranks.background import settle
+from ..ranks.background_thread import settle
 from ..ranks.group import Group
 from . import manifest as _manifest
+from .async_save import Saving
 from .checkpoint import state_of, write
 from .files import discard, place_of
 from .loading import load
-from .replicas import group_of, meet
-from .saving import Saving
+from .saving_ranks import group_of, meet
 
 NAME = re.compile(r"step_(\d{9,})")
 NOT_WHOLE = (_manifest.Damaged, FileNotFoundError)

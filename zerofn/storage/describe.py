@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import explain
-from ..core.entries import Entry, entries
+from ..core.html import bars
 from ..core.layout import Placement
-from ..core.pictures import bars
 from ..core.state import State
+from ..core.state_entries import Entry, entries
 from ..eager.optimizer import Optimizer
+from .formatting import aligned, dtype_name, readable, span_of
 from .stations_table import StationsTable
-from .words import aligned, dtype_name, readable, span_of
 
 # Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
 MAX_LINES = 12

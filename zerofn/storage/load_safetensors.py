@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
-from ..core.entries import Entry, entries
 from ..core.pipeline import Pipeline
 from ..core.state import State
+from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
-from ..pure.outside_of_graphs import outside_since
 from ..pure.states import pipe_of
+from ..pure.uncompiled import outside_since
 from .buffers import buffers_of
 from .buffers import write as write_buffers
 from .checkpoint import state_of
-from .replicas import group_of, meet, raise_together
+from .saving_ranks import group_of, meet, raise_together
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

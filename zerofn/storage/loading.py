@@ -10,24 +10,24 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.arguments import check_flag
-from ..core.entries import Entry, before, entries, rebuild
 from ..core.pipeline import Pipeline
 from ..core.state import State
+from ..core.state_entries import Entry, before, entries, rebuild
+from ..core.tensor_parallel_leaves import joined
 from ..core.transform import Transform
-from ..core.within import joined
 from ..eager.optimizer import Optimizer
-from ..pure.outside_of_graphs import outside_since
 from ..pure.states import pipe_of
-from ..ranks.background import settle
+from ..pure.uncompiled import outside_since
+from ..ranks.background_thread import settle
 from .buffers import buffers_of, check_can_be_written, tell_of_missing
 from .buffers import without as without_buffers
 from .buffers import write as write_buffers
 from .checkpoint import state_of
+from .checkpoint_match import copies_in, differences, misfit_message, reordered, source
 from .files import place_of
-from .fit import copies_in, differences, misfit_message, reordered, source
-from .partial import Loaded, Partial, groups_by_name
-from .replicas import group_of, meet
-from .windows import check_views, share_windows
+from .partial_load import Loaded, Partial, groups_by_name
+from .saving_ranks import group_of, meet
+from .window_resharding import check_views, share_windows
 
 
 @overload

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._compat.tensors import shape_only
 from .._errors import explain
 from ..core.layout import Leaves, make_layout
-from ..core.parameters import parameters_of
+from ..core.parameter_checks import parameters_of
 from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
 from ..core.transform import Transform
@@ -18,7 +18,7 @@ from ..core.tree import Tree, tree_map
 from ..core.views import Ranks
 from ..module.attach_checks import check_initialised
 from ..module.buffer_dtypes import dtypes_of_buffers
-from ..pure.outside_of_graphs import outside_since
+from ..pure.uncompiled import outside_since
 from ..ranks.backend import ranks_of
 from ..ranks.group import Group
 from .describe import Table, rows_of_buffers, table_of

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.entries import Entry, entries
 from ..core.state import State
-from ..core.within import joined
+from ..core.state_entries import Entry, entries
+from ..core.tensor_parallel_leaves import joined
 from ..eager.optimizer import Optimizer
-from ..pure.outside_of_graphs import outside_since
+from ..pure.uncompiled import outside_since
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
+from .atomic_replace import put_in_place
 from .checkpoint import state_of
-from .replace import put_in_place
-from .replicas import group_of, meet, raise_together
+from .saving_ranks import group_of, meet, raise_together
 
 
 @outside_since("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.html import road
 from ..core.layout import Leaf
-from ..core.pictures import road
 from ..core.pipeline import Pipeline
 from ..core.placements import AxisPlacement, Owner
 from ..core.spec import Spec, Station
 from ..core.views import View
-from .words import aligned, dtype_name, readable, span_of
+from .formatting import aligned, dtype_name, readable, span_of
 
 # Kinds of leaves of one station beyond which the rest is counted.
 MOST = 6

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compose import chain
-from ..core.order import effect
+from ..core.chain import chain
+from ..core.chain_order import effect
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves
-from ..core.by_rows import keeps_leaves_alone
-from ..core.compose import chain
-from ..core.entries import Entry, entries
+from ..core.chain import chain
+from ..core.chain_order import effect
 from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
-from ..core.order import effect
 from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
+from ..core.row_updates import keeps_leaves_alone
 from ..core.spec import as_it_is
 from ..core.state import State
+from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..core.tree import Tree
 from ..core.update import apply

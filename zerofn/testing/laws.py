@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compose import as_transform, chain
+from ..core.chain import as_transform, chain
 from ..core.facts import Scope
 from ..core.layout import make_layout
 from ..core.state import State

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._errors import bad_leaves
-from ..core.compose import chain
+from ..core.chain import chain
 from ..core.layout import Leaves, make_layout
 from ..core.resolve import pipeline
 from ..core.spec import Spec

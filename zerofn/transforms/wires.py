@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._compat.operators import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
-from .packing import flat_to_sum, row_of, rows_to_sum, wholes_of
+from .bucket_packing import flat_to_sum, row_of, rows_to_sum, wholes_of
 
 _SHAPE = attrgetter("shape")
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..background import settle
+from ..background_thread import settle
 from ..open_groups import finished
 from ..process_groups import initialize
 from .serialization import load, pickler, read

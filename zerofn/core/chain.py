@@ -1,0 +1,216 @@
+"""`chain`, and guests from other libraries in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .._errors import bad_leaves, explain
+from .arguments import check_needs, made_outside_of_graphs
+from .chain_order import check_order
+from .executor import Segment, finish, run
+from .facts import Facts, Scope, most
+from .layout import Layout, Leaves
+from .leafwise import transform
+from .segments import stretch, stretches
+from .transform import Transform, TransformState, nothing_to_prepare
+from .tree import apart
+from .update_context import Context, Prepared
+
+
+@runtime_checkable
+class GradientTransformation(Protocol):
+    """The shape of torchopt's transformations, which a chain accepts as they are."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+@made_outside_of_graphs
+def chain(*transforms: Transform | GradientTransformation) -> Transform:
+    """Compose transforms; left to right is the road of a gradient from the model to storage.
+
+    Associative: a chain inside a chain is the same as its members. An order without meaning is
+    refused here. Members of one name get a number, so that each has its own state: those of a chain
+    inside are numbered anew, and names given by `named` stay.
+
+    Args:
+        transforms: what `zf` functions return, chains, or objects with `init(params)` and
+            `update(updates, state, params)` such as those of torchopt.
+
+    Raises:
+        TypeError: an argument is no transform.
+        ValueError: the order has no meaning; both transforms, the reason and a right order are named.
+
+    >>> import zerofn as zf
+    >>> zf.chain(zf.clip_by_value(1.0), zf.chain(zf.sgd(0.1))) == zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))
+    True
+    """
+    flat: list[Transform] = []
+    for t in transforms:
+        t = as_transform(t)
+        flat.extend(t.members)
+    taken = {t.base or t.name for t in flat}
+    seen: dict[str, int] = {}
+    parts = []
+    for t in flat:
+        base = t.base or t.name
+        seen[base] = seen.get(base, 0) + 1
+        name = base if seen[base] == 1 else f"{base}_{seen[base]}"
+        while seen[base] > 1 and name in taken:
+            seen[base] += 1
+            name = f"{base}_{seen[base]}"
+        parts.append(t if t.name == name else t.renamed(name, None if name == base else base))
+    check_order(parts)
+    return in_turn(tuple(parts))
+
+
+chain.__rebuild__ = lambda config, parts: chain(*parts)  # type: ignore[attr-defined]
+
+
+def in_turn(parts: tuple[Transform, ...]) -> Transform:
+    """A chain of these, as they are."""
+    alone = bool(parts) and all(p.scope is Scope.LEAF for p in parts)
+    at_once, in_order = stretch(parts), stretches(parts)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        states = {p.name: p.init_fn(leaves, layout) for p in parts}
+        return at_once.spread(at_once.states(states), states)
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        segment = Segment(at_once, state, params, ctx)
+        return Prepared(segment, close=segment.close, emit=not segment.held)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, segment: Segment | None, ctx: Context) -> Any:
+        signal: Leaves | None
+        if segment is None:
+            signal, new, emitted = run(in_order, grads, state, params, ctx)
+        else:
+            signal = segment.feed(grads, params)
+            new, emitted = segment.states()
+        if signal is not None and emitted is not True:
+            signal = finish(signal, params, emitted)
+        return signal, new
+
+    return Transform(
+        "chain",
+        Scope.LEAF if alone else Scope.WHOLE,
+        most(p.needs for p in parts),
+        init_fn=init,
+        prepare_fn=prepare if alone else nothing_to_prepare,
+        update_fn=update,
+        parts=parts,
+        in_turn=True,
+        factory=chain,
+    )
+
+
+def as_transform(t: Any) -> Transform:
+    """`t` itself, or a guest wrapped; a `TypeError` for anything else."""
+    if isinstance(t, Transform):
+        return t
+    _check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
+    return guest(t)
+
+
+def _check_guest(t: Any, where: str, right: str) -> None:
+    """A `TypeError` where it cannot be one; `where` has a place for it."""
+    if isinstance(t, torch.optim.Optimizer):
+        raise TypeError(
+            explain(
+                where.format(f"{type(t).__name__}(...)"),
+                "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
+                "chain(..., zf.adamw(lr=1e-3)) or chain(..., zf.from_torch(torch.optim.NAdam, lr=1e-3)), and\n"
+                "zf.attach(model, tx) for something that looks like an optimizer",
+            )
+        )
+    if isinstance(t, type) or not isinstance(t, GradientTransformation):
+        hint = f"; call it: {t.__name__}(...)" if callable(t) and hasattr(t, "__name__") else ""
+        raise TypeError(
+            explain(
+                where.format(repr(t)),
+                f"{type(t).__name__} is no transform{hint}",
+                f"{right} with init(params) and update(updates, state, params)",
+            )
+        )
+
+
+@transform
+def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
+    """A transformation of another library, such as torchopt's. A chain takes one without this call too.
+
+    It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns is
+    added to the parameters. Lists in which it keeps state of pieces, as torchopt does, are each rank's own:
+    `opt.state_dict()` keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
+
+    Args:
+        transformation: an object with `init(params)` and `update(updates, state, params)`.
+        needs: how much of the tree an update must see to be right. `"element"`: each element of what it returns
+            comes from the same element of gradient, parameter and state alone, as in Adam. Then under `shard` and
+            `reduce_scatter` it is handed flat pieces of leaves, some of them empty. Else (`"row"`, `"leaf"`, `"tree"`:
+            a norm, a trust ratio, a matrix product) it is refused there, where leaves are really cut: on more
+            than one rank. On one rank, and under `all_reduce` on any number, it is right.
+
+    Raises:
+        TypeError: no such object.
+        ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update another shape.
+
+    >>> import torch, zerofn as zf
+    >>> class Descent:
+    ...     def init(self, params):
+    ...         return ()
+    ...     def update(self, updates, state, params=None):
+    ...         return {path: -0.5 * g for path, g in updates.items()}, state
+    >>> tx = zf.chain(zf.shard(), zf.guest(Descent(), needs="element"))
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
+    >>> state.params
+    {'w': tensor([-0.5000])}
+    """
+    if isinstance(transformation, Transform):
+        why, right = "it is a transform of this library already", f"chain(..., {transformation.name}(...), ...)"
+        raise TypeError(explain(f"guest({transformation.name}(...))", why, right))
+    _check_guest(transformation, "guest({})", "an object")
+    alone = "a number of the whole tree that it takes itself is one of this rank's pieces"
+    check_needs("guest", needs, ("element", "row", "leaf", "tree"), alone)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
+
+    name, known = type(transformation).__name__, inspect.signature(transformation.update).parameters
+    extra = {"inplace": False} if "inplace" in known else {}
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        missing = [(p, "no gradient in this step") for p in params if p not in grads]
+        if missing:
+            right = "zf.masked(transformation, mask) over the leaves that always have one"
+            raise ValueError(bad_leaves("a transformation of another library needs every gradient", missing, right))
+        if "params" in known:
+            out, inner = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
+        else:
+            out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
+        wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
+        if wrong:
+            raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
+        # It may keep what it is given, which is written in place afterwards.
+        return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
+
+    return Transform(name, Scope.WHOLE, needs, Facts(adds=True), init_fn=init, update_fn=update)
+
+
+def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
+    gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
+    if any(p.facts.optimizes for p in parts) or not gradient or not parts[gradient[-1]].facts.adds:
+        return parts
+    last = parts[gradient[-1]]
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        out, state = last.update_fn(grads, state, params, carry, ctx)
+        return {p: (params[p] + u).to(params[p].dtype) for p, u in out.items()}, state
+
+    adding = replace(last, facts=replace(last.facts, optimizes=True), update_fn=update)
+    return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])

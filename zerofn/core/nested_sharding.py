@@ -1,0 +1,141 @@
+"""Parts of leaves, cut once more along another axis of a mesh: what the second wire is told of a leaf.
+
+`shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that range and
+never sees the leaf. A wire knows one way to cut one leaf, so it is told of a leaf that is that range: of its rows, if
+it is of whole ones. All ranks of the second wire have one part of the leaf, since axes of a mesh cross: what one of
+them sends is what the others expect. Between the two a part is flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..ranks.group import Group
+from .layout import Leaf
+from .row_sharding import rows_between
+from .views import View, Wire, cutter, over_ranks
+
+
+@dataclass(frozen=True)
+class OfParts:
+    """A wire of the parts that another one has left of leaves.
+
+    Attributes:
+        first: how leaves are cut before.
+        wire: how their parts are.
+    """
+
+    first: Wire
+    wire: Wire
+    cuts: ClassVar[bool] = True
+
+    @property
+    def group(self) -> Group:
+        return self.wire.group
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.wire.reduce_dtype
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> OfParts:
+        return replace(self, wire=self.wire.on(group, reduce_dtype))
+
+    def given(self, leaf: Leaf) -> Leaf:
+        return part_of(leaf, self.first)
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's flat range of the whole leaf."""
+        begin = self.first.span(leaf)[0]
+        low, high = self.wire.span(self.given(leaf))
+        return begin + low, begin + high
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.view(x, self.given(leaf)).reshape(*x.shape[:-1], -1)
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        part = self.given(leaf)
+        return self.wire.pull(g.reshape(*g.shape[:-1], *part.shape), part)
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.store(x, self.given(leaf))
+
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send_parts(parts, self._given(leaves), async_op)
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return self.wire.join_parts(rows, self._given(leaves), into)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        return self.wire.pack(grads, self._given(leaves), numels, dtype, device)
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send(buffer, async_op)
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        return self.wire.unpack(mine, self._given(leaves), numels)
+
+    def _given(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        return [self.given(leaf) for leaf in leaves]
+
+
+def part_of(leaf: Leaf, wire: Wire) -> Leaf:
+    """What a wire leaves of a leaf, as a leaf: some of its rows, or a flat range."""
+    low, high = wire.span(leaf)
+    return replace(leaf, shape=torch.Size(rows_between(leaf.shape, low, high) or (high - low,)))
+
+
+def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """The flat range of a leaf that each rank has, rank by rank, where wires cut it one behind the other."""
+    first, *rest = cutting
+    for rank in range(first.group.size):
+        wire = first.on(replace(first.group, rank=rank), None)
+        if rest:
+            # What cuts behind another wire was made by `behind`.
+            yield from spans_of_all([replace(cast(OfParts, rest[0]), first=wire), *rest[1:]], leaf)
+        else:
+            yield wire.span(leaf)
+
+
+def _flat(leaf: Leaf) -> Leaf:
+    return replace(leaf, shape=torch.Size([leaf.numel]))
+
+
+def behind(view: View, before: Sequence[View]) -> View:
+    """The view as it is behind others: of parts of leaves, if one of those cuts them."""
+    first = cutter(before)
+    if first is None or view.wire is None or not view.wire.cuts:
+        return view
+    wire = OfParts(first, view.wire)
+    parts = over_ranks(wire, view.resident, view.traceable)
+    return replace(parts, given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
+
+
+def check_axes(views: Sequence[View]) -> None:
+    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common."""
+    seen: list[tuple[str, Group]] = []
+    for name, group in ((view.name, view.wire.group) for view in views if view.wire is not None):
+        for other, before in seen:
+            both = sorted(set(before.ranks) & set(group.ranks))
+            if len(both) > 1:
+                raise ValueError(
+                    explain(
+                        f"chain(..., {other}, ..., {name}, ...) that both reduce over ranks {both}",
+                        "the second finds nothing to add up there: what those ranks have is reduced over them already",
+                        "mesh = init_device_mesh(device, (nodes, ranks_of_one), mesh_dim_names=('nodes', 'node'))\n"
+                        f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
+                    )
+                )
+        seen.append((name, group))

@@ -1,0 +1,128 @@
+"""Transforms that need whole leaves, where leaves are cut over ranks: run at the owner of each leaf.
+
+States live at the owner alone. On other ranks a state has its shape and no memory: one element, expanded. So the
+structure of a state is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.tensors import is_shape_only
+from .facts import OF_LEAVES, Scope
+from .layout import Layout, Leaves
+from .owners import Exchange, OwnerFailed, owners_of
+from .partition import over_each
+from .row_updates import Rows, by_rows, keeps_leaves_alone, rows_here
+from .transform import Transform, TransformState
+from .tree import tree_map
+from .update_context import Context
+from .views import Wire
+
+
+def may_be_owned(t: Transform) -> bool:
+    """Whether it needs whole leaves and no more, and none of another library is inside."""
+    return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
+
+
+def _inside(t: Transform) -> list[Transform]:
+    return [x for part in t.parts for x in (part, *_inside(part))]
+
+
+def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
+    """The same transform with what needs whole leaves run at their owners.
+
+    Of a `partition` only the leaves of members that need whole ones travel, and of a member that needs rows only leaves
+    that are not cut by rows. Returned are also the owners, by path, for each place in the state of `t` that is of whole
+    leaves.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+
+    def owned(part: Transform, paths: set[str], where: str) -> Transform:
+        leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
+        if not may_be_owned(part):
+            return part
+        rows: Rows = rows_here(cutting, leaves) if part.needs == "row" else {}
+        if rows and keeps_leaves_alone(part, leaves, layout):
+            part, leaves = by_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
+        if not leaves:
+            return replace(part, needs="element")
+        at = owners_of(cutting, leaves)
+        ranks[where] = at.rank_of
+        return at_owners(part, at)
+
+    return over_each(t, owned, layout), ranks
+
+
+def at_owners(part: Transform, at: Exchange) -> Transform:
+    """The same transform, run at the owners of these leaves; of others it is handed what this rank has."""
+    owned = {leaf.path for leaf in at.leaves}
+
+    def init(pieces: Leaves, layout: Layout) -> TransformState:
+        metas = {x.path: torch.empty(x.shape, dtype=pieces[x.path].dtype, device="meta") for x in at.leaves}
+        here = {path: x for path, x in pieces.items() if path not in owned}
+        if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
+            return part.init_fn({**here, **{p: pieces[p].new_empty(m.shape) for p, m in metas.items()}}, layout)
+        wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
+        failure: Exception | None = None
+        everywhere: TransformState = {}
+        own: TransformState = {}
+        try:
+            # The form of the state of leaves that other ranks own.
+            everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
+        except Exception as error:
+            # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
+            failure = error
+        at.agree(failure)
+        device = next(iter(pieces.values())).device
+        return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        given = {path: params[path] for path in grads if path in owned}
+        theirs = {path: g for path, g in grads.items() if path in owned}
+        here = grads.keys() - owned
+        own = _of(state, {*here, *at.mine(theirs)}, owned | here)
+        wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
+        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
+        like = given if part.facts.optimizes else theirs
+        try:
+            out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
+        except Exception as error:
+            # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
+            with contextlib.suppress(OwnerFailed):
+                at.to_pieces(error, like)
+            raise
+        if out is None:
+            return None, _laid_over(state, new)
+        pieces = at.to_pieces(out, like)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, _laid_over(state, new)
+
+    return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
+
+
+def _without_memory(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
+
+
+def _of(state: Any, own: set[str], paths: set[str]) -> Any:
+    """The same state, whose entries by path are only those of the leaves in `own`."""
+    if not isinstance(state, dict):
+        return state
+    if state.keys() & paths and state.keys() <= paths:
+        return {path: x for path, x in state.items() if path in own}
+    return {key: _of(x, own, paths) for key, x in state.items()}
+
+
+def _laid_over(old: Any, new: Any) -> Any:
+    """A state with the entries that another one has."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{key: _laid_over(old[key], x) if key in old else x for key, x in new.items()}}
+    return new

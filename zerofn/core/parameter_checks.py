@@ -1,0 +1,47 @@
+"""What a parameter is: those of a module, and what an entry of a tree lacks to be one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..ranks.dtensor_parameters import is_distributed
+
+DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
+
+
+def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
+    """The parameters of a module by path, a tied one under each of its names.
+
+    Those of integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps
+    them whole, as it does buffers.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
+
+
+def not_a_parameter(leaf: Any) -> str | None:
+    """Why an entry of a tree is no parameter, and what to give instead; `None` of one, and of `None`."""
+    if leaf is None:
+        return None
+    if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
+        return "not initialised yet, as of a lazy module; run the model once on a batch before"
+    if isinstance(leaf, Tensor):
+        if leaf.is_complex():
+            return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
+        if not leaf.is_floating_point():
+            return f"{leaf.dtype} has no gradient; keep it outside of the parameters"
+        if leaf.dtype.itemsize < 2:
+            return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
+        if leaf.layout != torch.strided:
+            return f"layout {leaf.layout}; only strided tensors are parameters"
+        return DISTRIBUTED if is_distributed(leaf) else None
+    if is_dataclass(leaf) and any(isinstance(getattr(leaf, f.name), Tensor) for f in fields(leaf)):
+        name = type(leaf).__name__
+        return f"dataclass {name} is not registered: optree.dataclasses.dataclass({name}, namespace='zerofn')"
+    return f"{type(leaf).__name__} is no tensor"

@@ -1,0 +1,221 @@
+"""The transforms that hand different leaves to different transforms: `masked` and `partition`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .._errors import bad_leaves, explain
+from .chain import as_transform, chain, complete, in_turn
+from .chain_order import effect
+from .executor import Segment
+from .facts import Facts, Scope, most
+from .layout import Layout, Leaves, prefix_values
+from .leafwise import transform
+from .segments import stretch
+from .transform import Transform, TransformState
+from .update_context import Context, Prepared
+from .views import no_view
+
+
+@transform
+def masked(transform: Transform, mask: Any) -> Transform:
+    """Apply a transform to some leaves only; the others pass by unchanged.
+
+    A masked optimizer leaves the other parameters as they are.
+
+    Args:
+        transform: any transform of gradients, or a chain of them.
+        mask: a function `path -> bool`, or a tree of bools that may stop above the leaves.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.masked(zf.clip_by_value(1.0), lambda path: path != "b"), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.full((1,), 5.0), "b": torch.full((1,), 5.0)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-5.])}
+    """
+    inner = _inside(as_transform(transform), "masked")
+
+    def chosen(layout: Layout) -> dict[str, bool]:
+        return {path: bool(v) for path, v in values_by_path(mask, layout, "mask", bool).items()}
+
+    return _grouped(
+        "masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner}
+    )
+
+
+@transform
+def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transform:
+    """Give each leaf to the transform of its label.
+
+    Args:
+        transforms: label to transform, or chain. `None` leaves the leaves of that label alone: among
+            optimizers it freezes them; among transforms of gradients their gradients pass by unchanged, to
+            an optimizer that trains them.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+
+    Raises:
+        ValueError: a label has no transform (every such leaf is named), or optimizers are mixed with others.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1), "b": torch.ones(1)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-0.1000])}
+    """
+    if not isinstance(transforms, Mapping) or not transforms:
+        raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
+    inner = {k: None if t is None else _inside(as_transform(t), "partition") for k, t in transforms.items()}
+    outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
+    if len(set(outcomes.values())) > 1:
+        kinds = ", ".join(f"{k!r}: {told}" for k, (told, _) in outcomes.items())
+        raise ValueError(
+            explain(
+                f"partition({{{kinds}}}, labels)",
+                "every label must turn gradients into the same thing",
+                "an optimizer for every label, or for none",
+            )
+        )
+    return _grouped("partition", lambda layout: values_by_path(labels, layout, "labels", str), inner)
+
+
+def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
+    """The same `masked` or `partition` over `fn` of each of its members."""
+    assert group.factory is not None
+    config = dict(group.config)
+    if "transforms" in config:
+        config["transforms"] = {k: None if t is None else fn(t) for k, t in config["transforms"].items()}
+    else:
+        config["transform"] = fn(config["transform"])
+    return group.factory(**config).renamed(group.name, group.base)
+
+
+def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
+    """The same transform over `fn` of each one in it that hands leaves to no other.
+
+    `fn` is given it, the paths of its leaves, and where in the state of `t` its own stands: `""`, or keys that each end
+    in a slash.
+    """
+
+    def over(t: Transform, paths: set[str], where: str) -> Transform:
+        if t.in_turn:
+            return replace(t, **_run_of(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
+        if t.members_fn is None:
+            return fn(t, paths, where)
+        # The key of a member's state is what follows the name in its prefix.
+        found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in t.members_fn(layout).items()}
+        labels = {path: k for k, (_, own) in found.items() for path in own}
+        inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
+        return replace(t, **_run_of(_grouped(t.name, lambda _: {p: labels.get(p) for p in paths}, inner)))
+
+    return over(t, {leaf.path for leaf in layout.leaves}, "")
+
+
+def _run_of(t: Transform) -> dict[str, Any]:
+    """How `t` is run, to be given to a transform that prints, compares and pickles as it does itself."""
+    names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "named_fn")
+    return {name: getattr(t, name) for name in names}
+
+
+def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
+    """What a function of paths, or a tree that may stop above the leaves, gives each leaf.
+
+    Raises:
+        TypeError: of another kind; every such leaf is named.
+    """
+    if callable(given):
+        values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
+    else:
+        values = prefix_values(given, layout, f"this {what} does not fit the parameters")
+    wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
+    if wrong:
+        raise TypeError(
+            bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
+        )
+    return values
+
+
+def _inside(t: Transform, where: str) -> Transform:
+    """What may be nested: no view, and nothing that holds a part of the tree back."""
+    for part in t.parts or (t,):
+        why, does = None, effect(part)
+        if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
+            why = "concerns the whole tree; on a part of it the step has no meaning"
+        elif part.view_fn is not no_view:
+            why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"
+        if why:
+            wrong, right = f"{where}({part.name}(...), ...)", f"chain({part.name}(...), {where}(...))"
+            raise ValueError(explain(wrong, f"{part.name} {why}", right))
+    return chain(*complete(t.parts)) if t.in_turn else t
+
+
+def _outcome(t: Transform) -> tuple[str, Facts]:
+    """What a member turns gradients into: in words, and as facts."""
+    facts = [p.facts for p in t.parts or (t,)]
+    if any(f.optimizes for f in facts):
+        return "gradient to new parameter", Facts(optimizes=True)
+    if all(f.watches for f in facts):
+        return "watches new parameters", Facts(watches=True)
+    return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
+
+
+def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
+    """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
+    members = {k: t for k, t in inner.items() if t is not None}
+    alone_in = {k: stretch([t]) for k, t in members.items()}
+    # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
+    alone = all(t.scope is Scope.LEAF for t in members.values())
+    facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
+
+    def groups(layout: Layout) -> dict[str, set[str]]:
+        given = labels(layout)
+        wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v is not None and v not in inner]
+        if wrong:
+            raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
+        return {k: {p for p, v in given.items() if v == k} for k in members}
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {
+            k: members[k].init_fn({p: x for p, x in leaves.items() if p in paths}, layout)
+            for k, paths in groups(layout).items()
+        }
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        found: dict[str, tuple[set[str], Segment]] = {}
+        for k, paths in groups(ctx.layout).items():
+            look = None if grads is None else {p: g for p, g in grads.items() if p in paths}
+            own = {p: x for p, x in params.items() if p in paths}
+            states = {members[k].name: state[k]}
+            found[k] = paths, Segment(alone_in[k], states, own, ctx.inside(f"{name}.{k}"), look)
+
+        def close() -> None:
+            for _, segment in found.values():
+                segment.close()
+
+        return Prepared(found, close=close)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, Any], ctx: Context):
+        out = {} if facts.optimizes else dict(grads)
+        new: TransformState = {}
+        for k, (paths, segment) in carry.items():
+            own = {p: x for p, x in params.items() if p in paths}
+            if own or not alone:
+                out.update(segment.feed({p: grads[p] for p in own if p in grads}, own))
+                new[k] = segment.states()[0][members[k].name]
+        return out, new
+
+    return Transform(
+        name,
+        Scope.LEAF if alone else Scope.WHOLE,
+        most(t.needs for t in members.values()),
+        facts,
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+        parts=tuple(members.values()),
+        members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
+        named_fn=lambda other: _grouped(other, labels, inner),
+    )

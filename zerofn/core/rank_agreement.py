@@ -1,0 +1,236 @@
+"""Before a state is made: are there numbers in it, and do all ranks mean the same pipeline and parameters?"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.functorch import is_wrapped
+from .._errors import bad_leaves, explain
+from ..kernels.recording import concrete
+from ..ranks.backend import gather_objects
+from ..ranks.group import Group
+from ..ranks.rendezvous import together
+from ..ranks.scalar_reduction import mean_over
+from .arguments import weight_of
+from .layout import Leaves
+from .pipeline import Pipeline
+from .transform import TransformState
+
+
+def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
+    """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
+
+    Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
+    """
+    check_finite(tensors)
+    agree_on_chain(pipe, call)
+    if pipe.groups:
+        right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
+        agree_on_prints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
+    if model := [group for group in pipe.model if group.size > 1]:
+        whole = [leaf.path for leaf in pipe.layout.leaves if leaf.within is not None and not leaf.within.cut]
+        right = "torch.manual_seed(0) before the model is made and parallelize_module, on every rank"
+        agree_on_prints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
+
+
+def agree_on_chain(pipe: Pipeline, call: str) -> None:
+    """Raise on every rank if ranks have other pipelines, or other trees of parameters.
+
+    Args:
+        pipe: the pipeline.
+        call: as the user writes it. Ranks that have not come yet may load or fetch something for long and are waited
+            for; not those that are seen to wait elsewhere, as after an error that one rank has caught alone.
+    """
+    if not pipe.every_group:
+        return
+    for group in pipe.every_group:
+        together(call, group.ranks, f"{call} on every rank", math.inf)
+    # The address of a function differs between processes that run the same code.
+    tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
+    leaves = pipe.layout.leaves
+    tree = "\n".join([f"{x.path} {tuple((x.within or x).shape)} {x.dtype} {x.trainable}" for x in leaves])
+    told = {
+        "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
+        "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
+    }
+    for group in pipe.every_group:
+        agree_on_all(told, group)
+
+
+def check_finite(tensors: Leaves) -> None:
+    """NaN never goes away by training, so it is refused before it is trained on."""
+    bad = [
+        (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
+    ]
+    if bad:
+        raise ValueError(
+            bad_leaves("NaN in parameters", bad, "initialise them (torch.nn.init) or load a good checkpoint")
+        )
+
+
+def _has_nan(x: Tensor) -> bool:
+    return not x.is_meta and not is_wrapped(x) and concrete(x) and bool(torch.isnan(x.detach()).any())
+
+
+def agree_on_prints(
+    groups: Sequence[Group], prints: dict[str, int], right: str, failure: Exception | None = None
+) -> None:
+    """Raise on every rank if ranks have other values, by the fingerprint of each leaf.
+
+    Args:
+        groups: the ranks, along each axis.
+        prints: by path.
+        right: what to write instead.
+        failure: why this rank has none; it is raised here, and told to the others.
+    """
+    problem = failure
+    for group in groups:
+        # Asked along every axis, after a failure too: ranks along another one wait for this rank.
+        every = gather_objects((None if problem is None else f"{problem}", prints), group)
+        lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]
+        if lost:
+            problem = problem or ValueError("parameters could not be initialised on " + "; ".join(lost))
+            continue
+        bad = []
+        for path, first in every[0][1].items():
+            other = [r for r, (_, found) in zip(group.ranks, every, strict=True) if found[path] != first]
+            if other:
+                bad.append((path, f"rank {', '.join(map(str, other))} has other values than rank {group.ranks[0]}"))
+        if bad:
+            problem = ValueError(bad_leaves("ranks start from different parameters", bad, right))
+    if problem is not None:
+        raise problem
+
+
+def first_states(
+    pipe: Pipeline, stored: Leaves, tell: Callable[[bool], list[int]], call: str
+) -> dict[str, TransformState]:
+    """The first states of all transforms; on every rank, or on none.
+
+    Args:
+        pipe: of the transforms.
+        stored: parameters.
+        tell: tells all ranks whether this one has failed, and gives those that have.
+        call: of the user's, for messages.
+
+    Raises:
+        Exception: what a transform raised on this rank.
+        RuntimeError: on the others.
+    """
+    states: dict[str, TransformState] = {}
+    failure: Exception | None = None
+    try:
+        states = pipe.init_transforms(stored)
+    except Exception as error:
+        failure = error
+    bad = tell(failure is not None)
+    if failure is None and bad:
+        why = "a transform raised there, which says more, and all ranks make first states together"
+        right = f"{call} again, with a transform that does not raise"
+        failure = RuntimeError(explain(f"first states failed on rank {', '.join(map(str, bad))}", why, right))
+    if failure is not None:
+        raise failure
+    return states
+
+
+def failed_of(groups: Sequence[Group], failed: bool) -> list[int]:
+    """The ranks that have failed, as told along each axis in turn: the next is told of what the one before has said."""
+    bad: list[int] = []
+    for group in groups:
+        told = zip(group.ranks, gather_objects(failed or bool(bad), group), strict=True)
+        bad = bad or [rank for rank, there in told if there]
+    return bad
+
+
+def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
+    """The weight of all ranks' micro-batches together, and what this rank's gradient counts in their mean.
+
+    `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights, is the gradient of all rows: it is to be
+    multiplied in before gradients meet, so it is no business of `accumulate`, which sees them afterwards.
+    """
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return weight, None
+    own = weight_of(weight)
+    mean = mean_over(groups, own)
+    return mean, torch.where(mean > 0, own / mean, 0.0)
+
+
+def check_weight(pipe: Pipeline, weight: Any) -> None:
+    """Raise on every rank where unequal weights come too late: gradients have been averaged without them."""
+    groups = pipe.weighted_after
+    if not groups or weight is None:
+        return
+    own = weight_of(weight)
+    mean = mean_over(groups, own)
+    if float(mean_over(groups, (own != mean).to(torch.float64))) > 0:
+        raise ValueError(
+            explain(
+                f"a step with weight={float(own):g} here and {float(mean):g} on average over ranks",
+                "gradients are averaged over ranks during backward, when the weight was not known",
+                "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
+                "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
+            )
+        )
+
+
+def fingerprint(x: Tensor) -> int:
+    """A number made of a tensor's bits and their places. Zero for a meta tensor, and inside of a batch."""
+    if x.is_meta or not x.numel() or not concrete(x):
+        return 0
+    flat = x.detach().contiguous().reshape(-1)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # In pieces, since the products are up to four times as large as the tensor. Sums wrap.
+    for i, piece in enumerate(flat.view(kind).split(1 << 18)):
+        bits = piece.to(torch.int64)
+        place = torch.arange(1, len(bits) + 1, device=bits.device)
+        total += (i + 1) * ((bits * place).sum() * 31 + bits.sum())
+    return int(total)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def agree_on_all(texts: dict[str, str], group: Group) -> None:
+    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
+
+    The first that differs is named.
+
+    >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
+    """
+    answers = gather_objects(tuple(texts.items()), group)
+    if len(set(answers)) == 1:
+        return
+    if len({tuple(dict(answer)) for answer in answers}) > 1:
+        told = _by_value([", ".join(dict(answer)) for answer in answers], group)
+        raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
+    what = next(what for what in texts if len({dict(answer)[what] for answer in answers}) > 1)
+    told = _by_value([dict(answer)[what] for answer in answers], group)
+    raise ValueError(
+        f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "
+        "whatever is random alike)"
+    )
+
+
+def _by_value(values: Sequence[str], group: Group) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(group.ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    # Values are cut for the eye, but never so that two different ones look the same.
+    width = 16
+    while width < max(map(len, holders)) and len({v[:width] for v in holders}) < len(holders):
+        width *= 2
+    return ", ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        f"ha{'ve' if len(ranks) > 1 else 's'} {v[:width] + ('...' if len(v) > width else '')!r}"
+        for v, ranks in holders.items()
+    )

@@ -1,0 +1,180 @@
+"""What an update half is handed besides its own arguments, and what it decides once per call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.recording import number
+from .layout import Layout, Leaves
+from .metric_norms import Norms
+
+
+class Reduction(Protocol):
+    """Scalars over every rank that holds a part of the gradient."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
+        ...
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
+        ...
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over all ranks."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Maximum over all ranks."""
+        ...
+
+    def replicate(self, x: Tensor) -> Tensor:
+        """`x`, which is the same on all ranks, for use with a shard: its derivative adds up over shards."""
+        ...
+
+
+class OneProcess:
+    """The reduction of a world of one."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        return number(leaves)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+    def replicate(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every update half is handed besides its own arguments.
+
+    Attributes:
+        layout: structure of the parameters.
+        donate: whether state and parameters may be written in place. Gradients never are.
+        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or a batch: its memory
+            is donated, and nothing has still to be chosen between the old value and the new.
+        recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
+            kernel is called that they do not know, and numbers may be tensors that Python cannot read.
+        weight: weight of this micro-batch, for instance its number of tokens.
+        boundary: overrides whether the accumulation window closes now.
+        averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
+        lr: learning rates set from outside, by the prefix under which the optimizer stands.
+        numbers: other hyperparameters set from outside, by the same prefix and by name.
+        offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
+        reduction: sums of scalars over ranks.
+        micro_step: micro-steps before this one, for messages.
+        metrics: filled by `report`.
+        norms: of gradients, which a metric asks for; `None` where all is recorded.
+        comes: false where the step is held before it reaches this transform; a tensor in a graph or a batch.
+        standing: by name, what `report` shows of it in a step that is held before it.
+        under_way: filled by `before_the_end`.
+        prefix: where a nested transform stands, for instance ``"partition.decay."``.
+    """
+
+    layout: Layout
+    donate: bool = False
+    donate_to_kernels: bool = False
+    recorded: bool = False
+    weight: Any = None
+    boundary: bool | None = None
+    averaged: bool = True
+    lr: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    reduction: Reduction = field(default_factory=OneProcess)
+    micro_step: Any = 0
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    norms: Norms | None = None
+    comes: bool | Tensor = True
+    standing: Mapping[str, Any] = field(default_factory=dict)
+    under_way: list[Callable[[], None]] = field(default_factory=list)
+    prefix: str = ""
+
+    def own(self, x: Tensor) -> Tensor:
+        """A tensor that may be written: `x` itself when donated, else a copy."""
+        return x if self.donate else x.clone()
+
+    def owned(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors that may be written, as `own`."""
+        return tensors if self.donate else [x.clone() for x in tensors]
+
+    def into(self, old: Tensor, new: Tensor) -> Tensor:
+        """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
+        return old.copy_(new) if self.donate else new
+
+    def number(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        return x if self.recorded else x.item()
+
+    def read(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that nobody differentiates; the tensor where Python cannot read it."""
+        return number(x) if self.recorded else x.item()
+
+    def replicated(self, x: Any) -> Any:
+        """A number that all ranks hold, a rate or a norm, for use with what each rank has of a leaf.
+
+        A derivative by it then adds up over ranks. Anything but a tensor is as it is.
+        """
+        return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
+
+    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+        """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
+
+        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks.
+        """
+        return self.reduction.total(number, leaves)
+
+    def report(self, name: str, value: Any) -> None:
+        """Show a number in the step's metrics; of several with one name the first, that before any clipping."""
+        if isinstance(value, float):
+            # A rate of 0.001 has other digits in a default dtype of 16 bits.
+            value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        value = torch.as_tensor(value)
+        if isinstance(self.comes, Tensor) and name in self.standing:
+            held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
+            value = torch.where(self.comes.to(value.device), value, held)
+        self.metrics.setdefault(self.prefix + name, value)
+
+    def before_the_end(self, wait: Callable[[], None]) -> None:
+        """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
+        self.under_way.append(wait)
+
+    def settle(self) -> None:
+        """Wait for all that is under way."""
+        while self.under_way:
+            self.under_way.pop()()
+
+    def inside(self, name: str) -> Context:
+        """The context of a transform nested in `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a transform decides once per call, before it sees leaves one by one.
+
+    Attributes:
+        carry: handed to the update of every leaf.
+        state: the shared entries of its state that change.
+        emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
+        close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
+            is gathered bucket by bucket, while a bucket is in the cache for its update.
+    """
+
+    carry: Any = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    emit: bool | Tensor = True
+    close: Callable[[], None] | None = None

@@ -1,0 +1,170 @@
+"""Where the gradients of an attached model go as they arrive: on to be reduced, into the update, or nowhere yet.
+
+Under `reduce_scatter` and `all_reduce` they leave during backward; with `in_backward=True` each is used
+at once. Otherwise they stay in `p.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._compat.compiler import uncompiled
+from ..core.coalesced_views import Like
+from ..core.gradient_checks import check_readable
+from ..core.layout import Leaf, Leaves
+from ..core.pipeline import Pipeline
+from ..sharded.gather_on_use import Units
+from ..sharded.guarded_parameter import read, write
+from ..sharded.reducer import Stream
+from .channels import Channels, reduction
+from .in_backward import InBackward
+
+
+@uncompiled
+def _hand_over(arrivals: weakref.ref[Arrivals], path: str, p: Tensor) -> None:
+    """A gradient has been added up in `p.grad`."""
+    to = arrivals()
+    if to is not None:
+        to.hand_over(path, p)
+
+
+class Arrivals:
+    """The gradients of one attached model's micro-step.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form.
+        channels: of this model.
+        marks: what must be equal on all ranks at every step.
+        in_backward: uses gradients as they arrive, if they are to be.
+        carry: stores what was written by hand into a parameter that is a copy.
+
+    Attributes:
+        reduced: what has come back reduced, by path.
+        held: parts of gradients of which those of other ranks have not come, by path.
+        units: what gathers sharded parameters, once it is there.
+        undo: takes the hooks off.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        params: Leaves,
+        channels: Channels,
+        marks: tuple[str, ...],
+        in_backward: InBackward | None,
+        carry: Callable[[Leaf], object],
+    ):
+        self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
+        self.reduced: Leaves = {}
+        self.held: Leaves = {}
+        self.units: Units | None = None
+        self.stream = self._stream(channels, marks)
+        # What has come back reduced is to be, by path.
+        kept = () if self.stream is None else pipe.layout.trainable
+        self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
+        self.undo: list[Callable[[], Any]] = []
+        if self.stream is None and self.in_backward is None:
+            return
+        # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
+        mine: weakref.ref[Arrivals] = weakref.ref(self)
+        for leaf in pipe.layout.trainable:
+            hook = functools.partial(_hand_over, mine, leaf.path)
+            self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+
+    def _stream(self, channels: Channels, marks: tuple[str, ...]) -> Stream | None:
+        """What reduces gradients as they arrive, where the first update half is a reduction."""
+        pipe = self.pipe
+        view = reduction(pipe)
+        if view is None or view.wire is None or channels.more is None:
+            return None
+        wire, group = view.wire, channels.groups[pipe.groups.index(view.wire.group)]
+        # Backward reaches the parameters that forward used last, first.
+        leaves = pipe.layout.trainable[::-1]
+        like = {
+            leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
+            for leaf in leaves
+            for p in [self.params[leaf.path]]
+        }
+        on = wire.on(group, wire.reduce_dtype)
+        return Stream(on, channels.more, leaves, like, self._take, marks, view.name)
+
+    def left(self) -> bool:
+        """Whether gradients of this micro-step have left to be reduced."""
+        return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
+
+    def gone(self) -> bool:
+        """Whether gradients of this micro-step are no longer where they were put."""
+        return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
+
+    def hand_over(self, path: str, p: Tensor) -> None:
+        """A gradient has been added up in `p.grad`."""
+        grad = read(p)
+        if grad is None:
+            # A leaf of a gathered unit that no rank used.
+            return
+        write(p, None)
+        grad = grad.detach()
+        check_readable({path: grad}, {path: p})
+        if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
+            self._hold(path, grad)
+        else:
+            self._pass_on(path, grad)
+
+    def accept(self, leaf: Leaf, g: Tensor) -> None:
+        """A gradient that other ranks' backward brought about."""
+        if self.in_backward is not None:
+            self._hold(leaf.path, g)
+            return
+        if self.stream is not None:
+            self.stream.arrived(leaf.path, g)
+            return
+        p = self.params[leaf.path]
+        p.grad = g if p.grad is None else p.grad.add_(g)
+
+    def release(self) -> None:
+        """All parts have come, on all ranks."""
+        for leaf in self.pipe.layout.leaves if self.held else ():
+            if leaf.path in self.held:
+                self._pass_on(leaf.path, self.held.pop(leaf.path))
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+
+    def forget(self) -> None:
+        """Let go of what is here; what is under way is the stream's."""
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+        self.held.clear()
+        self.reduced.clear()
+
+    def _pass_on(self, path: str, grad: Tensor) -> None:
+        if self.stream is not None:
+            self.stream.arrived(path, grad)
+        elif self.in_backward is not None:
+            self.in_backward.arrived(path, grad)
+
+    def _hold(self, path: str, grad: Tensor) -> None:
+        """Keep a part of a gradient until those of the other ranks' have come: what has been used is not added to."""
+        old = self.held.get(path)
+        self.held[path] = grad if old is None else old.add_(grad)
+
+    def _take(self, leaf: Leaf, g: Tensor) -> None:
+        """A reduced gradient: those of several backwards add up."""
+        dtype, shape = self.forms[leaf.path]
+        if not self.pipe.road.behind_reduction:
+            # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.
+            g = g.to(dtype)
+        g = g.reshape(shape)
+        if self.in_backward is not None:
+            self.carry(leaf)
+            for view in self.pipe.road.behind_reduction:
+                g = view.pull(g, leaf)
+            self.in_backward.arrived(leaf.path, g.to(dtype))
+            return
+        old = self.reduced.get(leaf.path)
+        self.reduced[leaf.path] = g if old is None else old.add_(g)

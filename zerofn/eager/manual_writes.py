@@ -1,0 +1,66 @@
+"""Whole parameters of which each rank stores a part: what is written into one by hand must be the same on all ranks.
+
+Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along another
+axis of a mesh, its part of a part). What is written on one rank
+alone (`if rank == 0: model.load_state_dict(...)`) would become a mixture after the next step: the part of
+that rank new, those of the others old. Every rank knows of its own writes; whether anybody wrote rides on the
+exchange of each step, and only then are the values compared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._errors import bad_leaves
+from ..core.layout import Leaves
+from ..ranks.group import Group
+from ..sharded.guarded_parameter import writes
+from ..sharded.round_agreement import told_by_all
+from ..sharded.write_back import checksum
+
+
+class Wholes:
+    """The whole parameters of an attached model that are stored in parts.
+
+    Args:
+        params: its parameters by path, in their resident form.
+        control: a group for the comparison, of those that have one and the same. None where all is stored, and where
+            updates run within backward: they write into parts before a step could look at wholes.
+    """
+
+    def __init__(self, params: Leaves, control: Group | None):
+        self.control = control
+        self.params = params if self.control is not None else {}
+        self.note()
+
+    def note(self) -> None:
+        """They are what is stored."""
+        self.counts = writes(self.params.values())
+
+    def noticed(self) -> bool:
+        """Whether this rank has written into one, or has lent the memory of one, since."""
+        return bool(self.params) and writes(self.params.values()) != self.counts
+
+    def compare(self) -> None:
+        """Every rank comes here if any has noticed something.
+
+        Raises:
+            RuntimeError: on every rank, where values differ; each such parameter is named.
+        """
+        if self.control is None:
+            return
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
+        by_leaf = zip(*told_by_all(sums, self.control), strict=True)
+        bad = [
+            (path, "other values on other ranks, of which each rank stores a part")
+            for path, found in zip(self.params, by_leaf, strict=True)
+            if len(set(found)) > 1
+        ]
+        if bad:
+            right = (
+                "the write on every rank, with the same values\n"
+                "         or, after a write on rank 0: for p in model.parameters(): dist.broadcast(p.data, 0)"
+            )
+            raise RuntimeError(bad_leaves("parameters were written on some ranks only", bad, right))
+        self.note()

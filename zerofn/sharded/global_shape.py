@@ -1,0 +1,45 @@
+"""What a part says of itself: the sizes of the whole, and in print which elements of it this rank has.
+
+Nothing is gathered for that, so one rank may ask alone. Strides are those of a whole that was gathered: contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .part_origin import Origin
+
+# What is asked most often needs no tensor to be told by.
+BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
+    "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": math.prod, "nelement": math.prod,
+}  # fmt: skip
+
+
+def sizes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Callable[[Any], Origin | None]) -> Any:
+    """An answer about sizes: that of a tensor of the whole's shape, without memory."""
+    of = origin_of(args[0])
+    told = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
+    if told is not None and of is not None and len(args) == 1 and not kwargs:
+        return told(of.shape)
+    # Of `is_same_size` the other one may be none.
+    return func(*(without_memory(x, origin_of) for x in args), **kwargs)
+
+
+def without_memory(x: Any, origin_of: Callable[[Any], Origin | None]) -> Any:
+    """A tensor of the whole's shape in the place of a part; other tensors likewise."""
+    if not isinstance(x, Tensor):
+        return x
+    of = origin_of(x)
+    return torch.empty_like(x, device="meta") if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
+
+
+def printed(x: Tensor, of: Origin) -> str:
+    """What `print` shows of a part."""
+    has = f"{x.numel()}" if len(of.pieces) != 1 else f"elements {of.pieces[0].low} to {of.pieces[0].high}"
+    local = x.detach().as_subclass(Tensor)
+    return f"Part({of}, shape={tuple(of.shape)}, of which this rank has {has}:\n{local!r})"

@@ -1,0 +1,136 @@
+"""Of what something is a part, how the whole of it is gathered, and what is refused where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._compat.autograd import in_backward
+from .._errors import explain
+from .gather_part import Piece, cut, gathered
+
+# By which the whole is asked for as such.
+EXPLICIT = "full_tensor"
+
+
+class Origin(NamedTuple):
+    """Of what something is a part.
+
+    Attributes:
+        how: how it was come by, for messages.
+        path: of the parameter.
+        gradient: whether it is a gradient.
+        pieces: of which leaves, one behind the other; nothing where it cannot be gathered.
+        shape: of the whole.
+        in_hook: whether a hook is given it, or it is made from that: other stages have this rank's own there.
+    """
+
+    how: str
+    path: str
+    gradient: bool
+    pieces: tuple[Piece, ...] = ()
+    shape: torch.Size = torch.Size()
+    in_hook: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
+
+    def alike(self, other: Origin) -> bool:
+        """Whether elements in the same place belong together, on every rank."""
+        if self.shape != other.shape or len(self.pieces) != len(other.pieces):
+            return False
+        return self.pieces is other.pieces or all(map(Piece.alike, self.pieces, other.pieces))
+
+    def whole(self, part: Tensor, name: str) -> Tensor:
+        """All of it, for a function that has that name; differentiable."""
+        if not self.pieces or in_backward():
+            refuse(name, self)
+        if self.in_hook and name != EXPLICIT:
+            refuse_in_hook(name, self)
+        return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
+
+    def rows(self, full: Tensor) -> Tensor:
+        """This rank's part of something whole."""
+        return cut(full.expand(self.shape), self.pieces)
+
+
+# Of what something is a part; nothing, if it is none.
+OriginOf = Callable[[Any], Origin | None]
+
+
+class Stay(NamedTuple):
+    """A part, by itself, and of what."""
+
+    part: Tensor
+    of: Origin
+
+
+def refuse(name: str, of: Origin) -> Any:
+    """In the middle of backward, and what is a part of a part that other ranks have."""
+    of_gradients = (
+        'opt.metrics["grad_norm"] after opt.step(), which is that of the whole; or it after backward;\n'
+        "zf.clip_by_global_norm(max_norm), or a zf.leafwise function of whole gradients, in the chain"
+    )
+    of_values = f"p.{name}(...) of the parameter itself, on every rank, which gathers it\nwith opt.gathered(): the same"
+    why = "under shard it is this rank's flat part, and every rank would have another result"
+    if of.pieces:
+        why = "under shard the whole of it is gathered, for which ranks would wait for each other: in the middle of\n"
+        why += "backward one of them may never come to it"
+    raise RuntimeError(
+        explain(
+            f"{name} of {of}",
+            why,
+            f"{of_gradients if of.gradient else of_values}\nx.to_local() for this rank's piece by itself",
+        )
+    )
+
+
+def refuse_in_hook(name: str, of: Origin) -> Any:
+    """Of what a hook is given, what is not linear in it."""
+    raise RuntimeError(
+        explain(
+            f"{name.strip('_')} of {of}, in a hook or of what it kept",
+            "under shard a hook is given this rank's part of the mean over ranks, at all other stages the rank's own\n"
+            "gradient. What is linear in it makes the same step of both, and this is not",
+            "zf.clip_by_value(max_value), or a zf.leafwise function, in the chain: of the mean, at every stage\n"
+            "p.grad.clamp_(...) after backward, on parts of the mean\n"
+            "x.to_local() for this rank's piece of the mean by itself; after backward x.full_tensor() for all of it",
+        )
+    )
+
+
+def refuse_saving(of: Origin) -> Any:
+    """What would put a part into a file."""
+    raise RuntimeError(
+        explain(
+            f"saving {of}",
+            "under shard its tensors are this rank's flat parts",
+            "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
+            "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
+            "x.full_tensor() for the whole, on every rank; x.to_local() for this rank's piece by itself",
+        )
+    )
+
+
+def check_sizes(name: str, of: Origin, part: Tensor, x: Tensor) -> None:
+    """Refuse a plain tensor as long as this rank's piece, unless it broadcasts to the whole, as torch would have it."""
+    if x.shape == part.shape and not _fits(x.shape, of.shape):
+        raise RuntimeError(
+            explain(
+                f"{name} of {of}, {tuple(of.shape)}, and a tensor of shape {tuple(x.shape)}",
+                "under shard a plain tensor beside it is of the whole's shape, and this one has that of a piece",
+                "torch.zeros_like(p), p.grad * 2: what is made of such tensors, or beside them, is one as well\n"
+                "p.to_local(), p.grad.to_local(): pieces by themselves, as plain tensors, on both sides",
+            )
+        )
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    try:
+        torch.broadcast_shapes(shape, whole)
+    except RuntimeError:
+        return False
+    return True

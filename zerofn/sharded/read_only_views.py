@@ -1,0 +1,60 @@
+"""Views of a gathered copy, into which nobody writes: it would be lost.
+
+`p.grad[0].zero_()` writes through a view into a gradient. Of a part the row is gathered, and is no view of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from .._compat.tensors import memory
+from .._errors import explain
+from .torch_function_kinds import in_place
+
+PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+class ReadOnly(Tensor):
+    """A view of a gathered copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(t is not ReadOnly and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        with torch.DisableTorchFunctionSubclass():
+            if not is_dynamo_compiling():
+                check_unwritten(func.__name__.partition(".")[0], args, kwargs)
+            out = func(*args, **kwargs)
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, ReadOnly)]
+            return out if is_dynamo_compiling() or func.__name__ == "as_subclass" else read_only(out, given)
+
+
+def read_only(out: Any, given: list[Any]) -> Any:
+    """What a function gave; a view of something that was gathered for it as one."""
+    if type(out) is Tensor and any(memory(out) == memory(x) for x in given):
+        return out.as_subclass(ReadOnly)
+    return type(out)(read_only(x, given) for x in out) if type(out) in (list, tuple) else out
+
+
+def check_unwritten(name: str, args: tuple, kwargs: dict) -> None:
+    """Refuse to write into one."""
+    into = [args[0] if args and in_place(name) else None, kwargs.get("out")]
+    if name != "requires_grad_" and any(_is(x) for x in into):
+        raise RuntimeError(
+            explain(
+                f"{name} of a view of what was gathered",
+                "under shard p.grad[index], p.data.T and p.detach().view(...) of a part are made of all ranks' parts,\n"
+                "and what is written into them would be lost",
+                "p.grad[index] = new, or p.data[index] = p.data[index] + 1, on every rank;\n"
+                "x.clone() for a tensor of one's own; for torch.optim.Muon, zf.muon(lr) in the chain of zf.attach",
+            )
+        )
+
+
+def _is(x: Any) -> bool:
+    return any(map(_is, x)) if type(x) in (list, tuple) else isinstance(x, ReadOnly)

@@ -1,0 +1,257 @@
+"""Functions of parts: what treats elements alone stays a part, what computes otherwise has the whole.
+
+A function of elements runs on this rank's part where all that it is given is cut alike. Beside a tensor of the whole's
+shape, and for everything else (`g.norm()`, `g1 @ g2`, `g.view(-1)[i]`), parts are gathered first, and what comes of it
+is a plain tensor, the same on all ranks. `foreach` functions go through their lists one by one, so that two wholes are
+alive at a time and not a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .global_shape import printed, sizes, without_memory
+from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
+from .read_only_views import read_only
+from .torch_function_arguments import FOREACH, columns_of, side_by_side, tensors_in, wholes
+from .torch_function_kinds import Kind, dtype_in
+
+# Formats that what is flat cannot have.
+OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
+
+
+def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What treats elements alone, and writes into none of them."""
+    if name.startswith(FOREACH):
+        if all_stay(name, args, kwargs, origin_of):
+            return _each(func(*args, **kwargs), [first_of(column, origin_of) for column in side_by_side(args)])
+        return tuple(elements_of_one(func, name, column, kwargs, origin_of)[0] for column in columns_of(args))
+    return elements_of_one(func, name, args, kwargs, origin_of)
+
+
+def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """One function, or one column of the lists of a `foreach` function."""
+    if stays(name, args, kwargs, origin_of):
+        out = func(*args, **kwargs)
+        of = first_of((*args, *kwargs.values()), origin_of)
+        return Stay(out, of) if isinstance(out, Tensor) else _each(out, [of] * len(out))
+    return computes(func, name, args, kwargs, origin_of)
+
+
+def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """A function of wholes."""
+    if name.startswith(FOREACH) and any(type(x) in (list, tuple) for x in args[:1]):
+        found = [_of_wholes(func, name, column, kwargs, origin_of) for column in columns_of(args)]
+        return None if found and found[0] is None else tuple(x[0] for x in found)
+    return _of_wholes(func, name, args, kwargs, origin_of)
+
+
+def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    given = wholes(name, origin_of)
+    out = func(*given.of(args), **given.of(kwargs))
+    return read_only(out, list(given.found.values()))
+
+
+def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """The same elements in another shape of the whole; this rank's piece stays flat."""
+    x, of = args[0], origin_of(args[0])
+    if of is None or dtype_in(args, kwargs):
+        return computes(func, name, args, kwargs, origin_of)
+    if len(args) == 2 and type(args[1]) is int and args[1] == -1:
+        # Asked for most often, and a meta tensor takes longer than the rest.
+        return Stay(x.view(-1), of._replace(shape=torch.Size((of.shape.numel(),))))
+    shape = func(*(without_memory(y, origin_of) for y in args), **kwargs).shape
+    return Stay(x.view(x.shape), of._replace(shape=shape))
+
+
+def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """Flat parts one behind the other are a part of what is flat, one behind the other."""
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    origins = [origin_of(x) for x in tensors] if type(tensors) in (list, tuple) else []
+    along = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    known = [of for of in origins if of is not None and len(of.shape) == 1 and of.pieces]
+    if along not in (0, -1) or len(known) < len(origins) or not known:
+        return computes(func, name, args, kwargs, origin_of)
+    if len({id(piece.by) for of in known for piece in of.pieces}) > 1:
+        return computes(func, name, args, kwargs, origin_of)
+    pieces = tuple(piece for of in known for piece in of.pieces)
+    shape = torch.Size((sum(of.shape.numel() for of in known),))
+    several = Origin("parts of several sharded parameters", "", all(of.gradient for of in known), pieces, shape)
+    return Stay(func(*args, **kwargs), several)
+
+
+def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What was put one behind the other is taken apart where its leaves end; elsewhere the whole is."""
+    x, of = args[0], origin_of(args[0])
+    wanted: list[int] = [*args[1]] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    ends = list(itertools.accumulate(wanted, initial=0))
+    if of is None or len(of.shape) != 1 or not wanted or ends[-1] != of.shape.numel():
+        return computes(func, name, args, kwargs, origin_of)
+    found = [y for low, high in itertools.pairwise(ends) if (y := _leaves(of, low, high)) is not None]
+    if len(found) < len(wanted):
+        return computes(func, name, args, kwargs, origin_of)
+    return tuple(_some(x, of, first, last) for first, last in found)
+
+
+def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """All of it, or leaves out of several that were put one behind the other; else an index of the whole."""
+    of, index = origin_of(args[0]), args[1]
+    if of is None or all_of_it(index):
+        return Stay(func(*args, **kwargs), of) if of else computes(func, name, args, kwargs, origin_of)
+    if len(of.shape) == 1 and isinstance(index, slice) and index.step in (None, 1):
+        low, high, _ = index.indices(of.shape.numel())
+        found = _leaves(of, low, high)
+        if found is not None:
+            return _some(args[0], of, *found)
+    return computes(func, name, args, kwargs, origin_of)
+
+
+def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
+    """The numbers of the leaves between two places of what is flat; nothing where none of them ends there."""
+    ends = list(itertools.accumulate((piece.leaf.numel for piece in of.pieces), initial=0))
+    if low == high:
+        # Leaves without elements end where they begin.
+        return next(((i, i + 1) for i, pair in enumerate(itertools.pairwise(ends)) if pair == (low, high)), None)
+    if low > high or low not in ends or high not in ends:
+        return None
+    return len(ends) - 1 - ends[::-1].index(low), ends.index(high)
+
+
+def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
+    """Leaves out of several."""
+    begin, length = (sum(piece.numel for piece in x) for x in (of.pieces[:first], of.pieces[first:last]))
+    pieces = of.pieces[first:last]
+    shape = torch.Size((sum(piece.leaf.numel for piece in pieces),))
+    path = pieces[0].leaf.path if len(pieces) == 1 else ""
+    return Stay(part[begin : begin + length], Origin("a part" if path else of.how, path, of.gradient, pieces, shape))
+
+
+def likes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What is made beside a part is one."""
+    of = origin_of(args[0])
+    out = func(*args, **kwargs)
+    return out if of is None or out.shape != args[0].shape else Stay(out, of._replace(how=f"{name}(...)"))
+
+
+def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """Noise for the whole, as one process draws it, of which this rank keeps its rows."""
+    x, of = args[0], origin_of(args[0])
+    if of is None or not of.pieces:
+        return refuse(name, of) if of else func(*args, **kwargs)
+    whole = func(torch.empty(of.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+    return Stay(of.rows(whole.detach()).clone().requires_grad_(whole.requires_grad), of._replace(how=f"{name}(...)"))
+
+
+def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """Whether wholes are the same."""
+    for x, y in (args[:2], args[1::-1]):
+        of = origin_of(x)
+        if of is not None and origin_of(y) is None:
+            check_sizes(name, of, x, y)
+    return computes(func, name, args, kwargs, origin_of)
+
+
+def prints(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What it is; a number by `f"{x:.3f}"`, which is gathered."""
+    of = origin_of(args[0])
+    return computes(func, name, args, kwargs, origin_of) if of is None or any(args[1:]) else printed(args[0], of)
+
+
+def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """What asks, or gives the same elements."""
+    if kwargs.get("memory_format") in OF_IMAGES:
+        return computes(func, name, args, kwargs, origin_of)
+    out, of = func(*args, **kwargs), origin_of(args[0])
+    same = name != "as_subclass" and of is not None and type(out) is Tensor and out.shape == args[0].shape
+    return Stay(out, of) if same and of else out
+
+
+def makes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """Something of another shape."""
+    return func(*args, **kwargs)
+
+
+def saves(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
+    """Who has the memory of a part takes it for the whole."""
+    return refuse_saving(first_of(args, origin_of))
+
+
+HANDLERS: dict[Kind, Callable[[Any, str, tuple, dict, OriginOf], Any]] = {
+    Kind.ELEMENTS: elements,
+    Kind.LOOKS: looks,
+    Kind.SIZES: sizes,
+    Kind.PRINTS: prints,
+    Kind.RESHAPES: reshapes,
+    Kind.JOINS: joins,
+    Kind.SPLITS: splits,
+    Kind.INDEXES: indexes,
+    Kind.LIKE: likes,
+    Kind.MAKES: makes,
+    Kind.DRAWS: draws,
+    Kind.SAVES: saves,
+    Kind.COMPARES: compares,
+    Kind.COMPUTES: computes,
+}
+
+
+def all_of_it(index: Any) -> bool:
+    """Whether an index takes everything."""
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def first_of(args: Sequence[Any], origin_of: OriginOf) -> Origin:
+    """Of what the first of the arguments that is a part is one."""
+    return next(of for of in map(origin_of, tensors_in(args)) if of is not None)
+
+
+def all_stay(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
+    """Whether in each column of the lists of a `foreach` function there is a part, and all is cut alike."""
+    columns = list(side_by_side(args))
+    if any(all(origin_of(x) is None for x in tensors_in(column)) for column in columns):
+        return False
+    return all(stays(name, column, kwargs, origin_of) for column in columns)
+
+
+def _each(out: Any, origins: list[Origin]) -> Any:
+    if out is None:
+        return None
+    return type(out)(Stay(x, of) for x, of in zip(out, origins, strict=True)) if type(out) in (list, tuple) else out
+
+
+def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
+    """Whether all is cut alike, or a number."""
+    part, of = None, None
+    for x in tensors_in((*args, *kwargs.values()) if kwargs else args):
+        own = origin_of(x)
+        if own is not None and of is None:
+            part, of = x, own
+        elif own is not None and of is not None and not (of.alike(own) and x.shape == part.shape):  # type: ignore[union-attr]
+            return _unknown(name, own, of)
+    assert part is not None and of is not None
+    return all(beside(x, part, of, name) for x in tensors_in((*args, *kwargs.values())) if origin_of(x) is None)
+
+
+def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
+    """Whether a tensor that is no part is a number, beside which a part stays one; else it is of the whole's shape."""
+    if len(x.shape) < 2 and x.numel() == 1 and x.requires_grad and torch.is_grad_enabled():
+        # Its derivative is a sum over all elements, and not over this rank's.
+        return _unknown(name, of)
+    if x.dim() == 0:
+        return True
+    if x.dim() == 1 and len(x) == 1:
+        # A number of no dimensions has one beside it.
+        return len(of.shape) > 0
+    check_sizes(name, of, part, x)
+    return _unknown(name, of)
+
+
+def _unknown(name: str, *origins: Origin) -> bool:
+    for of in origins:
+        if not of.pieces:
+            refuse(name, of)
+    return False

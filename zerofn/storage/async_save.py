@@ -1,0 +1,117 @@
+"""A save that goes on beside training: the tensors are copied, and written while the next steps run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._errors import explain
+from ..core.state import State
+from ..core.tree import flatten
+from ..ranks.background_thread import Background
+from ..sharded.guarded_parameter import writes
+
+
+class Saving:
+    """A save under way: of `zf.save(directory, state, wait=False)`.
+
+    What fails is printed when it does, and raised by `wait()`; the checkpoint that was there is then as it was. The
+    process does not end before it is done, and the next save or load waits for it.
+    """
+
+    def __init__(self, directory: str | os.PathLike, write: Callable[[], None]):
+        self.directory = os.fspath(directory)
+        self._thread = Background(f"zf.save({self.directory!r}, ..., wait=False)", write)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is done.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it was not done by then, and goes on.
+            Exception: what it raised.
+        """
+        self._thread.join(timeout)
+        if not self.done:
+            raise TimeoutError(f"the save in {self.directory!r} was not done after {timeout} s; it goes on.")
+        if self._thread.error is not None:
+            raise self._thread.error
+
+    def __repr__(self) -> str:
+        told = "under way" if not self.done else "failed" if self._thread.error else "done"
+        return f"Saving({self.directory!r}, {told})"
+
+
+def copied(pieces: dict[str, Any]) -> dict[str, Any]:
+    """The pieces in host memory of their own, so that a step may write where they came from."""
+    return {key: piece._replace(data=piece.data.to("cpu", copy=True)) for key, piece in pieces.items()}
+
+
+def still(writes: Callable[[], int]) -> Callable[[], None]:
+    """A function that raises if something has been written since this call, or was being written during it.
+
+    A count and no lock: training would wait for a disk.
+
+    Args:
+        writes: how often writing has begun or ended; odd in between.
+    """
+    before = writes()
+
+    def unchanged() -> None:
+        if before % 2 or writes() != before:
+            raise RuntimeError(
+                explain(
+                    "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
+                    "opt.step() with in_backward=True, where backward is the step",
+                    "some of what is kept is of before the step and some of after it",
+                    "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
+                    "and writes meanwhile",
+                )
+            )
+
+    return unchanged
+
+
+def unwritten(state: State) -> Callable[[], None]:
+    """What raises if a state has been donated since this call, or one of its tensors written into."""
+    tensors = [x for x in flatten(state)[0] if isinstance(x, Tensor)]
+    before = writes(tensors)
+
+    def unchanged() -> None:
+        state.check_kept("zf.save(directory, state)")
+        if writes(tensors) != before:
+            raise RuntimeError(
+                explain(
+                    "zf.save(directory, state) while something writes into the state, in another thread",
+                    "some of what is kept is of before it and some of after it",
+                    "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
+                    "thread that\nwrites: it copies first",
+                )
+            )
+
+    return unchanged
+
+
+def still_then(unchanged: Callable[[], None]) -> Callable[[], None]:
+    """A function that raises if something was written during this call: the copies are made, and a step may follow."""
+    found: Exception | None = None
+    try:
+        unchanged()
+    except RuntimeError as error:
+        found = error
+
+    def told() -> None:
+        if found is not None:
+            raise found
+
+    return told

@@ -1,0 +1,97 @@
+"""Who saves and loads a state together, and whether what they have fits together."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain
+from ..core.layout import Placement
+from ..core.state import State
+from ..core.state_entries import entries, of_nobody
+from ..ranks.backend import gather_objects, world
+from ..ranks.group import Group
+from ..ranks.process_groups import connected, world_group
+from ..ranks.rendezvous import together
+
+SMALL = 4096  # elements of a tensor that is compared between ranks
+
+
+def row_major(x: Tensor) -> Tensor:
+    """The elements in the order in which they are saved."""
+    return x.detach().contiguous().view(-1)
+
+
+def meet(call: str, placement: Placement) -> None:
+    """Return when all ranks have come to this call; an error on those that have where others make none, or another."""
+    if placement.together > 1:
+        everybody = tuple(range(world()[1]))
+        together(call, everybody, f"{call} on every rank, without `if rank == 0:` around it")
+
+
+def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
+    """Those who save or load a state together.
+
+    Args:
+        placement: how it lies over ranks.
+        writes: where to, if it is written. Models that parts of the job train each want a place of their own.
+    """
+    if placement.together == 1:
+        return Group()
+    world = world_group("checkpoint")
+    if world.size == placement.together:
+        return world
+    group = connected(placement.axes, "checkpoint")
+    if writes is not None:
+        _check_apart(writes, group, world)
+    return group
+
+
+def raise_together(failure: BaseException | None, group: Group) -> None:
+    """Raise on every rank the error of one: a file may be damaged or missing for some ranks alone.
+
+    The others must not go on without them. Of several failures it is that of the first rank.
+    """
+    failure = next((x for x in gather_objects(failure, group) if x is not None), None)
+    if failure is not None:
+        raise failure
+
+
+def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
+    mine = os.path.abspath(place)
+    answers = gather_objects((group.ranks, mine), world)
+    same = next((ranks for ranks, other in answers if other == mine and ranks != group.ranks), None)
+    if same is not None:
+        raise ValueError(
+            explain(
+                f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}",
+                "each of these parts of the job has a state of its own, and one would replace the other",
+                'zf.save(f"{directory}/{part}", state), with another part for each',
+            )
+        )
+
+
+def check_replicas(state: State, group: Group) -> None:
+    """What every rank has whole is written once, so it must be the same: looked at where that is cheap.
+
+    Where leaves are cut, also refuse what may be pieces of them in lists of another library.
+    """
+    if group.size == 1:
+        return
+    placement = state.layout.placement
+    looked_at = {
+        e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
+        for e in entries(state)
+        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
+        if 0 < e.value.numel() <= SMALL or (placement.size > 1 and of_nobody(e))
+    }
+    answers = gather_objects(looked_at, group)
+    bad = [(key, "differs between ranks") for key in looked_at if len({a.get(key) for a in answers}) > 1]
+    if bad:
+        right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
+        if placement.size > 1:
+            right += ";\nof a guest, which names pieces at will, by torch.distributed.checkpoint of opt.state_dict()"
+        raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))

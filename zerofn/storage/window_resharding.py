@@ -1,0 +1,79 @@
+"""An accumulation window that is open in a checkpoint, for another number of ranks than saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.state_entries import Entry
+from .checkpoint_match import copies_in, name_of
+
+
+def share_windows(
+    own: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
+) -> None:
+    """Give every rank the mean of the copies that were saved, each on its way to a reduction.
+
+    The reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
+    One copy is read at a time.
+
+    Args:
+        own: what was not reduced yet.
+        flat: by key, what to write into; holds the first copy.
+        manifest: of the checkpoint.
+        read: fills the pieces that its argument gives for a manifest.
+    """
+    from .dcp import Piece
+
+    if not own:
+        return
+    copies = copies_in(manifest)
+    total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in own}
+    here = flat
+    for copy in range(copies):
+        if copy:
+            here = {e.key: torch.empty_like(flat[e.key]) for e in own}
+            names = {name_of(e, copy): Piece(here[e.key], e.offset or 0, e.shape) for e in own}
+            if read(lambda _, names=names: names) != manifest:
+                raise ValueError("the checkpoint was written anew while it was read; load it again.")
+        for e in own:
+            if _is_open(e, here):
+                total[e.key] += here[e.key].to(total[e.key].dtype)
+    for key, x in total.items():
+        into = flat[key]
+        into.copy_(x / copies if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // copies)
+
+
+def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], later: tuple[str, ...]) -> None:
+    """Refuse sums that have come through a view in the checkpoint and have yet to do so here, or the reverse.
+
+    Args:
+        sums: what was not reduced yet, in the checkpoint or here.
+        flat: by key, what was read.
+        manifest: of the checkpoint.
+        later: the views that they have yet to come through here.
+    """
+    others = sorted({*later} ^ {*manifest.get("later", ())})
+    if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
+        raise ValueError(
+            explain(
+                f"zf.load of an open window, saved by {manifest['ranks']} ranks",
+                f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
+                "which changes gradients, and stands behind a reduction that is made at the end of a window",
+                "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it",
+            )
+        )
+
+
+def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
+    """Whether a sum is one of a window: `accumulate` does not clear one that it has forgotten."""
+    seen = flat.get(e._replace(slot="seen").key)
+    return seen is None or bool(seen.any())
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64
