@@ -37,7 +37,7 @@ from .core.facts import Facts, Scope
 from .core.layout import Layout, Leaf, Leaves
 from .core.leaf_arguments import LeafList, LeafStep
 from .core.leafwise import transform
-from .core.optimizer import direction, like, optimizer, without_elements
+from .core.optimizer_transform import direction, like, optimizer, without_elements
 from .core.partition import of_members, values_by_path
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .core.row_sharding import span, width
