@@ -33,7 +33,7 @@ from .core.arguments import (
 from .core.chain import as_transform, chain
 from .core.coalesced_views import Like
 from .core.dtypes import Dtypes
-from .core.facts import Facts, Scope
+from .core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
 from .core.layout import Layout, Leaf, Leaves
 from .core.leaf_arguments import LeafList, LeafStep
 from .core.leafwise import transform
@@ -70,10 +70,14 @@ from .ranks.group import Group
 from .ranks.vmap_checks import check_batch
 
 __all__ = [
+    "AVERAGE",
+    "COUNT",
     "FIRST_FORMAT",
     "FORMAT",
     "FORMAT_ENTRY",
     "ONE_OF_TWO",
+    "OVERFLOW_LEAF",
+    "SKIPPED_STEPS",
     "TINY",
     "AxisPlacement",
     "Context",

@@ -59,6 +59,14 @@ class Scope(Enum):
 NEEDS = ("element", "number", "row", "leaf", "tree")
 
 
+# Names in a transform's state and metrics by which the library reads what it keeps: part of the format of a
+# checkpoint. A transform of one's own that keeps the same thing is read as the built-in ones are if it uses them.
+AVERAGE = "average"  # by leaf, an average of parameters: full_params(of=), opt.averaged(), export_safetensors(of=)
+COUNT = "count"  # of a transform with a window, the micro-steps in the open one: opt.is_boundary
+SKIPPED_STEPS = "skipped_steps"  # micro-steps that were left out: opt.skipped_steps
+OVERFLOW_LEAF = "overflow_leaf"  # a metric, the index of the first leaf that is not finite or -1: opt.overflow_leaf
+
+
 # What is right where leaves are cut over ranks, flat, in ranges that may begin anywhere.
 OF_PIECES = ("element", "number")
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._errors import explain
+from .facts import AVERAGE
 from .layout import Leaves
 from .state import State
 
@@ -40,6 +41,6 @@ def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
         # A member's entries are slots; those of a slot are tensors by path.
         if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
             found.update(_averages(entry, leaves))
-        elif name == "average":
+        elif name == AVERAGE:
             found.update(entry)
     return found

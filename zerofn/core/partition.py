@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._errors import bad_leaves, explain
-from .chain import as_transform, chain, complete, in_turn
+from .chain import GradientTransformation, as_transform, chain, complete, in_turn
 from .chain_order import effect
 from .executor import Segment
 from .facts import Facts, Scope, most
@@ -83,18 +83,23 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
-    """The same `masked` or `partition` over `fn` of each of its members."""
+    """The same `masked`, `partition` or group of one's own over `fn` of each of its members.
+
+    Its members are the transforms among its arguments, by themselves or in a dict.
+    """
     assert group.factory is not None
-    config = dict(group.config)
-    if "transforms" in config:
-        config["transforms"] = {k: None if t is None else fn(t) for k, t in config["transforms"].items()}
-    else:
-        config["transform"] = fn(config["transform"])
+
+    def over(value: Any) -> Any:
+        if isinstance(value, Transform | GradientTransformation):
+            return fn(as_transform(value))
+        return {k: over(x) for k, x in value.items()} if isinstance(value, Mapping) else value
+
+    config = {name: over(value) for name, value in group.config.items()}
     return group.factory(**config).renamed(group.name, group.base)
 
 
 def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
-    """The same transform over `fn` of each one in it that hands leaves to no other.
+    """The same transform over `fn` of each one in it that does more than to hand leaves to others.
 
     `fn` is given it, the paths of its leaves, and where in the state of `t` its own stands: `""`, or keys that each end
     in a slash.
@@ -103,7 +108,7 @@ def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform],
     def over(t: Transform, paths: set[str], where: str) -> Transform:
         if t.in_turn:
             return replace(t, **_run_of(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
-        if t.members_fn is None:
+        if t.members_fn is None or t.update_fn is not t.hands_out:
             return fn(t, paths, where)
         # The key of a member's state is what follows the name in its prefix.
         found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in t.members_fn(layout).items()}
@@ -116,7 +121,7 @@ def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform],
 
 def _run_of(t: Transform) -> dict[str, Any]:
     """How `t` is run, to be given to a transform that prints, compares and pickles as it does itself."""
-    names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "named_fn")
+    names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "hands_out", "named_fn")
     return {name: getattr(t, name) for name in names}
 
 
@@ -217,5 +222,6 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         update_fn=update,
         parts=tuple(members.values()),
         members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
+        hands_out=update,
         named_fn=lambda other: _grouped(other, labels, inner),
     )

@@ -68,6 +68,9 @@ class Transform:
         in_turn: whether its update is that of its parts, one after the other: a chain.
         members_fn: of a transform that hands different leaves to different members: prefix of the
             member's metrics to the member and the paths of its leaves.
+        hands_out: of such a transform, an update that does no more than to hand leaves to members. Where it is the
+            `update_fn`, members are run apart: where leaves are cut, only those of a member that needs whole ones
+            travel. An update of its own is run as it is, on whole leaves where a member needs them.
         named_fn: of a transform whose metrics have its name in them: the same under another one.
         joins: from the transforms that follow it to one that gives in one pass what it and the first few of them give
             one after the other, and how many those few are. Its state has the entries of all of them, by their names.
@@ -86,6 +89,7 @@ class Transform:
     parts: tuple[Transform, ...] = ()
     in_turn: bool = False
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
+    hands_out: Callable[..., tuple[Leaves, TransformState]] | None = None
     named_fn: Callable[[str], Transform] | None = None
     joins: Callable[[Sequence[Transform]], tuple[Transform, int] | None] | None = None
     factory: Callable[..., Transform] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .._errors import explain
+from ..core.facts import COUNT
 from ..core.pipeline import Pipeline
 from ..core.state import State
+from ..core.transform import Transform, TransformState
 
 
 class Window:
@@ -40,7 +42,7 @@ class Window:
         if not self.parts:
             return True
         own = [(p, self.state().transforms[p.name]) for p in self.parts]
-        return all(int(state["count"]) + 1 >= p.facts.window for p, state in own if state)
+        return all(_counted(p, state) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:
         """What `set_boundary` does.
@@ -62,7 +64,7 @@ class Window:
         Raises:
             ValueError: weights divide already, or the window has begun otherwise.
         """
-        if not scale_wrt_gas and any("weight" in self.state().transforms[p.name] for p in self.parts):
+        if not scale_wrt_gas and any(p.facts.weighted for p in self.parts):
             raise ValueError(
                 "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
             )
@@ -75,3 +77,16 @@ class Window:
                 )
             )
         self.averaged = scale_wrt_gas
+
+
+def _counted(part: Transform, state: TransformState) -> int:
+    """The micro-steps in the open window of a transform."""
+    if COUNT not in state:
+        raise ValueError(
+            explain(
+                f"opt.is_boundary with {part.name}, which holds {part.facts.window} micro-steps",
+                f"how many it has is read from {COUNT!r} in its state, which has {', '.join(map(repr, state))}",
+                "an init_fn that returns {zerofn.extend.COUNT: counter(), ...}",
+            )
+        )
+    return int(state[COUNT])

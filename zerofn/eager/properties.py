@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..core.facts import OVERFLOW_LEAF, SKIPPED_STEPS
 from ..core.state import State
 from ..core.transform import Transform
 from . import unsupported
@@ -47,12 +48,12 @@ def micro_steps(opt: Optimizer) -> int:
 
 def skipped_steps(opt: Optimizer) -> int:
     """Micro-steps that `scale_loss` or `skip_nonfinite` has left out; 0 without them."""
-    return sum(int(own["skipped_steps"]) for own in opt._own.home.state.transforms.values() if "skipped_steps" in own)
+    return sum(int(own[SKIPPED_STEPS]) for own in opt._own.home.state.transforms.values() if SKIPPED_STEPS in own)
 
 
 def overflow_leaf(opt: Optimizer) -> str | None:
     """Path of the first leaf whose gradient overflowed in the last `step`, on any rank; `None` if none did."""
-    index = int(opt.metrics.get("overflow_leaf", -1))
+    index = int(opt.metrics.get(OVERFLOW_LEAF, -1))
     return None if index < 0 else opt._own.pipe.layout.leaves[index].path
 
 

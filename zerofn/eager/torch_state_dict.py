@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._compat.modules import LOADS_STATES
 from .._errors import bad_leaves, explain
+from ..core.facts import COUNT
 from ..core.row_sharding import cut_by_rows
 from ..core.state import State
 from ..core.state_by_parameter import LeafTensors
@@ -31,7 +32,7 @@ NUMBERS = "zerofn"
 # A counter that what is loaded does not have.
 UNSET = -1
 # What `torch.optim` calls the count of a leaf's updates.
-COUNT, STEP = "count", "step"
+STEP = "step"
 # Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
 COUNTED = (STEP, "micro_step")
 # Who wants this form, and no other. To give it to everybody would change what files of `torch.save` hold.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from ..core.facts import AVERAGE
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.tensor_parallel_leaves import joined
@@ -64,10 +65,10 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
         ) from error
     given = state_of(state, "zf.export_safetensors(path, {})")
     meet("zf.export_safetensors(path, state)", given.layout.placement)
-    owner, slot = ("params", "") if of == "params" else (of, "average")
+    owner, slot = ("params", "") if of == "params" else (of, AVERAGE)
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
     if not found:
-        names = [name for name, own in given.transforms.items() if "average" in own]
+        names = [name for name, own in given.transforms.items() if AVERAGE in own]
         raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
     group = group_of(given.layout.placement, path)
     # An ema watches trainable leaves; frozen ones are as they are.

@@ -21,6 +21,7 @@ from ..pure.states import init
 from ..pure.step import make_step
 from .case import Case, completed, fail, inner, loss
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
+from .facts import check_facts
 from .stations import check_dtypes, check_places
 from .trees import assert_trees_close, assert_trees_equal, clone, difference, random_like, sample_params
 
@@ -35,7 +36,8 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     bits of `donate=False`; `vmap` over stacked states is a loop over states; a held or skipped
     step changes nothing but its own counters; a transform that says `needs="element"`, or needs one number of the
     tree, gives on flat pieces of leaves, cut anywhere, what it gives on whole leaves, and one that needs rows gives it
-    on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say. A guest
+    on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say; it does
+    what its `Facts` say: holds so many micro-steps, gives parameters, shows its metrics, uses what is set. A guest
     of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
@@ -269,4 +271,24 @@ def _stations(case: Case) -> None:
     check_dtypes(case.pipe, case.params, [random_like(leaves, seed=100 + i) for i in range(case.steps)], case.weight)
 
 
-LAWS = (_purity, _identity, _layout, _strides, _missing, _one_leaf, _donate, _ensemble, _held, _cut_anywhere, _stations)
+def _facts(case: Case) -> None:
+    state = init(case.pipe, case.params)
+    for member in case.tx.members:
+        if not any(t.facts.adds for t in inner(member)):
+            check_facts(member, state)
+
+
+LAWS = (
+    _purity,
+    _identity,
+    _layout,
+    _facts,
+    _strides,
+    _missing,
+    _one_leaf,
+    _donate,
+    _ensemble,
+    _held,
+    _cut_anywhere,
+    _stations,
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..extend import (
+    COUNT,
     Context,
     Facts,
     Layout,
@@ -82,7 +83,7 @@ class _Window:
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
-            "count": counter(),
+            COUNT: counter(),
             "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, self.weighted)) for p, x in leaves.items()},
             # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
             "seen": {p: torch.tensor(False) for p in leaves},
@@ -90,7 +91,7 @@ class _Window:
         return {**state, "weight": torch.zeros((), dtype=torch.float64)} if self.weighted else state
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        now = number(state["count"]) + 1
+        now = number(state[COUNT]) + 1
         due = (now >= self.every) if ctx.boundary is None else ctx.boundary
         new: dict[str, Tensor] = {}
         weight, total = None, now if ctx.averaged else 1
@@ -99,10 +100,10 @@ class _Window:
             kept = state["weight"] + weight
             new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
             total = _total(kept, due, ctx)
-        if concrete(state["count"]):
-            new["count"] = counter(0 if due else now)
+        if concrete(state[COUNT]):
+            new[COUNT] = counter(0 if due else now)
         else:
-            new["count"] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
+            new[COUNT] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
         return Prepared(carry=(due, weight, ctx.number(torch.as_tensor(total))), state=new, emit=due)
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..extend import Context, Facts, Layout, Leaves, Transform, TransformState, check_number, transform
+from ..extend import AVERAGE, Context, Facts, Layout, Leaves, Transform, TransformState, check_number, transform
 
 
 @transform
@@ -33,14 +33,14 @@ def ema(decay: float) -> Transform:
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         wide = {p: torch.promote_types(x.dtype, torch.float32) for p, x in leaves.items()}
-        return {"average": {p: x.to(wide[p], copy=True) for p, x in leaves.items()}}
+        return {AVERAGE: {p: x.to(wide[p], copy=True) for p, x in leaves.items()}}
 
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
         if not ctx.recorded:
-            old_and_new = ((p, ctx.own(state["average"][p]), x) for p, x in params.items())
-            return params, {"average": {p: a.lerp_(x.to(a.dtype), 1 - float(decay)) for p, a, x in old_and_new}}
+            old_and_new = ((p, ctx.own(state[AVERAGE][p]), x) for p, x in params.items())
+            return params, {AVERAGE: {p: a.lerp_(x.to(a.dtype), 1 - float(decay)) for p, a, x in old_and_new}}
         weight = 1 - ctx.replicated(decay)
-        return params, {"average": {p: _towards(state["average"][p], x, weight) for p, x in params.items()}}
+        return params, {AVERAGE: {p: _towards(state[AVERAGE][p], x, weight) for p, x in params.items()}}
 
     return Transform("ema", needs="element", facts=Facts(watches=True), init_fn=init, update_fn=update)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .._errors import explain
 from ..extend import (
+    OVERFLOW_LEAF,
+    SKIPPED_STEPS,
     TINY,
     Context,
     Layout,
@@ -151,7 +153,7 @@ class _Rule:
             "scale": torch.tensor(self.init_scale if self.dynamic else self.scale, dtype=torch.float32),
             "good_steps": counter(),
             "hysteresis_left": counter(self.hysteresis),
-            "skipped_steps": counter(),
+            SKIPPED_STEPS: counter(),
             "stuck_steps": counter(),
         }
 
@@ -166,8 +168,8 @@ class _Rule:
             raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, self.least))
         ctx.report("loss_scale", new["scale"])
         ctx.report("skipped", ~finite)
-        ctx.report("overflow_leaf", first)
-        ctx.report("skipped_steps", new["skipped_steps"])
+        ctx.report(OVERFLOW_LEAF, first)
+        ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
@@ -190,7 +192,7 @@ class _Rule:
             "scale": now,
             "good_steps": torch.where(grow, zero, streak),
             "hysteresis_left": torch.where(grow, torch.full_like(left, self.hysteresis), left),
-            "skipped_steps": state["skipped_steps"] + (~good).to(torch.int64),
+            SKIPPED_STEPS: state[SKIPPED_STEPS] + (~good).to(torch.int64),
             "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
         }
 

@@ -8,6 +8,7 @@ import torch
 
 from .._errors import explain
 from ..extend import (
+    SKIPPED_STEPS,
     Context,
     Facts,
     Layout,
@@ -49,13 +50,13 @@ def skip_nonfinite(patience: int = 100) -> Transform:
     check_count("skip_nonfinite", "patience", patience, "steps")
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"skipped_steps": counter(), "in_a_row": counter()}
+        return {SKIPPED_STEPS: counter(), "in_a_row": counter()}
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
         ok: Any = number(finite)
         bad = (~torch.as_tensor(ok)).to(torch.int64)
-        new = {"skipped_steps": state["skipped_steps"] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
+        new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
         if ok is False and concrete(new["in_a_row"]) and new["in_a_row"] >= patience:
             raise FloatingPointError(
                 explain(
@@ -65,8 +66,8 @@ def skip_nonfinite(patience: int = 100) -> Transform:
                 )
             )
         ctx.report("skipped", ~finite)
-        ctx.report("skipped_steps", new["skipped_steps"])
+        ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
-    facts = Facts(reports=frozenset(["skipped_steps"]))
+    facts = Facts(reports=frozenset([SKIPPED_STEPS]))
     return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
