@@ -117,7 +117,9 @@ class Piecewise(_Schedule):
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
-            return torch.where(step < self.boundary, self.before(step), self.after(step - self.boundary))
+            rates = self.before(step), self.after(step - self.boundary)
+            # Of two floats torch would make float32.
+            return torch.where(step < self.boundary, *(torch.as_tensor(x, dtype=torch.float64) for x in rates))
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 
 

@@ -226,7 +226,8 @@ def trace(
     hessian = Hessian(loss_fn, tx, state, batch, "trace")
     found = {}
     for name, paths in hessian.blocks(blocks).items():
-        draws = [hessian.draw(paths, seed, 1 + i, signs=True) for i in range(samples)]
+        # One vector at a time is in memory.
+        draws = (hessian.draw(paths, seed, 1 + i, signs=True) for i in range(samples))
         products = torch.tensor([hessian.inner(v, hessian.times(v)) for v in draws], dtype=torch.float64)
         found[name] = Trace(hessian.number(products.mean()), hessian.number(products.std() / math.sqrt(samples)))
     return found

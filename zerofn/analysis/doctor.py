@@ -84,7 +84,7 @@ def _versions() -> Finding:
 
 def _processor() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     told = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
     if threads * ranks > cores:
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
@@ -106,7 +106,7 @@ def _kernel() -> Finding:
             implementation = implementation_for([torch.ones(1)])
             fast = _time("auto")
         except Exception as error:
-            return Finding("kernel", f"{type(error).__name__}: {str(error).splitlines()[0]}", "see ZEROFN_NATIVE", True)
+            return Finding("kernel", _first_line(error), "see ZEROFN_NATIVE", True)
     slow = _time("eager")
     told = (
         f"{implementation}: an update of 2 M bf16 elements takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
@@ -115,6 +115,10 @@ def _kernel() -> Finding:
         return Finding("kernel", told)
     why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
     return Finding("kernel", told, why)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _time(implementation: str) -> float:
@@ -157,7 +161,7 @@ def _ranks(nproc: int) -> Finding:
     try:
         found = launch(_add_up, nproc, timeout=60)
     except Exception as error:
-        return Finding("ranks", f"{nproc} local ranks: {str(error).splitlines()[0]}", "zf.launch says more", True)
+        return Finding("ranks", f"{nproc} local ranks: {_first_line(error)}", "zf.launch says more", True)
     told = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
     if found != [float(nproc)] * nproc:
         return Finding("ranks", f"{told}, and added up to {found}", "another build of torch", True)

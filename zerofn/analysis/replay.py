@@ -75,17 +75,8 @@ def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, *
     """
     check_function("zf.replay", step)
     _check_state("zf.replay", state)
-    with torch.random.fork_rng():
-        one, _ = step(_copy(state), *_copy(batch), **keywords)
-    with torch.random.fork_rng():
-        other, _ = step(_copy(state), *_copy(batch), **keywords)
-    pairs = zip(_in_order(one), _in_order(other), strict=True)
-    for (owner, slot, path, a), (*_, b) in pairs:
-        differ = (_bits(a) != _bits(b)).flatten().nonzero()
-        if len(differ):
-            i = int(differ[0])
-            return Difference(owner, slot, path, i, (a.flatten()[i].item(), b.flatten()[i].item()))
-    return None
+    one, other = (_run(step, state, batch, keywords)[0] for _ in range(2))
+    return _first_difference(one, other)
 
 
 class Record:
@@ -99,7 +90,7 @@ class Record:
         self.step, self.kept, self.count = step, deque(maxlen=last), 0
 
     def __call__(self, state: State, *batch: Tree, **keywords: Any) -> tuple[State, Any]:
-        self.kept.append((self.count, _copy(state), _copy(batch), keywords))
+        self.kept.append((self.count, _copy(state), _copy(batch), _copy(keywords)))
         self.count += 1
         return self.step(state, *batch, **keywords)
 
@@ -110,10 +101,8 @@ class Record:
         began with are not its trouble. `None` where all is well.
         """
         for number, state, batch, keywords in self.kept:
-            found = replay(self.step, state, *batch, **keywords)
-            if found is None:
-                new, metrics = self.step(_copy(state), *_copy(batch), **keywords)
-                found = _not_finite(state, new, metrics)
+            (new, metrics), (other, _) = (_run(self.step, state, batch, keywords) for _ in range(2))
+            found = _first_difference(new, other) or _not_finite(state, new, metrics)
             if found is not None:
                 return found._replace(step=number)
         return None
@@ -146,12 +135,28 @@ def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
     return Record(step, last)
 
 
+def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:
+    """A step from copies, after which torch's generators are as before."""
+    with torch.random.fork_rng():
+        return step(_copy(state), *_copy(batch), **keywords)
+
+
+def _first_difference(one: State, other: State) -> Difference | None:
+    for (owner, slot, path, a), (*_, b) in zip(_in_order(one), _in_order(other), strict=True):
+        differ = (_bits(a) != _bits(b)).flatten().nonzero()
+        if len(differ):
+            i = int(differ[0])
+            return Difference(owner, slot, path, i, (a.flatten()[i].item(), b.flatten()[i].item()))
+    return None
+
+
 def _not_finite(old: State, new: State, metrics: Any) -> Difference | None:
     for (owner, slot, path, a), (*_, b) in zip(_in_order(new), _in_order(old), strict=True):
         if a.is_floating_point() and a.shape == b.shape:
             fresh = (~a.isfinite() & b.isfinite()).flatten().nonzero()
             if len(fresh):
-                return Difference(owner, slot, path, int(fresh[0]), (a.flatten()[int(fresh[0])].item(),))
+                i = int(fresh[0])
+                return Difference(owner, slot, path, i, (a.flatten()[i].item(),))
     loss = metrics.get("loss") if isinstance(metrics, dict) else None
     if isinstance(loss, Tensor) and not loss.isfinite():
         return Difference("", "loss", "", 0, (loss.item(),))

@@ -89,7 +89,8 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
 
 def _filled(opt: Optimizer, files: Files) -> State:
     """The state with what the files have, and with first states where they have nothing."""
-    state, most = opt.state, max(int(x) for (_, name), x in files.items() if name == STEP)
+    state = opt.state
+    most = max((int(x) for (_, name), x in files.items() if name == STEP), default=int(state.step))
 
     def read(e: Entry, name: str) -> Tensor:
         return e.part(files[e.path, name]).to(e.value.device, e.value.dtype, copy=True)
@@ -131,8 +132,9 @@ def _files(directory: Path, opt: Optimizer) -> Files:
         there = {x.stem for x in (folder / names[path]).glob("*.pt")}
         of_leaf = {name for p, name in wanted if p == path}
         bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - there)]
-        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(there - of_leaf)]
-        for name in sorted(there & of_leaf):
+        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(there - of_leaf - {STEP})]
+        # Schedules go on by the count of updates, also of an optimizer that keeps none.
+        for name in sorted(there & (of_leaf | {STEP})):
             x = found[path, name] = _read(folder / names[path] / f"{name}.pt")
             if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
                 bad.append((path, f"{name}.pt {problem}"))
@@ -159,7 +161,7 @@ def _read(file: Path) -> Any:
         x = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise OSError(f"{file} could not be read: {error}") from None
-    return x["param"] if isinstance(x, dict) else x
+    return x.get("param") if isinstance(x, dict) else x
 
 
 def _misfit(x: Any, shape: torch.Size, dtype: torch.dtype, cast: bool) -> str:

@@ -30,7 +30,7 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
             "         zf.save(directory, opt.state), which leaves buffers out, and torch.save for them"
         )
         raise TypeError(bad_leaves("zf.save: these buffers cannot be saved", bad, right))
-    extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    extra = [name or "the model" for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
     if extra:
         warnings.warn(
             f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "
@@ -69,7 +69,7 @@ def tell_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
     )
 
 
-def check_can_be_written(buffers: list[Entry], new: dict[str, Tensor]) -> None:
+def check_can_be_written(call: str, buffers: list[Entry], new: dict[str, Tensor]) -> None:
     """Raise on a buffer that cannot be written, unless it has the numbers already."""
     bad = [
         (e.key, "its elements share memory (it is expanded), so they cannot be written")
@@ -77,7 +77,7 @@ def check_can_be_written(buffers: list[Entry], new: dict[str, Tensor]) -> None:
         if _expanded(e.value) and not torch.equal(e.value, new[e.key])
     ]
     if bad:
-        raise ValueError(bad_leaves("zf.load: these buffers cannot be loaded", bad, "register_buffer(name, x.clone())"))
+        raise ValueError(bad_leaves(f"{call}: these buffers cannot be loaded", bad, "register_buffer(name, x.clone())"))
 
 
 @torch.no_grad()

@@ -73,8 +73,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The steps of which a complete save is there, in the order of saving; damage is found when one is loaded."""
-        found = self._found()
-        return sorted(found, key=lambda step: found[step].order)
+        return _in_order(self._found())
 
     @property
     def best(self) -> int | None:
@@ -145,7 +144,8 @@ class Checkpoints:
                 try:
                     table = _manifest.read(path)
                 except (ValueError, OSError):
-                    table = {}  # told where it is loaded
+                    found[int(name[1])] = _Save(0, None, readable=False)  # `load` says why
+                    continue
                 score = table.get("score")
                 found[int(name[1])] = _Save(table.get("order", 0), None if score is None else float(score))
         return found
@@ -159,15 +159,22 @@ class Checkpoints:
         if group.rank:
             return
         found = self._found()
-        kept = {*self.steps[-self._last :], *self._ranked(found)[: self._best]}
-        for step in found.keys() - kept:
-            _remove(self.at(step))
+        kept = {*_in_order(found)[-self._last :], *self._ranked(found)[: self._best]}
+        for step, save in found.items():
+            # One that cannot be read stays: the disk may fail for a moment, or a newer zerofn has written it.
+            if save.readable and step not in kept:
+                _remove(self.at(step))
 
 
 class _Save(NamedTuple):
     # Not by the step: a run that began again at an earlier step goes on from there.
     order: int
     score: float | None
+    readable: bool = True
+
+
+def _in_order(found: dict[int, _Save]) -> list[int]:
+    return sorted(found, key=lambda step: found[step].order)
 
 
 def _remove(directory: Path) -> None:

@@ -20,7 +20,7 @@ from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import outside_since
-from .buffers import buffers_of
+from .buffers import buffers_of, check_can_be_written
 from .buffers import write as write_buffers
 from .checkpoint import state_of
 from .saving_ranks import group_of, meet, raise_together
@@ -78,15 +78,17 @@ def load_safetensors(
     meet("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
     leaves, others = _numbers(path, state, buffers, only, safe_open)
-    fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
+    fresh = state.micro_step.is_meta or not int(state.micro_step)
     transforms = pipe.init_transforms(leaves) if fresh else state.transforms
     step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
     ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
     new = State(ordered, transforms, step, micro_step, state.layout)
     if opt is None:
         return new
+    found, numbers = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
+    check_can_be_written("zf.load_safetensors", found, numbers)
     opt.load_state(new)
-    write_buffers([e for name, e in buffers.items() if name in others], {buffers[n].key: x for n, x in others.items()})
+    write_buffers(found, numbers)
     return opt.state
 
 

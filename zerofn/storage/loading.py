@@ -125,7 +125,7 @@ def _written(opt: Optimizer, state: State, wanted: _Wanted, new: dict[str, Tenso
     if manifest.get("buffers") is None:
         tell_of_missing(wanted.directory, buffers, manifest)
         buffers = []
-    check_can_be_written(buffers, new)
+    check_can_be_written("zf.load", buffers, new)
     groups = manifest["param_groups"]
     opt.load_state(state, groups if wanted.strict else groups_by_name(opt, groups))
     write_buffers(buffers, new)

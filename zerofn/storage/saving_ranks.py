@@ -89,7 +89,9 @@ def check_replicas(state: State, group: Group) -> None:
         if 0 < e.value.numel() <= SMALL or (placement.size > 1 and of_nobody(e))
     }
     answers = gather_objects(looked_at, group)
-    bad = [(key, "differs between ranks") for key in looked_at if len({a.get(key) for a in answers}) > 1]
+    # Of the keys of all ranks, so that all of them raise: one that went on would wait for the others.
+    keys = dict.fromkeys(key for answer in answers for key in answer)
+    bad = [(key, "differs between ranks") for key in keys if len({a.get(key) for a in answers}) > 1]
     if bad:
         right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
         if placement.size > 1:
