@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import explain
 from ..core.html import bars
-from ..storage.formatting import aligned, readable
+from ..storage.formatting import align_columns, format_bytes
 
 PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
 # Lines of modules beyond which a table would not be read.
@@ -109,11 +109,14 @@ def _tables(m: Measured) -> list[Table]:
         rows = [(name or "all", *map(_count, counts)) for name, counts in counted]
         found.append((("operations", *phases), rows, [sum(counts) for _, counts in counted]))
     owners = dict.fromkeys((*m.read, *m.transforms))
-    moved = [(o, readable(m.read.get(o, 0)), readable(m.written.get(o, 0)), _time(m.transforms.get(o))) for o in owners]
+    moved = [
+        (o, format_bytes(m.read.get(o, 0)), format_bytes(m.written.get(o, 0)), _time(m.transforms.get(o)))
+        for o in owners
+    ]
     if moved:
         found.append((("states", "read", "written", "time"), moved, [m.read.get(o, 0) for o in owners]))
     if m.calls:
-        rows = [(o, _number(n), readable(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
+        rows = [(o, _number(n), format_bytes(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
         found.append((("collectives", "calls", "sent", "waited"), rows, [m.sent[o] for o in m.calls]))
     return found
 
@@ -142,7 +145,7 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
     """The tables as text."""
     lines = [_title(numbers)]
     for head, rows, _ in _tables(m):
-        lines += aligned([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
+        lines += align_columns([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
     return lines
 
 

@@ -23,7 +23,7 @@ from .._errors import bad_leaves, explain, kind_of
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
-from ..storage.saving_ranks import group_of, meet, raise_together
+from ..storage.saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 WEIGHT, STEP = "fp32", "step"
 # What counts updates: of a leaf, of a whole transform, and of the state.
@@ -75,14 +75,14 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
         why, right = f"it is {kind_of(like)}", "opt = zf.attach(model, tx), and zf.load_deepspeed(directory, like=opt)"
         raise TypeError(explain("zf.load_deepspeed(directory, like) of something that is not attached", why, right))
     state = like.state
-    meet("zf.load_deepspeed(directory, like)", state.layout.placement)
+    wait_for_all_ranks("zf.load_deepspeed(directory, like)", state.layout.placement)
     files: Files = {}
     failure: Exception | None = None
     try:
         files = _files(Path(directory), like)
     except (ValueError, OSError) as error:
         failure = error
-    raise_together(failure, group_of(state.layout.placement))
+    raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
     like.load_state(_filled(like, files))
     return like.state
 
