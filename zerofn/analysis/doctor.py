@@ -1,4 +1,4 @@
-"""`python -m zerofn doctor`: versions, processor, kernel, ranks, and what would be slow here."""
+"""`python -m zerofn doctor`: checks versions, processor, kernel and local ranks, and says what would be slow."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Finding(NamedTuple):
 
 
 def examine(nproc: int = 2) -> Iterator[Finding]:
-    """Look at this machine, finding by finding. Takes a few seconds.
+    """Check this machine, finding by finding. Takes a few seconds.
 
     Args:
-        nproc: local ranks that are started to see whether they can; 0 for none.
+        nproc: local ranks to start as a test; 0 for none.
 
     >>> [found.broken for found in examine(nproc=0)]
     [False, False, False, False, False, False]
@@ -75,11 +75,9 @@ def _version(name: str) -> str:
 def _versions() -> Finding:
     from .. import __version__
 
-    # With the build: "+cpu" or "+cu130".
-    told = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in ("optree", "numpy"))])
-    return Finding(
-        "versions", f"zerofn {__version__}, {told}, Python {platform.python_version()}, {platform.platform(terse=True)}"
-    )
+    versions = [f"zerofn {__version__}", f"torch {torch.__version__}", f"optree {_version('optree')}"]
+    versions += [f"numpy {_version('numpy')}", f"Python {platform.python_version()}", platform.platform(terse=True)]
+    return Finding("versions", ", ".join(versions))
 
 
 def _processor() -> Finding:
@@ -108,9 +106,8 @@ def _kernel() -> Finding:
         except Exception as error:
             return Finding("kernel", _first_line(error), "see ZEROFN_NATIVE", True)
     slow = _time("eager")
-    told = (
-        f"{implementation}: an update of 2 M bf16 elements takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
-    )
+    times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
+    told = f"{implementation}: an update of 2 M bf16 elements {times}"
     if implementation == "native" and not said:
         return Finding("kernel", told)
     why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
@@ -141,10 +138,8 @@ def _cache() -> Finding:
     try:
         where = native_cache.directory()
     except OSError as error:
-        why = "kernels are built anew in every process"
-        return Finding(
-            "cache", f"no directory for built kernels: {error}", f"XDG_CACHE_HOME=a directory of yours; {why}"
-        )
+        remedy = "XDG_CACHE_HOME=a directory of yours; kernels are built anew in every process"
+        return Finding("cache", f"no directory for built kernels: {error}", remedy)
     return Finding("cache", f"built kernels lie in {where}")
 
 
@@ -177,8 +172,8 @@ def _add_up() -> float:
     return float(x)
 
 
-def main(nproc: int = 2) -> int:
-    """Print the report; 1 where something does not work."""
+def main(nproc: int) -> int:
+    """Print the report; 1 if something does not work."""
     broken = False
     for found in examine(nproc):
         print(found, flush=True)

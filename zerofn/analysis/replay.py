@@ -1,4 +1,4 @@
-"""Replay: a step run twice and compared bit by bit, and a record of the last steps that says where trouble began."""
+"""`replay`: run a step twice and compare bits; `record`: find the step and the leaf where a NaN began."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.state_entries import entries
 from ..core.tree import Tree, tree_map
 from ..pure.uncompiled import outside_since
 
-# Integers of as many bytes.
+# Integer dtypes by size in bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
     Attributes:
         owner: the transform in whose state it is; `"params"`, or `""` for the counters of the state and the metrics.
-        slot: what it is there, for instance `"exp_avg"`.
+        slot: its name there, for instance `"exp_avg"`.
         path: the leaf, or `""`.
         element: its index in what this process holds of the leaf, flat.
         values: of the two runs, or the one that is not finite.
@@ -83,7 +83,7 @@ class Record:
     """A step that keeps its last states and batches; see `zf.record`.
 
     Attributes:
-        kept: of the last steps, the oldest first: number of the step, state before it, batch, keywords. Copies.
+        kept: of each of the last steps, the oldest first: its number and copies of state, batch and keywords.
     """
 
     def __init__(self, step: Callable[..., tuple[State, Any]], last: int):
@@ -95,10 +95,9 @@ class Record:
         return self.step(state, *batch, **keywords)
 
     def trouble(self) -> Difference | None:
-        """Run the steps that are kept again, and name the first number that is not finite, or whose bits change.
+        """Run the kept steps again; the first number that becomes infinite or NaN, or whose bits change, or `None`.
 
-        A state may have numbers that are not finite by intent, or from a step that is not kept: numbers that a step
-        began with are not its trouble. `None` where all is well.
+        A number that was not finite before a step does not count: it is meant so, or comes from an earlier step.
         """
         for number, state, batch, keywords in self.kept:
             (new, metrics), (other, _) = (_run(self.step, state, batch, keywords) for _ in range(2))
@@ -136,7 +135,7 @@ def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
 
 
 def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:
-    """A step from copies, after which torch's generators are as before."""
+    """Run a step on copies, and set torch's generators back."""
     with torch.random.fork_rng():
         return step(_copy(state), *_copy(batch), **keywords)
 
@@ -164,7 +163,7 @@ def _not_finite(old: State, new: State, metrics: Any) -> Difference | None:
 
 
 def _in_order(state: State) -> list[tuple[str, str, str, Tensor]]:
-    """The tensors of a state by name: transforms in the order of the chain, then parameters, then counters."""
+    """The tensors of a state: transforms in the order of the chain, then parameters, then counters."""
     found = [e for e in entries(state) if isinstance(e.value, Tensor)]
     rank = {**{name: i for i, name in enumerate(state.transforms)}, "params": len(state.transforms)}
     found.sort(key=lambda e: rank.get(e.owner, len(rank)))

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..ranks.backend import checkpoint_library
-from .files import NotAFile, create, open_regular
-from .manifest import damaged
+from .files import create
+from .manifest import damaged, open_regular
 
 dcp = checkpoint_library()
 BLOCK_BYTES = 1 << 24  # read at once for a checksum
@@ -54,23 +54,15 @@ class DataFiles(dcp.filesystem.FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[BinaryIO]:
-        with create(Path(path)) if mode == "wb" else open_piece(Path(path)) as stream:
+        with create(Path(path)) if mode == "wb" else open_regular(Path(path)) as stream:
             yield stream
-
-
-def open_piece(path: Path) -> BinaryIO:
-    """Open a data file for reading."""
-    try:
-        return open_regular(path)
-    except NotAFile as error:
-        raise damaged(path, str(error)) from None
 
 
 def checksums(directory: Path, places: list[Any]) -> list[int]:
     """The CRC-32 of pieces as they are in data files."""
     sums = []
     for at in places:
-        with open_piece(directory / at.relative_path) as file:
+        with open_regular(directory / at.relative_path) as file:
             file.seek(at.offset)
             crc, left = 0, at.length
             while left:

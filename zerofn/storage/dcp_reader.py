@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,15 +92,10 @@ class _Reader(dcp.FileSystemReader):
         return known
 
     def _check_chunks(self, key: str, numel: int, chunks: list[list[Any]]) -> None:
-        end = 0
-        for offset, length, file, *_ in chunks:
-            if offset != end or not _manifest.DATA_FILE.fullmatch(file):
-                break
-            end += length
-        else:
-            if end == numel:
-                return
-        raise damaged(self.directory / _manifest.NAME, f"the pieces of {key} are not its {numel} elements")
+        bounds = [0, *accumulate(length for _, length, *_ in chunks)]
+        files = all(_manifest.DATA_FILE.fullmatch(file) for _, _, file, *_ in chunks)
+        if [*(offset for offset, *_ in chunks), numel] != bounds or not files:
+            raise damaged(self.directory / _manifest.NAME, f"the pieces of {key} are not its {numel} elements")
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         wanted = list(dict.fromkeys(item.storage_index for item in plan.items))

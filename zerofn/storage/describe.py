@@ -177,15 +177,9 @@ def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def _line(group: list[Row]) -> tuple[str, ...]:
-    row = group[0]
+    row, path = group[0], merge_paths([row.path for row in group])
     shapes = _shape(row.global_shape), _shape(row.local_shape)
-    return (
-        _name(row.slot, merge_paths([r.path for r in group])),
-        *shapes,
-        dtype_name(row.dtype),
-        row.device,
-        _sum(group),
-    )
+    return _name(row.slot, path), *shapes, dtype_name(row.dtype), row.device, _sum(group)
 
 
 def _name(slot: str, path: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import uuid
 from pathlib import Path
 from typing import BinaryIO
@@ -13,10 +12,6 @@ from .._errors import explain
 
 # Errors of a system that cannot fsync a directory, or allows nobody to. Any other means that the disk is failing.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS}
-
-
-class NotAFile(ValueError):
-    """The path is a directory, a pipe, a device or a socket, and no regular file."""
 
 
 def absolute_path(call: str, directory: str | os.PathLike) -> Path:
@@ -39,31 +34,6 @@ def random_token() -> str:
 def create(path: Path) -> BinaryIO:
     """Open a new file for writing. Anything of that name, a link or a pipe too, is an error."""
     return open(path, "xb")  # O_CREAT with O_EXCL, which follows no link
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A pipe is refused at once: opening it would wait for a writer.
-
-    A link to a file is followed: caches of downloads are made of links.
-
-    Raises:
-        NotAFile: it is no regular file.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-    try:
-        file = open(path, "rb", opener=opener)  # noqa: SIM115
-    except OSError as error:
-        # Of a directory, and of a socket.
-        if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
-            raise NotAFile("it is no regular file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NotAFile("it is no regular file")
-    return file
 
 
 def make_directory(directory: Path) -> None:

@@ -14,17 +14,19 @@ Nothing here is pickled: whoever can write a pickle that is loaded can run code.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .._errors import explain
-from .files import NotAFile, create, discard, open_regular, sync_directory
+from .files import create, discard, sync_directory
 
 NAME = "zerofn.json"
 FORMAT = "zerofn checkpoint"
@@ -87,14 +89,12 @@ def read(directory: Path) -> dict[str, Any]:
     """
     try:
         with open_regular(directory / NAME) as file:
-            text = file.read().decode("utf-8")
+            text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(_why_not(directory)) from None
-    except (UnicodeDecodeError, NotAFile) as error:
-        raise damaged(directory / NAME, str(error)) from None
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # also if it is no UTF-8
         raise damaged(directory / NAME, str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
@@ -119,6 +119,31 @@ def damaged(file: Path, why: str) -> Damaged:
     """The error for a file that is not what was written."""
     right = "an older checkpoint, or a copy of this one; nothing was loaded"
     return Damaged(explain(f"the checkpoint file {file} is damaged", why, right))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A pipe is refused at once: opening it would wait for a writer.
+
+    A link to a file is followed: caches of downloads are made of links.
+
+    Raises:
+        Damaged: it is no regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    try:
+        file = open(path, "rb", opener=opener)  # noqa: SIM115
+    except OSError as error:
+        # Of a directory, and of a socket.
+        if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
+            raise damaged(path, "it is no regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise damaged(path, "it is no regular file")
+    return file
 
 
 def _checksum(body: dict[str, Any]) -> int:
