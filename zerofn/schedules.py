@@ -122,7 +122,8 @@ class Piecewise(_Schedule):
         if isinstance(step, Tensor):
             rates = self.before(step), self.after(step - self.boundary)
             # Of two floats torch would make float32.
-            return torch.where(step < self.boundary, *(torch.as_tensor(x, dtype=torch.float64) for x in rates))
+            rates = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in rates]
+            return torch.where(step < self.boundary, *rates)
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 
 
@@ -173,8 +174,7 @@ def constant(value: float) -> Constant:
     >>> constant(0.1)(5)
     0.1
     """
-    (value,) = _checked("constant", value=value)
-    return Constant(value)
+    return Constant(*_checked("constant", value=value))
 
 
 def linear(start: float, end: float, steps: int) -> Linear:
@@ -183,8 +183,7 @@ def linear(start: float, end: float, steps: int) -> Linear:
     >>> linear(1.0, 0.0, 4)(1)
     0.75
     """
-    start, end, steps = _checked("linear", start=start, end=end, steps=steps)
-    return Linear(start, end, steps)
+    return Linear(*_checked("linear", start=start, end=end, steps=steps))
 
 
 def warmup(peak: float, steps: int) -> Linear:
@@ -208,8 +207,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
     """
-    peak, steps, end = _checked("cosine", peak=peak, steps=steps, end=end)
-    return Cosine(peak, steps, end)
+    return Cosine(*_checked("cosine", peak=peak, steps=steps, end=end))
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Piecewise:
@@ -233,8 +231,7 @@ def step(value: float, every: int, gamma: float = 0.1) -> Step:
     >>> step(1.0, 10, 0.5)(25)
     0.25
     """
-    value, every, gamma = _checked("step", value=value, every=every, gamma=gamma)
-    return Step(value, every, gamma)
+    return Step(*_checked("step", value=value, every=every, gamma=gamma))
 
 
 def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:

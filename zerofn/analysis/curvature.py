@@ -135,9 +135,9 @@ def spectrum(
     quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
 
     Args:
-        loss_fn: as for `max_eigenvalue`. tx: the pipeline. state: its state. batch: what `loss_fn` is given. blocks:
-            as for `max_eigenvalue`. steps: products; as many vectors of the parameters' size are kept. Fewer are made
-            where the parameters are fewer. seed: of the start vector.
+        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
+        steps: products; as many vectors of the parameters' size are kept. Fewer if there are fewer parameters.
+        seed: of the start vector.
 
     Returns:
         By block a `Spectrum`.
@@ -199,11 +199,7 @@ def trace(
     Hutchinson, 1990. Exact, with an error of 0, where the Hessian is diagonal.
 
     Args:
-        loss_fn: as for `max_eigenvalue`.
-        tx: the pipeline.
-        state: its state.
-        batch: what `loss_fn` is given.
-        blocks: as for `max_eigenvalue`.
+        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
         samples: vectors, at least 2, one product each.
         seed: of the vectors.
 

@@ -77,13 +77,9 @@ class Hessian:
         names = [names] if isinstance(names, str) else list(names)
         found = {n: tuple(p for p in self.paths if n in ("", p) or p.startswith(f"{n}.")) for n in names}
         if bad := [n for n, paths in found.items() if not paths]:
-            raise ValueError(
-                explain(
-                    f"blocks={names}",
-                    f"{', '.join(map(repr, bad))} match{'es' * (len(bad) == 1)} no trainable parameter",
-                    f"beginnings of these paths: {', '.join(self.paths[:8])}{', ...' * (len(self.paths) > 8)}",
-                )
-            )
+            why = f"{', '.join(map(repr, bad))} match{'es' * (len(bad) == 1)} no trainable parameter"
+            right = f"beginnings of these paths: {', '.join(self.paths[:8])}{', ...' * (len(self.paths) > 8)}"
+            raise ValueError(explain(f"blocks={names}", why, right))
         return found
 
     def draw(self, paths: Iterable[str], seed: int, step: int, signs: bool) -> Leaves:

@@ -74,7 +74,9 @@ def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, *
     ('params', 'w', 1)
     """
     check_function("zf.replay", step)
-    _check_state("zf.replay", state)
+    if not isinstance(state, State):
+        right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
+        raise TypeError(explain(f"zf.replay got a {type(state).__name__}", "it is not a state", right))
     one, other = (_run(step, state, batch, keywords)[0] for _ in range(2))
     return _first_difference(one, other)
 
@@ -176,9 +178,3 @@ def _bits(x: Tensor) -> Tensor:
 
 def _copy(tree: Tree) -> Tree:
     return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
-
-
-def _check_state(where: str, state: Any) -> None:
-    if not isinstance(state, State):
-        right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
-        raise TypeError(explain(f"{where} got a {type(state).__name__}", "it is not a state", right))

@@ -69,15 +69,11 @@ def check_no_step_since(writes: Callable[[], int]) -> Callable[[], None]:
 
     def check() -> None:
         if before % 2 or writes() != before:
-            raise RuntimeError(
-                explain(
-                    "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
-                    "opt.step() with in_backward=True, where backward is the step",
-                    "some of what is kept is of before the step and some of after it",
-                    "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
-                    "and writes meanwhile",
-                )
-            )
+            wrong = "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
+            wrong += "opt.step() with in_backward=True, where backward is the step"
+            right = "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
+            right += "and writes meanwhile"
+            raise RuntimeError(explain(wrong, "some of what is kept is of before the step and some of after it", right))
 
     return check
 
@@ -90,14 +86,10 @@ def check_not_written_since(state: State) -> Callable[[], None]:
     def check() -> None:
         state.check_kept("zf.save(directory, state)")
         if writes(tensors) != before:
-            raise RuntimeError(
-                explain(
-                    "zf.save(directory, state) while something writes into the state, in another thread",
-                    "some of what is kept is of before it and some of after it",
-                    "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
-                    "thread that\nwrites: it copies first",
-                )
-            )
+            wrong = "zf.save(directory, state) while something writes into the state, in another thread"
+            right = "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
+            right += "thread that\nwrites: it copies first"
+            raise RuntimeError(explain(wrong, "some of what is kept is of before it and some of after it", right))
 
     return check
 

@@ -96,13 +96,8 @@ class Checkpoints:
         if isinstance(score, Tensor) and score.numel() == 1:
             score = score.item()
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-            raise TypeError(
-                explain(
-                    f"Checkpoints.save(state, score={score!r})",
-                    "checkpoints are put in order by a number",
-                    "score=validation_loss.item()",
-                )
-            )
+            wrong, why = f"Checkpoints.save(state, score={score!r})", "checkpoints are put in order by a number"
+            raise TypeError(explain(wrong, why, "score=validation_loss.item()"))
         settle()
         order = 1 + max((save.order for save in self._saves().values()), default=0)
         entries = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
@@ -142,19 +137,18 @@ class Checkpoints:
             name = NAME.fullmatch(path.name)
             if name and (path / _manifest.NAME).is_file():
                 try:
-                    table = _manifest.read(path)
+                    about = _manifest.read(path)
+                    save = _Save(about.get("order", 0), float(about.get("score") or "nan"))
                 except (ValueError, OSError):
-                    found[int(name[1])] = _Save(0, None, readable=False)  # `load` says why
-                    continue
-                score = table.get("score")
-                found[int(name[1])] = _Save(table.get("order", 0), None if score is None else float(score))
+                    save = _Save(0, math.nan, readable=False)  # `load` says why
+                found[int(name[1])] = save
         return found
 
     def _ranked(self, saves: dict[int, _Save]) -> list[int]:
         """Steps from the best score on; of equal ones the later saved first."""
         sign = -1 if self._largest else 1
-        scored = {step: s for step, s in saves.items() if s.score is not None and not math.isnan(s.score)}
-        return sorted(scored, key=lambda step: (sign * scored[step].score, -scored[step].order))
+        scored = [step for step in saves if not math.isnan(saves[step].score)]
+        return sorted(scored, key=lambda step: (sign * saves[step].score, -saves[step].order))
 
     def _remove_old(self, group: Group) -> None:
         if group.rank:
@@ -169,7 +163,7 @@ class Checkpoints:
 
 class _Save(NamedTuple):
     order: int  # of saving; not the step: a run that began again at an earlier step goes on from there
-    score: float | None
+    score: float  # NaN where it has none
     readable: bool = True
 
 

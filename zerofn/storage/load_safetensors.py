@@ -22,6 +22,7 @@ from ..pure.states import pipe_of
 from ..pure.uncompiled import outside_since
 from .buffers import buffers_of, check_can_be_written, write_buffers
 from .checkpoint import state_of
+from .safetensors import safetensors_function
 from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -70,18 +71,14 @@ def load_safetensors(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    safe_open = _opener()
+    safe_open = safetensors_function("safe_open", "zf.load_safetensors")
     state = state_of(like, "zf.load_safetensors(path, like={})")
     opt = like if isinstance(like, Optimizer) else None
     pipe = _pipe(state, opt, tx)
     wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
     leaves, others = _read_all(path, state, buffers, only, safe_open)
-    fresh = state.micro_step.is_meta or not int(state.micro_step)
-    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
-    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
-    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
-    new = State(ordered, transforms, step, micro_step, state.layout)
+    new = _with_parameters(state, leaves, pipe)
     if opt is None:
         return new
     found, values = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
@@ -91,13 +88,13 @@ def load_safetensors(
     return opt.state
 
 
-def _opener() -> Callable[..., Any]:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
-        raise ImportError(explain("zf.load_safetensors(...)", why, right)) from error
-    return safe_open
+def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) -> State:
+    """The state with new parameters; before the first step also with the states that transforms make from them."""
+    fresh = state.micro_step.is_meta or not int(state.micro_step)
+    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
+    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
+    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
+    return State(ordered, transforms, step, micro_step, state.layout)
 
 
 def _read_all(

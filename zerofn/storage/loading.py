@@ -30,9 +30,7 @@ from .window_resharding import check_views, share_windows
 
 
 @overload
-def load(directory: str | os.PathLike, like: State | Optimizer) -> State: ...
-@overload
-def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[True]) -> State: ...
+def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[True] = True) -> State: ...
 @overload
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[False], tx: Transform | None = None

@@ -99,13 +99,10 @@ def read(directory: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
     if body.get("version") not in range(1, VERSION + 1):
-        raise ValueError(
-            explain(
-                f"the checkpoint in {directory} has format version {body.get('version')!r}",
-                f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}",
-                f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have",
-            )
-        )
+        wrong = f"the checkpoint in {directory} has format version {body.get('version')!r}"
+        why = f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}"
+        right = f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have"
+        raise ValueError(explain(wrong, why, right))
     if body.pop("checksum", None) != _checksum(body):
         raise damaged(directory / NAME, "its checksum does not fit")
     return body

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +53,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     ...     load_file(f"{directory}/model.safetensors")
     {'w': tensor([0., 1.])}
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
-        raise ImportError(explain("zf.export_safetensors(...)", why, right)) from error
+    save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
     wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
     owner, slot = ("params", "") if of == "params" else (of, "average")
@@ -77,6 +74,20 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
         except OSError as error:
             failure = error
     raise_on_all_ranks(failure, group)
+
+
+def safetensors_function(name: str, caller: str) -> Any:
+    """A function of the package safetensors.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
+        raise ImportError(explain(f"{caller}(...)", why, right)) from error
+    return getattr(safetensors.torch, name)
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

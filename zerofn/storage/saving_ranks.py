@@ -65,13 +65,10 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
     answers = gather_objects((group.ranks, mine), world)
     same = next((ranks for ranks, other in answers if other == mine and ranks != group.ranks), None)
     if same is not None:
-        raise ValueError(
-            explain(
-                f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}",
-                "each of these parts of the job has a state of its own, and one would replace the other",
-                'zf.save(f"{directory}/{part}", state), with another part for each',
-            )
-        )
+        wrong = f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}"
+        why = "each of these parts of the job has a state of its own, and one would replace the other"
+        right = 'zf.save(f"{directory}/{part}", state), with another part for each'
+        raise ValueError(explain(wrong, why, right))
 
 
 def check_replicas(state: State, group: Group) -> None:

@@ -59,14 +59,10 @@ def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, 
     """
     others = sorted({*later} ^ {*manifest.get("later", ())})
     if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
-        raise ValueError(
-            explain(
-                f"zf.load of an open window, saved by {manifest['ranks']} ranks",
-                f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
-                "which changes gradients, and stands behind a reduction that is made at the end of a window",
-                "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it",
-            )
-        )
+        why = f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
+        why += "which changes gradients, and stands behind a reduction that is made at the end of a window"
+        right = "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it"
+        raise ValueError(explain(f"zf.load of an open window, saved by {manifest['ranks']} ranks", why, right))
 
 
 def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
