@@ -120,9 +120,9 @@ class Piecewise(_Schedule):
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
-            rates = self.before(step), self.after(step - self.boundary)
-            # Of two floats torch would make float32.
-            rates = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in rates]
+            both = self.before(step), self.after(step - self.boundary)
+            # torch.where of two floats is float32.
+            rates = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in both]
             return torch.where(step < self.boundary, *rates)
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 

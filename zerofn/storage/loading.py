@@ -100,30 +100,30 @@ def _load(
     reading = _Reading(directory, like, opt, strict)
     manifest = load_pieces(path, group, reading.choose)
     if copies_in(manifest) != placement.copies:
-        sums = reading.unreduced_sums(manifest)
+        sums = [e for e in reading.read if e.key not in manifest["tensors"]]
         share_windows(sums, reading.flat, manifest, lambda choose: load_pieces(path, group, choose))
         held = [e for e in reading.entries if e.owner in placement.apart and e.key in reading.flat]
         check_views([*sums, *held], reading.flat, manifest, placement.later)
     reading.finish()
     if pipe is None:
-        state = rebuild(like, lambda e: reading.value(e, manifest))
+        state = rebuild(like, reading.value)
     else:
         reading.partial.agree(group)
         reading.partial.check(reading.entries)
-        state = reading.partial.state(like, pipe, lambda e: reading.value(e, manifest))
+        state = reading.partial.state(like, pipe, reading.value)
     if opt is not None:
-        state = _write_into(opt, state, reading, manifest)
-    return state if strict else (state, reading.partial.report(reading.saved_entries(manifest)))
+        state = _write_into(opt, state, reading)
+    return state if strict else (state, reading.partial.report(reading.saved_entries()))
 
 
-def _write_into(opt: Optimizer, state: State, reading: _Reading, manifest: dict[str, Any]) -> State:
+def _write_into(opt: Optimizer, state: State, reading: _Reading) -> State:
     """Write state, learning rates and buffers into an attached model, in place."""
     buffers = [e for e in reading.buffers if e.key not in reading.partial.anew]
-    if manifest.get("buffers") is None:
-        warn_of_missing(reading.directory, buffers, manifest)
+    if reading.manifest.get("buffers") is None:
+        warn_of_missing(reading.directory, buffers, reading.manifest)
         buffers = []
     check_can_be_written("zf.load", buffers, reading.new)
-    groups = manifest["param_groups"]
+    groups = reading.manifest["param_groups"]
     opt.load_state(state, groups if reading.strict else groups_by_name(opt, groups))
     write_buffers(buffers, reading.new)
     return opt.state
@@ -135,6 +135,8 @@ class _Reading:
     Attributes:
         new: by key, a tensor like the entry's own.
         flat: by key, the memory to read into: `new` as one dimension where it is contiguous.
+        manifest: of the checkpoint; set by `choose`, as `read` and `wholes`.
+        read: the entries that are read.
         wholes: entries whose elements the checkpoint has in another order: memory for the whole tensor, and the order.
     """
 
@@ -143,20 +145,23 @@ class _Reading:
         self.entries = entries(like)
         self.buffers = [] if opt is None else buffers_of(opt._model)
         self.partial = PartialLoad(directory)
+        self.manifest: dict[str, Any] = {}
+        self.read: list[Entry] = []
         self.wholes: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *self.buffers]
         self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
         self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
 
-    def saved_entries(self, manifest: dict[str, Any]) -> list[Entry]:
+    def saved_entries(self) -> list[Entry]:
         """The entries to look for: a checkpoint of a state has no buffers."""
-        return [*self.entries, *(self.buffers if manifest.get("buffers") is not None else ())]
+        return self.entries if self.manifest.get("buffers") is None else [*self.entries, *self.buffers]
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """The pieces to read, by their names in the checkpoint."""
         from .dcp import Piece
 
-        wanted = self.saved_entries(manifest)
+        self.manifest = manifest
+        wanted = self.saved_entries()
         # A state has no buffers; those of the module that was saved with it are left out.
         bad = differences(wanted, without_buffers(manifest) if self.opt is None else manifest)
         if bad and self.strict:
@@ -166,9 +171,10 @@ class _Reading:
         defaults = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
         for key, x in defaults.items():
             self.flat[key].fill_(x)
-        read = [e for e in wanted if e.key in self.new and e.key not in defaults and e.key not in self.partial.anew]
+        skipped = defaults.keys() | self.partial.anew.keys()
+        self.read = [e for e in wanted if e.key in self.new and e.key not in skipped]
         pieces = {}
-        for e in read:
+        for e in self.read:
             name = name_to_read(e, manifest, self.placement)
             about = manifest["tensors"].get(name)
             if in_other_order(e, about):
@@ -180,26 +186,17 @@ class _Reading:
                 pieces[name] = Piece(self.flat[e.key], e.offset or 0, e.shape)
         return pieces
 
-    def unreduced_sums(self, manifest: dict[str, Any]) -> list[Entry]:
-        """Entries of which the checkpoint has a copy for each rank."""
-        return [
-            e
-            for e in self.entries
-            if e.key in self.new and e.key not in manifest["tensors"] and e.key not in self.partial.anew
-            if before(e) is None
-        ]
-
     def finish(self) -> None:
         """Fill `new` from what has been read in another order or into other strides."""
-        for e, read, boxes in self.wholes:
-            self.flat[e.key].copy_(e.part(read if boxes is None else joined(read.view(-1), e.shape, boxes)).reshape(-1))
+        for e, x, boxes in self.wholes:
+            self.flat[e.key].copy_(e.part(x if boxes is None else joined(x.view(-1), e.shape, boxes)).reshape(-1))
         self.wholes.clear()
         for key, x in self.new.items():
             if not x.is_contiguous():
                 x.copy_(self.flat[key].view(x.shape))
 
-    def value(self, e: Entry, manifest: dict[str, Any]) -> Any:
-        return self.new[e.key] if e.key in self.new else manifest["values"][e.key]
+    def value(self, e: Entry) -> Any:
+        return self.new[e.key] if e.key in self.new else self.manifest["values"][e.key]
 
 
 def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
