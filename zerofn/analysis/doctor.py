@@ -31,19 +31,19 @@ class Finding(NamedTuple):
 
     Attributes:
         about: what it is about.
-        told: what was found.
+        result: what was found.
         remedy: what to do about it; nothing where it is well.
         broken: whether something does not work, rather than being slow.
     """
 
     about: str
-    told: str
+    result: str
     remedy: str = ""
     broken: bool = False
 
     def __str__(self) -> str:
         mark = "FAIL" if self.broken else "slow" if self.remedy else "ok"
-        return f"{mark:>4}  {self.about:<10} {self.told}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
+        return f"{mark:>4}  {self.about:<10} {self.result}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
 
 
 def examine(nproc: int = 2) -> Iterator[Finding]:
@@ -83,11 +83,11 @@ def _versions() -> Finding:
 def _processor() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    told = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
+    result = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
     if threads * ranks > cores:
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
-        return Finding("processor", told + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
-    return Finding("processor", told)
+        return Finding("processor", result + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
+    return Finding("processor", result)
 
 
 def _devices() -> Finding:
@@ -104,18 +104,14 @@ def _kernel() -> Finding:
             implementation = implementation_for([torch.ones(1)])
             fast = _time("auto")
         except Exception as error:
-            return Finding("kernel", _first_line(error), "see ZEROFN_NATIVE", True)
+            return Finding("kernel", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
     slow = _time("eager")
     times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
-    told = f"{implementation}: an update of 2 M bf16 elements {times}"
+    result = f"{implementation}: an update of 2 M bf16 elements {times}"
     if implementation == "native" and not said:
-        return Finding("kernel", told)
+        return Finding("kernel", result)
     why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
-    return Finding("kernel", told, why)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return Finding("kernel", result, why)
 
 
 def _time(implementation: str) -> float:
@@ -156,11 +152,11 @@ def _ranks(nproc: int) -> Finding:
     try:
         found = launch(_add_up, nproc, timeout=60)
     except Exception as error:
-        return Finding("ranks", f"{nproc} local ranks: {_first_line(error)}", "zf.launch says more", True)
-    told = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
+        return Finding("ranks", f"{nproc} local ranks: {error}".splitlines()[0], "zf.launch says more", True)
+    result = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
     if found != [float(nproc)] * nproc:
-        return Finding("ranks", f"{told}, and added up to {found}", "another build of torch", True)
-    return Finding("ranks", f"{told}; {', '.join(backends)}")
+        return Finding("ranks", f"{result}, and added up to {found}", "another build of torch", True)
+    return Finding("ranks", f"{result}; {', '.join(backends)}")
 
 
 def _add_up() -> float:

@@ -119,8 +119,8 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `waited`         seconds that this rank has waited for them. On a GPU those in forward and update alone.
     ===============  ================================================================================================
 
-    To ask for a number that there is not, such as the seconds of a backward that did not run, is a `KeyError` that
-    says so.
+    A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says
+    so.
 
     Raises:
         TypeError: `target` is neither.

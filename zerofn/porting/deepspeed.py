@@ -106,7 +106,7 @@ def _batches(reader: ConfigReader) -> int:
     automatic = reader.left.get(keys[2]) == "auto"
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
     if automatic and not (every or (total and micro)):
-        reader.ask(keys[2])
+        reader.report_unfilled(keys[2])
     if total is None or (micro is None and every is None):
         return 1 if every is None else every
     world = world_group().size
@@ -229,7 +229,7 @@ def _optimizer(reader: ConfigReader, low: tuple[torch.dtype, bool] | None) -> Tr
             reader.refuse(f"optimizer.params.{key}", reason)
     values = {**known, **{k: v for k, v in given.items() if k in known}}
     values["lr"] = schedule_of(reader, values["lr"])
-    if reader.bad or reader.unknown:
+    if reader.bad or reader.unfilled:
         return None
     if name == "sgd":
         if low is not None:

@@ -23,7 +23,7 @@ class ConfigReader:
     Attributes:
         left: the entries that nobody has taken, by dotted path.
         auto: the values that no "auto" has used, by dotted path.
-        unknown: paths of "auto" without a value.
+        unfilled: paths of "auto" without a value.
         bad: paths that are refused, each with the reason.
         idle: paths of keys that have no effect.
     """
@@ -37,7 +37,7 @@ class ConfigReader:
             raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
         self.left: dict[str, Any] = dict(_leaves(config, ""))
         self.auto: dict[str, Any] = dict(_leaves(auto or {}, ""))
-        self.unknown: list[str] = []
+        self.unfilled: list[str] = []
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
 
@@ -52,7 +52,7 @@ class ConfigReader:
         if isinstance(value, str) and value == "auto":
             if path not in self.auto:
                 if needed:
-                    self.ask(path)
+                    self.report_unfilled(path)
                 return default
             value = self.auto.pop(path)
         if check is not None and not (value is None is default) and (reason := check(value)):
@@ -65,14 +65,14 @@ class ConfigReader:
         found = {k: self.take(k) for k in list(self.left) if k.startswith(path + ".")}
         return {k[len(path) + 1 :]: v for k, v in found.items()}
 
-    def ask(self, path: str) -> None:
+    def report_unfilled(self, path: str) -> None:
         """Report an "auto" without a value, unless its path is refused already."""
         if path not in dict(self.bad):
-            self.unknown.append(path)
+            self.unfilled.append(path)
 
     def refuse(self, path: str, reason: str) -> None:
         """Report a bad key; not one whose "auto" has no value yet, since `None` is in its place."""
-        if path not in self.unknown:
+        if path not in self.unfilled:
             self.bad.append((path, reason))
 
     def close(self) -> None:
@@ -93,13 +93,14 @@ class ConfigReader:
             ):
                 self.refuse(path, f"not supported; use {instead}")
         why = "'auto' is filled in by the Hugging Face Trainer; here you give its value"
-        self.bad += [(p, why) for p in self.unknown]
+        self.bad += [(p, why) for p in self.unfilled]
         self.bad += [(p, f"auto={{{p!r}: ...}}, but the configuration has no 'auto' there") for p in self.auto]
         if self.bad:
-            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unknown)}}}"
-            asked = f"from_deepspeed(config, {values})" if self.unknown else ""
-            others = "each as its line says, or the configuration without it"
-            right = " and ".join(([asked] if asked else []) + ([others] if len(self.bad) > len(self.unknown) else []))
+            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unfilled)}}}"
+            advice = [f"from_deepspeed(config, {values})"] if self.unfilled else []
+            if len(self.bad) > len(self.unfilled):
+                advice.append("each as its line says, or the configuration without it")
+            right = " and ".join(advice)
             raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, right))
         if self.idle:
             warnings.warn(

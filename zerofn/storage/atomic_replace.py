@@ -19,8 +19,8 @@ SUFFIX = ".tmp"
 def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
     """Replace a file by what `write` writes to the path that it is given.
 
-    That path lies in a new hidden directory beside the file, which belongs to this call alone: the library may make
-    other files there, and nobody has planted a link there. A process that is killed leaves the directory behind,
+    That path is in a new hidden directory beside the file, which belongs to this call alone: the library may make other
+    files there, and no other user can have put a link there. A process that is killed leaves the directory behind,
     unlocked, and the next call for the same file removes it.
 
     Returns:
