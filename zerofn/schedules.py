@@ -1,7 +1,7 @@
 """Learning rates as functions of the optimizer step (0 before the first update).
 
-Any `step -> float` is a schedule. These compare, print and pickle, and `step` may also be a 0-d
-tensor, which is what an ensemble under `torch.vmap` hands them.
+Any `step -> float` is a schedule. These compare, print and pickle, and `step` may also be a 0-d tensor, as in an
+ensemble under `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from torch import Tensor
 from .core.arguments import TINY, check_count, check_number, plain
 from .core.html import curve
 
-# Steps of a schedule that a picture shows where it has no end of its own.
-SHOWN = 100
+SHOWN = 100  # steps in the plot of a schedule that does not end
 
 
-def _told(name: str, **given: Any) -> str:
+def _call(name: str, **given: Any) -> str:
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
 @dataclass(frozen=True, repr=False)
 class _Schedule:
-    """What all share: they compare by their numbers, and print as one would write them."""
+    """Base of all: they compare by their numbers, and print as one would write them.
+
+    Attributes:
+        written: the call that made it, for printing.
+        function: the name of the function that makes one.
+    """
 
     written: str = field(default="", compare=False, kw_only=True)
     function: ClassVar[str]
@@ -34,21 +38,21 @@ class _Schedule:
     def __post_init__(self) -> None:
         if not self.written:
             given = {x.name: getattr(self, x.name) for x in fields(self) if x.compare}
-            object.__setattr__(self, "written", _told(self.function, **given))
+            object.__setattr__(self, "written", _call(self.function, **given))
 
     def __repr__(self) -> str:
         return f"schedules.{self.written}"
 
     @property
     def length(self) -> int:
-        """Steps after which it changes no more."""
+        """Steps after which the rate no longer changes."""
         return SHOWN
 
     def __call__(self, step: Any) -> Any:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        """A curve, to a little behind the last step at which it changes."""
+        """A curve, to a tenth beyond `length`."""
         steps = self.length + max(1, self.length // 10)
         values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
         return curve(values, f"{self!r}, {steps} steps")
@@ -97,9 +101,8 @@ class Cosine(_Schedule):
 
     def __call__(self, step: Any) -> Any:
         x = math.pi * _ramp(step, self.steps)
-        return self.end + (self.peak - self.end) * 0.5 * (
-            1.0 + (torch.cos(x) if isinstance(x, Tensor) else math.cos(x))
-        )
+        wave = torch.cos(x) if isinstance(x, Tensor) else math.cos(x)
+        return self.end + (self.peak - self.end) * 0.5 * (1.0 + wave)
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,7 +120,10 @@ class Piecewise(_Schedule):
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
-            return torch.where(step < self.boundary, self.before(step), self.after(step - self.boundary))
+            both = self.before(step), self.after(step - self.boundary)
+            # torch.where of two floats is float32.
+            rates = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in both]
+            return torch.where(step < self.boundary, *rates)
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 
 
@@ -141,7 +147,7 @@ class Step(_Schedule):
 
 @dataclass(frozen=True, repr=False)
 class LayerKeep(_Schedule):
-    """How likely a layer is kept: `1 - depth * (1 - theta) * (1 - exp(-gamma * step))`."""
+    """The probability that a layer is kept: `1 - depth * (1 - theta) * (1 - exp(-gamma * step))`."""
 
     theta: float
     gamma: float
@@ -149,7 +155,7 @@ class LayerKeep(_Schedule):
 
     @property
     def length(self) -> int:
-        """Steps after which it changes by no more than a hundredth of the way."""
+        """Steps after which less than a hundredth of the change is left."""
         return math.ceil(math.log(100.0) / self.gamma) if self.gamma else SHOWN
 
     def __call__(self, step: Any, depth: float = 1.0) -> Any:
@@ -158,7 +164,7 @@ class LayerKeep(_Schedule):
 
 
 def _ramp(step: Any, steps: int) -> Any:
-    # In float64: a tensor of whole numbers divides to float32, and an ensemble would train at other rates.
+    # In float64: an integer tensor divides to float32, and an ensemble would train at other rates.
     return (step.double() / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
 
 
@@ -168,8 +174,7 @@ def constant(value: float) -> Constant:
     >>> constant(0.1)(5)
     0.1
     """
-    (value,) = _checked("constant", value=value)
-    return Constant(value)
+    return Constant(*_checked("constant", value=value))
 
 
 def linear(start: float, end: float, steps: int) -> Linear:
@@ -178,8 +183,7 @@ def linear(start: float, end: float, steps: int) -> Linear:
     >>> linear(1.0, 0.0, 4)(1)
     0.75
     """
-    start, end, steps = _checked("linear", start=start, end=end, steps=steps)
-    return Linear(start, end, steps)
+    return Linear(*_checked("linear", start=start, end=end, steps=steps))
 
 
 def warmup(peak: float, steps: int) -> Linear:
@@ -190,8 +194,8 @@ def warmup(peak: float, steps: int) -> Linear:
     """
     peak, steps = _checked("warmup", peak=peak, steps=steps)
     # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
-    told = _told("warmup", peak=peak, steps=steps)
-    return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=told)
+    written = _call("warmup", peak=peak, steps=steps)
+    return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=written)
 
 
 linear_warmup = warmup
@@ -203,8 +207,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
     """
-    peak, steps, end = _checked("cosine", peak=peak, steps=steps, end=end)
-    return Cosine(peak, steps, end)
+    return Cosine(*_checked("cosine", peak=peak, steps=steps, end=end))
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Piecewise:
@@ -218,8 +221,8 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     peak, warmup_steps, steps, end = _checked("warmup_cosine", **given)
     if warmup_steps >= steps:
         raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
-    told = _told("warmup_cosine", peak=peak, warmup_steps=warmup_steps, steps=steps, end=end)
-    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), written=told)
+    written = _call("warmup_cosine", peak=peak, warmup_steps=warmup_steps, steps=steps, end=end)
+    return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), written=written)
 
 
 def step(value: float, every: int, gamma: float = 0.1) -> Step:
@@ -228,12 +231,11 @@ def step(value: float, every: int, gamma: float = 0.1) -> Step:
     >>> step(1.0, 10, 0.5)(25)
     0.25
     """
-    value, every, gamma = _checked("step", value=value, every=every, gamma=gamma)
-    return Step(value, every, gamma)
+    return Step(*_checked("step", value=value, every=every, gamma=gamma))
 
 
 def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
-    """How likely a layer is kept in progressive layer drop, by step and depth, for `zf.layer_drop`.
+    """The probability that a layer is kept in progressive layer drop, by step and depth, for `zf.layer_drop`.
 
     `theta(t) = (1 - theta) exp(-gamma t) + theta`, and `p = 1 - depth * (1 - theta(t))` for layer `i` of `L` with
     `depth = i / L`, `i` from 1 (Zhang & He, 2020). At step 0 all are kept; the last ends at `theta`.
@@ -252,7 +254,7 @@ def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
 
 
 def _checked(function: str, **numbers: Any) -> list[Any]:
-    """The numbers as Python's, in their order."""
+    """The numbers as Python's own, in their order, once they are checked."""
     for name, value in numbers.items():
         if name.endswith("steps") or name == "every":
             check_count(function, name, plain(value), "steps")

@@ -72,7 +72,7 @@ def only_by_zerofn(loss: Loss, state: zf.State, v: list[Tensor], products: int) 
     hessian = Hessian(loss, TX, state, (), "max_eigenvalue")
     given = dict(zip(state.params, v, strict=True))
     for _ in range(products):
-        w = hessian.times(given)
+        w = hessian.product(given)
     return float(torch.cat([x.flatten() for x in w.values()]).norm())
 
 

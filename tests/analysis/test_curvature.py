@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 from zerofn import curvature
+from zerofn.analysis.hessian import Hessian
 
 DTYPE = torch.float64
 TX = zf.sgd(0.1)
@@ -186,3 +189,18 @@ def test_more_refusals():
         curvature.trace(lambda p: p["w"].square().sum(), TX, state, samples=1)
     with pytest.raises(TypeError, match="it is not a state"):
         curvature.spectrum(lambda p: p["w"].square().sum(), TX, {"w": torch.ones(2)})
+
+
+def test_a_trace_has_one_random_vector_in_memory_at_a_time(monkeypatch):
+    alive, most = [], []
+    draw_one = Hessian.draw
+
+    def counted(*args, **keywords):
+        v = draw_one(*args, **keywords)
+        alive.append(weakref.ref(v["in2"]))
+        most.append(sum(ref() is not None for ref in alive))
+        return v
+
+    monkeypatch.setattr(Hessian, "draw", counted)
+    curvature.trace(net, TX, zf.init(TX, PARAMS), X, Y, samples=8)
+    assert len(alive) == 8 and max(most) <= 2

@@ -78,3 +78,20 @@ def on_ranks():
 def test_each_rank_tells_of_its_part():
     for rank, found in zf.launch(on_ranks, 2, timeout=limit(60)):
         assert found is None if rank == 0 else found[:4] == ("params", "", "b", 1)
+
+
+def test_looking_for_trouble_draws_nothing_from_the_generator():
+    noisy = zf.make_step(lambda p, x: loss(p, x * torch.rand(3)), TX)
+    step = zf.record(noisy)
+    step(zf.init(TX, params()), torch.ones(3))
+    before = torch.get_rng_state()
+    assert step.trouble() is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_keywords_are_kept_as_they_were():
+    tx = zf.chain(zf.accumulate(2, weighted=True), zf.sgd(0.1))
+    step, weight = zf.record(zf.make_step(loss, tx)), torch.tensor(2.0)
+    step(zf.init(tx, params()), torch.ones(3), weight=weight)
+    weight.fill_(5.0)
+    assert float(step.kept[0][3]["weight"]) == 2.0

@@ -151,3 +151,32 @@ def test_what_one_rank_does_not_find_no_rank_loads(tmp_path):
     train(model, opt, 0, 1)
     written(str(tmp_path), model, opt)
     assert all("no folder zero" in said for said in zf.launch(_on_one_rank_alone, 2, str(tmp_path), timeout=limit()))
+
+
+@zf.leafwise(optimizer=True, needs="element")
+def plain_steps(grad: torch.Tensor, param: torch.Tensor, *, lr: float) -> torch.Tensor:
+    return param - lr * grad
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_an_optimizer_that_keeps_no_count(tmp_path, step):
+    """The count of the state, by which schedules go on, is that of the directory where it has one."""
+    model = nn.Linear(2, 1, bias=False)
+    opt = zf.attach(model, plain_steps(lr=0.1))
+    folder = tmp_path / "zero" / "weight"
+    folder.mkdir(parents=True)
+    torch.save({"param": torch.ones(1, 2)}, folder / "fp32.pt")
+    if step is not None:
+        torch.save(torch.tensor(float(step)), folder / "step.pt")
+    state = zf.load_deepspeed(tmp_path, like=opt)
+    assert torch.equal(model.weight, torch.ones(1, 2)) and int(state.step) == (step or 0)
+
+
+def test_a_file_without_its_tensor_is_named(tmp_path):
+    model = net()
+    opt = adamw(model)
+    train(model, opt, 0, 1)
+    written(str(tmp_path), model, opt)
+    torch.save({"other": torch.ones(5)}, tmp_path / "zero" / "0.bias" / "exp_avg.pt")
+    with pytest.raises(ValueError, match=r"0.bias: exp_avg.pt is a NoneType instead of \(5,\)"):
+        zf.load_deepspeed(tmp_path, like=zf.attach(net(7), zf.adamw(RATE)))

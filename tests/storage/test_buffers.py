@@ -233,6 +233,8 @@ def test_extra_state_is_told_of(tmp_path):
     with pytest.warns(UserWarning, match=r"get_extra_state gives, of 0, is not in the checkpoint") as told:
         zf.save(tmp_path, zf.attach(model, TX))
     assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"of the model, is not in the checkpoint"):
+        zf.save(tmp_path / "alone", zf.attach(Quantized(2, 2), TX))
     assert "buffers/1.running_mean" in json.loads((tmp_path / "zerofn.json").read_text())["tensors"]
 
 

@@ -357,7 +357,7 @@ def plant(path, what):
 def test_names_that_are_taken(directory, monkeypatch, what, name):
     """Whoever plants something under the name of a new file makes the save fail at most; nobody waits."""
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=7))
-    monkeypatch.setattr(_manifest, "remove", lambda *args: [])  # which would take it for a leftover
+    monkeypatch.setattr(_manifest, "remove_files", lambda *args: [])  # which would take it for a leftover
     mine = plant(directory / name, what)
     if name == "zerofn.json.tmp":
         zf.save(directory, state(2))

@@ -179,3 +179,25 @@ def on_ranks(path):
 def test_every_rank_is_told(tmp_path):
     save_file({"long": torch.ones(3)}, tmp_path / "a")
     assert zf.launch(on_ranks, 2, str(tmp_path / "a"), timeout=limit()) == [True, True]
+
+
+class Expanded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.ones(1).expand(3))
+
+    def forward(self, x):
+        return (self.w * x).sum()
+
+
+def test_a_buffer_that_cannot_be_written_is_refused_before_anything_is(tmp_path):
+    model = Expanded()
+    opt = zf.attach(model, zf.sgd(0.1))
+    save_file({"w": torch.full((2,), 5.0), "scale": torch.full((3,), 7.0)}, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"zf.load_safetensors: these buffers(?s:.*)scale: its elements share memory"):
+        zf.load_safetensors(tmp_path / "a", like=opt)
+    assert torch.equal(model.w, torch.ones(2))
+    save_file({"w": torch.full((2,), 5.0), "scale": torch.ones(3)}, tmp_path / "b")
+    zf.load_safetensors(tmp_path / "b", like=opt)
+    assert torch.equal(model.w, torch.full((2,), 5.0))

@@ -13,7 +13,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp_writer
+from zerofn.storage import dcp_writer, manifest
 from zerofn.testing import assert_trees_equal
 
 TX = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.1))
@@ -147,6 +147,23 @@ def test_on_ranks_and_for_another_number_of_them(tmp_path):
             assert_trees_equal(params, found[0][5])
 
 
+def refused_on_a_rank(directory):
+    """A tensor that the first rank has without elements and the second with one; no rank may wait for the other."""
+    import torch.distributed as dist
+
+    state = zf.init(zf.chain(zf.all_reduce(), zf.sgd(0.1)), {"w": torch.ones(3)})
+    transforms = {**state.transforms, "other": {"table": torch.zeros(dist.get_rank())}}
+    try:
+        zf.save(directory, zf.State(state.leaves, transforms, state.step, state.micro_step, state.layout))
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_only_some_ranks_have_is_refused_on_all(tmp_path):
+    for told in zf.launch(refused_on_a_rank, 2, str(tmp_path), timeout=limit(60)):
+        assert "other/table: differs between ranks" in told
+
+
 # ------------------------------------------------------------------------------------------------ which are kept
 
 
@@ -216,6 +233,24 @@ def test_what_is_not_of_a_save_is_left_alone(tmp_path):
     run(saves, [None], first=2)
     assert saves.steps == [2] and [p.name for p in saves.at(1).iterdir()] == ["notes.txt"]
     assert Path(tmp_path / "step_000000000_mine").is_dir()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("format version 99")])
+def test_one_that_cannot_be_read_is_not_removed(tmp_path, monkeypatch, error):
+    """A disk that fails for a moment, or a table of a newer zerofn, must not cost the best checkpoint of a run."""
+    saves = zf.Checkpoints(tmp_path, last=1, best=1)
+    run(saves, [1.0, 3.0])
+    read = manifest.read
+
+    def failing(directory):
+        if directory == saves.at(1):
+            raise error
+        return read(directory)
+
+    with monkeypatch.context() as m:
+        m.setattr(manifest, "read", failing)
+        run(saves, [2.0], first=3)
+    assert saves.steps == [1, 3] and saves.best == 1
 
 
 @pytest.mark.parametrize(

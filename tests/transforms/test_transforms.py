@@ -727,6 +727,11 @@ def test_schedules_are_torchs(name):
     assert tensors == pytest.approx([ours(i) for i in range(steps)], rel=1e-6, abs=1e-7)
 
 
+def test_rates_joined_by_hand_are_float64_for_a_tensor_too():
+    joined = zf.schedules.Piecewise(zf.schedules.constant(0.1), 5, zf.schedules.constant(0.2))
+    assert [float(joined(torch.tensor(i))) for i in (4, 5)] == [joined(4), joined(5)] == [0.1, 0.2]
+
+
 def test_schedule_is_read_at_optimizer_steps():
     tx = zf.chain(zf.accumulate(2), zf.sgd(lambda step: 1.0 + step))
     state, rates = zf.init(tx, {"w": torch.zeros(1)}), []

@@ -23,7 +23,7 @@ _RIGHT = "zf.curvature.{}(loss_fn, tx, state, *batch), outside of what is compil
 
 
 class Spectrum(NamedTuple):
-    """What Lanczos' iteration knows of a Hessian's eigenvalues, from the smallest to the largest.
+    """Eigenvalues of a Hessian by Lanczos' iteration, from the smallest to the largest.
 
     Attributes:
         values: (m,) Ritz values. The outer ones are eigenvalues first; those within are a quadrature of the density.
@@ -91,9 +91,9 @@ def max_eigenvalue(
     hessian = Hessian(loss_fn, tx, state, batch, "max_eigenvalue")
     found, unsettled = {}, []
     for name, paths in hessian.blocks(blocks).items():
-        value, settled = _by_powers(hessian, hessian.draw(paths, seed, 0, signs=False), tol, max_iter)
+        value, settled = _power_iteration(hessian, hessian.draw(paths, seed, 0, signs=False), tol, max_iter)
         unsettled += [] if settled else [f"{name!r}: {value:g}"]
-        found[name] = hessian.number(value)
+        found[name] = hessian.as_tensor(value)
     if unsettled:
         warnings.warn(
             f"max_eigenvalue: not within tol={tol} after {max_iter} products: {', '.join(unsettled)}. "
@@ -104,11 +104,11 @@ def max_eigenvalue(
     return found
 
 
-def _by_powers(hessian: Hessian, start: Leaves, tol: float, max_iter: int) -> tuple[float, bool]:
-    """The Rayleigh quotient after the last product, and whether it has settled."""
+def _power_iteration(hessian: Hessian, start: Leaves, tol: float, max_iter: int) -> tuple[float, bool]:
+    """The Rayleigh quotient after the last product, and whether it has converged."""
     v, value, settled = hessian.unit(start), 0.0, False
     for i in range(max_iter):
-        w = hessian.times(v)
+        w = hessian.product(v)
         before, value = value, hessian.inner(v, w)
         norm = hessian.norm(w)
         settled = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
@@ -135,9 +135,9 @@ def spectrum(
     quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
 
     Args:
-        loss_fn: as for `max_eigenvalue`. tx: the pipeline. state: its state. batch: what `loss_fn` is given. blocks:
-            as for `max_eigenvalue`. steps: products; as many vectors of the parameters' size are kept. Fewer are made
-            where the parameters are fewer. seed: of the start vector.
+        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
+        steps: products; as many vectors of the parameters' size are kept. Fewer if there are fewer parameters.
+        seed: of the start vector.
 
     Returns:
         By block a `Spectrum`.
@@ -161,17 +161,16 @@ def spectrum(
         for i, b in enumerate(beside[:-1]):
             matrix[i, i + 1] = matrix[i + 1, i] = b
         values, vectors = torch.linalg.eigh(matrix)
-        found[name] = Spectrum(
-            hessian.number(values), hessian.number(vectors[0] ** 2), hessian.number(beside[-1] * vectors[-1].abs())
-        )
+        columns = values, vectors[0] ** 2, beside[-1] * vectors[-1].abs()
+        found[name] = Spectrum(*map(hessian.as_tensor, columns))
     return found
 
 
 def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[float]]:
-    """The diagonal of the tridiagonal matrix, and the numbers beside it, the last of which is what is left over."""
+    """The diagonal of the tridiagonal matrix, and the off-diagonal, whose last number is the norm of the residual."""
     vectors, diagonal, beside = [v], [], []
     while True:
-        w = hessian.times(vectors[-1])
+        w = hessian.product(vectors[-1])
         diagonal.append(hessian.inner(vectors[-1], w))
         for _ in range(2):
             for u in vectors:
@@ -179,7 +178,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
                 w = {p: x - part * u[p] for p, x in w.items()}
         beside.append(math.sqrt(hessian.inner(w, w)))
         size = max(map(abs, diagonal + beside))
-        # Nothing left but rounding: the vectors so far are all that the start vector reaches.
+        # The residual is rounding: the vectors so far span all that the start vector reaches.
         if len(diagonal) >= most or beside[-1] <= 10 * hessian.epsilon * size:
             return diagonal, beside
         vectors.append({p: x / beside[-1] for p, x in w.items()})
@@ -200,11 +199,7 @@ def trace(
     Hutchinson, 1990. Exact, with an error of 0, where the Hessian is diagonal.
 
     Args:
-        loss_fn: as for `max_eigenvalue`.
-        tx: the pipeline.
-        state: its state.
-        batch: what `loss_fn` is given.
-        blocks: as for `max_eigenvalue`.
+        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
         samples: vectors, at least 2, one product each.
         seed: of the vectors.
 
@@ -226,7 +221,9 @@ def trace(
     hessian = Hessian(loss_fn, tx, state, batch, "trace")
     found = {}
     for name, paths in hessian.blocks(blocks).items():
-        draws = [hessian.draw(paths, seed, 1 + i, signs=True) for i in range(samples)]
-        products = torch.tensor([hessian.inner(v, hessian.times(v)) for v in draws], dtype=torch.float64)
-        found[name] = Trace(hessian.number(products.mean()), hessian.number(products.std() / math.sqrt(samples)))
+        # One vector at a time is in memory.
+        draws = (hessian.draw(paths, seed, 1 + i, signs=True) for i in range(samples))
+        products = torch.tensor([hessian.inner(v, hessian.product(v)) for v in draws], dtype=torch.float64)
+        estimates = products.mean(), products.std() / math.sqrt(samples)
+        found[name] = Trace(*map(hessian.as_tensor, estimates))
     return found

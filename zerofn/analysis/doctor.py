@@ -1,4 +1,4 @@
-"""`python -m zerofn doctor`: versions, processor, kernel, ranks, and what would be slow here."""
+"""`python -m zerofn doctor`: checks versions, processor, kernel and local ranks, and says what would be slow."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Finding(NamedTuple):
 
     Attributes:
         about: what it is about.
-        told: what was found.
+        result: what was found.
         remedy: what to do about it; nothing where it is well.
         broken: whether something does not work, rather than being slow.
     """
 
     about: str
-    told: str
+    result: str
     remedy: str = ""
     broken: bool = False
 
     def __str__(self) -> str:
         mark = "FAIL" if self.broken else "slow" if self.remedy else "ok"
-        return f"{mark:>4}  {self.about:<10} {self.told}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
+        return f"{mark:>4}  {self.about:<10} {self.result}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
 
 
 def examine(nproc: int = 2) -> Iterator[Finding]:
-    """Look at this machine, finding by finding. Takes a few seconds.
+    """Check this machine, finding by finding. Takes a few seconds.
 
     Args:
-        nproc: local ranks that are started to see whether they can; 0 for none.
+        nproc: local ranks to start as a test; 0 for none.
 
     >>> [found.broken for found in examine(nproc=0)]
     [False, False, False, False, False, False]
@@ -75,21 +75,19 @@ def _version(name: str) -> str:
 def _versions() -> Finding:
     from .. import __version__
 
-    # With the build: "+cpu" or "+cu130".
-    told = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in ("optree", "numpy"))])
-    return Finding(
-        "versions", f"zerofn {__version__}, {told}, Python {platform.python_version()}, {platform.platform(terse=True)}"
-    )
+    versions = [f"zerofn {__version__}", f"torch {torch.__version__}", f"optree {_version('optree')}"]
+    versions += [f"numpy {_version('numpy')}", f"Python {platform.python_version()}", platform.platform(terse=True)]
+    return Finding("versions", ", ".join(versions))
 
 
 def _processor() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    told = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    result = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
     if threads * ranks > cores:
         of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
-        return Finding("processor", told + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
-    return Finding("processor", told)
+        return Finding("processor", result + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
+    return Finding("processor", result)
 
 
 def _devices() -> Finding:
@@ -106,15 +104,14 @@ def _kernel() -> Finding:
             implementation = implementation_for([torch.ones(1)])
             fast = _time("auto")
         except Exception as error:
-            return Finding("kernel", f"{type(error).__name__}: {str(error).splitlines()[0]}", "see ZEROFN_NATIVE", True)
+            return Finding("kernel", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
     slow = _time("eager")
-    told = (
-        f"{implementation}: an update of 2 M bf16 elements takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
-    )
+    times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
+    result = f"{implementation}: an update of 2 M bf16 elements {times}"
     if implementation == "native" and not said:
-        return Finding("kernel", told)
+        return Finding("kernel", result)
     why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
-    return Finding("kernel", told, why)
+    return Finding("kernel", result, why)
 
 
 def _time(implementation: str) -> float:
@@ -137,10 +134,8 @@ def _cache() -> Finding:
     try:
         where = native_cache.directory()
     except OSError as error:
-        why = "kernels are built anew in every process"
-        return Finding(
-            "cache", f"no directory for built kernels: {error}", f"XDG_CACHE_HOME=a directory of yours; {why}"
-        )
+        remedy = "XDG_CACHE_HOME=a directory of yours; kernels are built anew in every process"
+        return Finding("cache", f"no directory for built kernels: {error}", remedy)
     return Finding("cache", f"built kernels lie in {where}")
 
 
@@ -157,11 +152,11 @@ def _ranks(nproc: int) -> Finding:
     try:
         found = launch(_add_up, nproc, timeout=60)
     except Exception as error:
-        return Finding("ranks", f"{nproc} local ranks: {str(error).splitlines()[0]}", "zf.launch says more", True)
-    told = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
+        return Finding("ranks", f"{nproc} local ranks: {error}".splitlines()[0], "zf.launch says more", True)
+    result = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
     if found != [float(nproc)] * nproc:
-        return Finding("ranks", f"{told}, and added up to {found}", "another build of torch", True)
-    return Finding("ranks", f"{told}; {', '.join(backends)}")
+        return Finding("ranks", f"{result}, and added up to {found}", "another build of torch", True)
+    return Finding("ranks", f"{result}; {', '.join(backends)}")
 
 
 def _add_up() -> float:
@@ -173,8 +168,8 @@ def _add_up() -> float:
     return float(x)
 
 
-def main(nproc: int = 2) -> int:
-    """Print the report; 1 where something does not work."""
+def main(nproc: int) -> int:
+    """Print the report; 1 if something does not work."""
     broken = False
     for found in examine(nproc):
         print(found, flush=True)

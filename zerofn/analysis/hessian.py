@@ -1,9 +1,9 @@
-"""Products of the Hessian of a loss with vectors, over parameters that may be cut over ranks.
+"""`Hessian`: products of the Hessian of a loss with vectors, over parameters that may be sharded.
 
-A Hessian is never made. The gradient is recorded once, and each product with a vector is one backward through it
-(Pearlmutter, 1994), as a double backward written by hand; memory is that of one such graph. Parameters that are cut
-over ranks stay cut, and so do the vectors: inner products are summed over ranks. Start vectors are drawn by seed,
-path and place in the leaf, so that they are the same for any number of ranks.
+The Hessian itself is never computed. The gradient is recorded once, and each product is one backward through it
+(Pearlmutter, 1994); memory is that of one such graph. Sharded parameters stay sharded, and so do the vectors: inner
+products are summed over ranks. Random vectors are drawn by seed, path and place in the leaf, so that they are the same
+for any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ from ..kernels.rounding import leaf_key, random_bits
 from ..pure.api import bind
 from ..pure.states import pipe_of
 
-# Of the counter generator: a stream that no rounding draws from.
+# A stream of the counter generator that stochastic rounding does not use.
 _STREAM = 77
 
 
 class Hessian:
-    """Products of the Hessian of a bound loss with vectors that lie as the stored parameters do."""
+    """Products of the Hessian of a loss with vectors, which are sharded as the stored parameters are.
+
+    Attributes:
+        leaves: the parameters, by path.
+        paths: of those that are trained.
+        grads: the gradients whose graph leads to parameters, by path.
+        dtype: of what is returned, at least float32.
+        epsilon: the largest rounding error of a parameter's dtype.
+    """
 
     def __init__(self, loss_fn: Callable[..., Any], tx: Transform, state: State, batch: tuple, where: str):
         self.pipe = pipe_of(tx, state, f"zf.curvature.{where}")
@@ -41,54 +49,37 @@ class Hessian:
             loss = out[0] if isinstance(out, tuple) and len(out) == 2 else out
             if not isinstance(loss, Tensor) or loss.ndim:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
-                raise ValueError(
-                    explain(
-                        f"zf.curvature.{where} of a loss_fn that returns {kind}",
-                        "a Hessian is one of a number",
-                        "return loss.mean(), or (loss, aux)",
-                    )
-                )
+                wrong = f"zf.curvature.{where} of a loss_fn that returns {kind}"
+                raise ValueError(explain(wrong, "a Hessian is one of a number", "return loss.mean(), or (loss, aux)"))
             wanted = [self.leaves[p] for p in self.paths]
-            first = (
-                torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if loss.requires_grad else ()
-            )
-        self.first = {p: g for p, g in zip(self.paths, first, strict=False) if g is not None and g.requires_grad}
-        if not self.first:
-            raise ValueError(
-                explain(
-                    f"zf.curvature.{where} of a loss whose gradient does not depend on the parameters",
-                    "its second derivative is zero, or not recorded: a linear loss, detach(), once_differentiable",
-                    "the loss that is trained, with all that is between it and the parameters recorded",
-                )
-            )
-        if not_differentiable(self.first.values()):
-            raise RuntimeError(
-                explain(
-                    f"zf.curvature.{where} of a loss without a second derivative",
-                    "an operation of the model has a first derivative only: a fused attention, or a function that is "
-                    "marked once_differentiable",
-                    "another form of it; of attention, in loss_fn: "
-                    "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ...",
-                )
-            )
+            recorded = loss.requires_grad
+            grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if recorded else ()
+        self.grads = {p: g for p, g in zip(self.paths, grads, strict=False) if g is not None and g.requires_grad}
+        if not self.grads:
+            wrong = f"zf.curvature.{where} of a loss whose gradient does not depend on the parameters"
+            why = "its second derivative is zero, or not recorded: a linear loss, detach(), once_differentiable"
+            right = "the loss that is trained, with all that is between it and the parameters recorded"
+            raise ValueError(explain(wrong, why, right))
+        if not_differentiable(self.grads.values()):
+            wrong = f"zf.curvature.{where} of a loss without a second derivative"
+            why = "an operation of the model has a first derivative only: a fused attention, or a function that is "
+            right = "another form of it; of attention, in loss_fn: "
+            right += "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ..."
+            raise RuntimeError(explain(wrong, f"{why}marked once_differentiable", right))
         dtypes = [torch.promote_types(x.dtype, torch.float32) for x in wanted]
         self.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
         self.epsilon = max(torch.finfo(x.dtype).eps for x in wanted)
 
     def blocks(self, names: Iterable[str] | None) -> dict[str, tuple[str, ...]]:
-        """By name, the paths of a block."""
+        """The paths of each block."""
         if names is None:
             return {"": self.paths}
         names = [names] if isinstance(names, str) else list(names)
         found = {n: tuple(p for p in self.paths if n in ("", p) or p.startswith(f"{n}.")) for n in names}
         if bad := [n for n, paths in found.items() if not paths]:
-            raise ValueError(
-                explain(
-                    f"blocks={names}",
-                    f"{', '.join(map(repr, bad))} match{'es' * (len(bad) == 1)} no trainable parameter",
-                    f"beginnings of these paths: {', '.join(self.paths[:8])}{', ...' * (len(self.paths) > 8)}",
-                )
-            )
+            why = f"{', '.join(map(repr, bad))} match{'es' * (len(bad) == 1)} no trainable parameter"
+            right = f"beginnings of these paths: {', '.join(self.paths[:8])}{', ...' * (len(self.paths) > 8)}"
+            raise ValueError(explain(f"blocks={names}", why, right))
         return found
 
     def draw(self, paths: Iterable[str], seed: int, step: int, signs: bool) -> Leaves:
@@ -101,11 +92,11 @@ class Hessian:
             found[p] = (bits & 1).to(x.dtype) * 2 - 1 if signs else (bits.double() / 2.0**31).to(x.dtype)
         return found
 
-    def times(self, v: Leaves) -> Leaves:
-        """`H v`, in the block that `v` is of."""
-        through = [p for p in v if p in self.first]
+    def product(self, v: Leaves) -> Leaves:
+        """`H v`, of the block of the Hessian for the paths in `v`."""
+        paths = [p for p in v if p in self.grads]
         inputs = [self.leaves[p] for p in v]
-        outs, vectors = [self.first[p] for p in through], [v[p] for p in through]
+        outs, vectors = [self.grads[p] for p in paths], [v[p] for p in paths]
         got = torch.autograd.grad(outs, inputs, vectors, retain_graph=True, allow_unused=True) if outs else ()
         products = dict(zip(v, got, strict=False))
         return {p: x if (x := products.get(p)) is not None else torch.zeros_like(v[p]) for p in v}
@@ -126,7 +117,7 @@ class Hessian:
         norm = math.sqrt(self.inner(v, v))
         return {p: x / norm for p, x in v.items()}
 
-    def number(self, x: Any) -> Tensor:
+    def as_tensor(self, x: Any) -> Tensor:
         return torch.as_tensor(x).to(self.dtype)
 
 
@@ -135,10 +126,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def not_differentiable(tensors: Iterable[Tensor]) -> bool:
-    """Whether the graph of tensors has a node that stands for a derivative that there is not.
+    """Whether the graph of `tensors` has a node that stands for a missing derivative.
 
-    To be seen before products are made: torch raises where such a node is run, and does not run those of
-    `once_differentiable`, from which no way leads on; what they hide would count as zero.
+    Products would not always raise: torch raises where such a node runs, but does not run those of
+    `once_differentiable`, since no parameter is behind them, and what they hide would count as zero.
     """
     todo, seen = [x.grad_fn for x in tensors], set()
     while todo:

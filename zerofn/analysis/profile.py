@@ -1,4 +1,4 @@
-"""`profile`: what a training step computes, moves and sends, and where its time goes."""
+"""`profile`: operations, bytes and seconds of a training step, by phase, module, transform and collective."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from .._errors import explain, kind_of
 from ..core.arguments import check_flag
 from ..eager.optimizer import Optimizer
-from .profile_instruments import Measuring
+from .profile_instruments import Measurement
 from .profile_report import Measured, html_of, lines_of, mean_of
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("zerofn_profile", default=False)
 
 
 class Profile:
-    """Steps that are measured; see `zf.profile`.
+    """Measures steps; see `zf.profile`.
 
     Attributes:
-        measured: by number of the step, what was measured of it: a `Measured`.
+        measured: by number of the step, its `Measured`.
         count: steps that were begun.
     """
 
@@ -31,69 +31,55 @@ class Profile:
         self.measured: dict[int, Measured] = {}
         self.count = 0
         self._open: ExitStack | None = None
-        self._measuring: Measuring | None = None
+        self._measurement: Measurement | None = None
 
     def __enter__(self) -> Profile:
         if torch.compiler.is_compiling() or _UNDER_WAY.get():
-            raise RuntimeError(
-                explain(
-                    "zf.profile inside of torch.compile"
-                    if torch.compiler.is_compiling()
-                    else "zf.profile inside of a zf.profile",
-                    "what the inner one does would be counted and timed as the step's own",
-                    "one profile around the step: it has all phases, modules, transforms and collectives",
-                )
-            )
+            outer = "torch.compile" if torch.compiler.is_compiling() else "a zf.profile"
+            why = "what the inner one does would be counted and timed as the step's own"
+            right = "one profile around the step: it has all phases, modules, transforms and collectives"
+            raise RuntimeError(explain(f"zf.profile inside of {outer}", why, right))
         token = _UNDER_WAY.set(True)
         with ExitStack() as stack:
             stack.callback(_UNDER_WAY.reset, token)
-            self._measuring = None
             if self.steps is None or self.count in self.steps:
-                self._measuring = stack.enter_context(Measuring(self.flops))
+                self._measurement = stack.enter_context(Measurement(self.flops))
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         assert self._open is not None
         self._open.__exit__(kind, error, trace)
-        if self._measuring is not None and kind is None:
-            self.measured[self.count] = self._measuring.found()
-        self.count, self._open, self._measuring = self.count + 1, None, None
+        if self._measurement is not None and kind is None:
+            self.measured[self.count] = self._measurement.result()
+        self.count, self._open, self._measurement = self.count + 1, None, None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """The step, measured if it is one of those that are to be."""
+        """Call the step, and measure it if its number is in `steps`."""
         if isinstance(self.target, Optimizer):
-            raise TypeError(
-                explain(
-                    "a call of zf.profile(opt)",
-                    "a step of an attached model is a call of it, a backward and opt.step(), and not one function",
-                    "with profile: loss = model(x).mean(); loss.backward(); opt.step(); opt.zero_grad()",
-                )
-            )
+            why = "a step of an attached model is a call of it, a backward and opt.step(), and not one function"
+            right = "with profile: loss = model(x).mean(); loss.backward(); opt.step(); opt.zero_grad()"
+            raise TypeError(explain("a call of zf.profile(opt)", why, right))
         with self:
             return self.target(*args, **keywords)
 
     @property
     def mean(self) -> Measured:
-        """What a step took on average, over those that were measured.
+        """The mean over the measured steps.
 
         Raises:
-            RuntimeError: none was.
+            RuntimeError: no step was measured.
         """
         if not self.measured:
-            raise RuntimeError(
-                explain(
-                    "a zf.profile that has measured no step",
-                    f"{self.count} were begun, and {_told(self.steps)} to be measured; "
-                    "of one that ends in an exception nothing is kept",
-                    "with profile: around a whole step, or profile(state, *batch); steps=None measures all",
-                )
-            )
+            begun = f"{self.count} were begun, and {_planned(self.steps)} to be measured"
+            why = f"{begun}; of one that ends in an exception nothing is kept"
+            right = "with profile: around a whole step, or profile(state, *batch); steps=None measures all"
+            raise RuntimeError(explain("a zf.profile that has measured no step", why, right))
         return mean_of(list(self.measured.values()))
 
     def __repr__(self) -> str:
         if not self.measured:
-            return f"zf.profile: no step measured yet ({self.count} begun, {_told(self.steps)} to be)"
+            return f"zf.profile: no step measured yet ({self.count} begun, {_planned(self.steps)} to be)"
         return "\n".join(lines_of(self.mean, list(self.measured)))
 
     def _repr_html_(self) -> str:
@@ -133,8 +119,8 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `waited`         seconds that this rank has waited for them. On a GPU those in forward and update alone.
     ===============  ================================================================================================
 
-    To ask for a number that there is not, such as the seconds of a backward that did not run, is a `KeyError` that
-    says so.
+    A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says
+    so.
 
     Raises:
         TypeError: `target` is neither.
@@ -159,10 +145,10 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
         right = "opt = zf.attach(model, tx); zf.profile(opt)"
         raise ValueError(explain("zf.profile(opt) after opt.detach()", "it makes no steps any more", right))
     check_flag("zf.profile", "flops", flops)
-    return Profile(target, _numbers(steps), flops)
+    return Profile(target, _step_numbers(steps), flops)
 
 
-def _numbers(steps: Any) -> frozenset[int] | None:
+def _step_numbers(steps: Any) -> frozenset[int] | None:
     if steps is None:
         return None
     found = list(steps) if isinstance(steps, Iterable) else []
@@ -173,5 +159,5 @@ def _numbers(steps: Any) -> frozenset[int] | None:
     return frozenset(numbers)
 
 
-def _told(steps: frozenset[int] | None) -> str:
+def _planned(steps: frozenset[int] | None) -> str:
     return "all are" if steps is None else f"{sorted(steps)} {'is' if len(steps) == 1 else 'are'}"

@@ -1,4 +1,4 @@
-"""What listens while a step is measured: a clock of phases, a counter of operations, and differences of traffic."""
+"""Instruments of `profile`: a clock of phases, hooks on modules, a counter of operations, bytes sent."""
 
 from __future__ import annotations
 
@@ -17,17 +17,32 @@ from .._compat.functorch import is_wrapped
 from .._ranges import PHASE, UPDATE, VIEW, WAIT, listener, listening
 from ..module.nested_tensors import tensors_in
 from ..ranks.open_groups import opened
-from .flops import Flops
 from .profile_report import PHASES, Measured
 
 # Phases of which operations are counted.
 COUNTED = ("forward", "backward", "update")
 
+# torch before 2.15 has no formula for attention on the CPU; it is that of the kernel of other devices.
+_ATTENTION = (
+    ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward"),
+)
 
-class Clock:
-    """Seconds by phase: a moment counts for the innermost range, and outside of all ranges for the phase that is set.
 
-    It listens to ranges. Those of view halves are of the phase that they are in.
+class PhaseClock:
+    """Seconds by phase, from the ranges that it listens to.
+
+    Time counts for the innermost range, and outside of all ranges for `outside`. A view half counts for the phase that
+    it runs in.
+
+    Attributes:
+        seconds: by phase.
+        transforms: seconds by transform.
+        waited: seconds by collective.
+        read: bytes by transform.
+        written: bytes by transform.
+        open: of each range that is open: kind, name, and whether a range inside of it has reported bytes.
+        outside: the phase outside of all ranges.
     """
 
     def __init__(self) -> None:
@@ -36,20 +51,19 @@ class Clock:
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
-        # Of each range that is open: kind, name, and whether a range inside of it has told what it moves.
         self.open: list[list[Any]] = []
         self.outside = "elsewhere"
         self.mark = _now()
 
     @property
     def phase(self) -> str:
-        """That of this moment, waiting apart."""
+        """The current one; waiting for a collective is no phase here."""
         kind, name = next(((k, n) for k, n, _ in reversed(self.open) if k in (PHASE, UPDATE)), (PHASE, self.outside))
         return "update" if kind == UPDATE else name
 
     @property
     def transform(self) -> str:
-        """The one whose update half runs; none is `""`."""
+        """The transform whose update half runs, or `""`."""
         return next((name for kind, name, _ in reversed(self.open) if kind == UPDATE), "")
 
     def tick(self) -> None:
@@ -63,8 +77,8 @@ class Clock:
         elif kind == UPDATE:
             self.transforms[name] += spent
 
-    def now_outside(self, phase: str) -> None:
-        """What is in no range counts for this phase from here on."""
+    def set_outside(self, phase: str) -> None:
+        """Time outside of all ranges counts for this phase from here on."""
         self.tick()
         self.outside = phase
 
@@ -74,8 +88,8 @@ class Clock:
 
     def end(self) -> None:
         self.tick()
-        *_, told = self.open.pop()
-        if told and self.open:
+        *_, reported = self.open.pop()
+        if reported and self.open:
             self.open[-1][2] = True
 
     def moved(self, name: str, read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
@@ -87,17 +101,17 @@ class Clock:
                 counter[owner or name] += sum(map(_bytes, values))
 
 
-class Calls:
-    """Phases of a model that is called and differentiated by PyTorch's own means, told by hooks on all modules.
+class ModelHooks:
+    """Global module hooks that set the phase while a model is called and differentiated by PyTorch's own means.
 
-    Where a backward begins torch does not say; what can be seen is that the gradient of an output arrives.
+    torch does not say where a backward begins; it is taken to begin when the gradient of an output arrives.
     """
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: PhaseClock):
         self.clock, self.depth = clock, 0
         self.undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> ModelHooks:
         self.undo = [
             register_module_forward_pre_hook(self._before).remove,
             register_module_forward_hook(self._after, always_call=True).remove,
@@ -108,43 +122,86 @@ class Calls:
         for action in self.undo:
             action()
 
-    def _mine(self) -> bool:
-        """Whether a call is of this thread, outside of steps that have phases of their own, and not made again."""
+    def _counts(self) -> bool:
+        """Whether a call is in this thread, outside of all ranges, and no recomputation in backward."""
         return listener() is self.clock and not self.clock.open and not in_backward()
 
     def _before(self, module: Any, args: Any) -> None:
-        if self._mine():
+        if self._counts():
             self.depth += 1
             if self.depth == 1:
-                self.clock.now_outside("forward")
+                self.clock.set_outside("forward")
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        if not self._mine() or self.depth == 0:
+        if not self._counts() or self.depth == 0:
             return
         self.depth -= 1
         if self.depth == 0:
-            self.clock.now_outside("loss")
+            self.clock.set_outside("loss")
             hooked = [x for x in tensors_in(output) if x.requires_grad and not is_wrapped(x)]
             self.undo += [x.register_hook(self._arrived).remove for x in hooked]
 
     def _arrived(self, grad: Tensor) -> None:
         if self.clock.outside != "backward":
-            self.clock.now_outside("backward")
-            at_end_of_backward(lambda: self.clock.now_outside("elsewhere"))
+            self.clock.set_outside("backward")
+            at_end_of_backward(lambda: self.clock.set_outside("elsewhere"))
 
 
-class Measuring:
-    """One step under measurement, as a context; `found` has the numbers afterwards."""
+class Flops:
+    """A counter of floating-point operations, as a context.
+
+    torch's own adds up over phases, so its formulas are wrapped in one that looks which phase it is.
+
+    Attributes:
+        by_phase: operations by phase and module, or transform; `""` is all of them.
+    """
+
+    def __init__(self, clock: PhaseClock):
+        # Imported here: it takes as long to import as zerofn.
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.clock = clock
+        self.by_phase: dict[str, dict[str, int]] = {}
+        self.mode = FlopCounterMode(display=False)
+        formulas = dict(self.mode.flop_registry)
+        for name, same in _ATTENTION:
+            formulas.setdefault(getattr(torch.ops.aten, name), formulas[getattr(torch.ops.aten, same)])
+        self.mode.flop_registry = {op: self._counting(formula) for op, formula in formulas.items()}
+
+    def __enter__(self) -> Flops:
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+    def _counting(self, formula: Any) -> Any:
+        def count(*args: Any, **keywords: Any) -> int:
+            flops = formula(*args, **keywords)
+            phase = self.clock.phase
+            if phase != "update":
+                phase = "backward" if phase == "backward" or in_backward() else "forward"
+            inside = {self.clock.transform} if phase == "update" else self.mode.mod_tracker.parents - {"Global"}
+            counts = self.by_phase.setdefault(phase, {"": 0})
+            for name in {"", *inside}:
+                counts[name] = counts.get(name, 0) + flops
+            return flops
+
+        return count
+
+
+class Measurement:
+    """Measures one step, as a context; `result` has the numbers afterwards."""
 
     def __init__(self, flops: bool):
-        self.clock = Clock()
+        self.clock = PhaseClock()
         self.flops = Flops(self.clock) if flops else None
         self.before = _traffic()
         self.stack = ExitStack()
 
-    def __enter__(self) -> Measuring:
+    def __enter__(self) -> Measurement:
         with ExitStack() as stack:
-            stack.enter_context(Calls(self.clock))
+            stack.enter_context(ModelHooks(self.clock))
             if self.flops is not None:
                 stack.enter_context(self.flops)
             stack.enter_context(listening(self.clock))
@@ -156,8 +213,7 @@ class Measuring:
         self.clock.tick()
         self.stack.__exit__(*error)
 
-    def found(self) -> Measured:
-        """The numbers."""
+    def result(self) -> Measured:
         clock, sent, calls = self.clock, Counter[str](), Counter[str]()
         for group, (sums, counts) in _traffic().items():
             old_sums, old_counts = self.before.get(group, ({}, {}))
@@ -166,7 +222,7 @@ class Measuring:
         made = {op: n for op, n in calls.items() if n > 0}
         seconds = dict(clock.seconds)
         if "backward" not in seconds:
-            # A model was called, and of what followed nothing came back into it.
+            # A model was called, and no gradient has come back into it.
             seconds["elsewhere"] = seconds.get("elsewhere", 0.0) + seconds.pop("loss", 0.0)
         counted = {} if self.flops is None else self.flops.by_phase
         ran = {phase for phase in (*counted, *seconds) if phase in COUNTED and self.flops is not None}
@@ -187,14 +243,14 @@ def _traffic() -> dict[Any, tuple[dict[str, int], dict[str, int]]]:
 
 
 def _now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """Seconds, after the device has finished its queue."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _bytes(x: Any) -> int:
-    """What a tensor has of memory, which is less than its shape says where it is expanded."""
+    """Bytes of a tensor's memory: fewer than its shape says if it is expanded."""
     if not isinstance(x, Tensor):
         return 0
     size = x.numel() * x.element_size()

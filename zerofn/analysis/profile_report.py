@@ -1,4 +1,4 @@
-"""`Measured`: the numbers of a step that was measured, and tables of them."""
+"""`Measured`: the numbers of a measured step, and their tables as text and HTML."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 
 from .._errors import explain
 from ..core.html import bars
-from ..storage.formatting import aligned, readable
+from ..storage.formatting import align_columns, format_bytes
 
 PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
-# Lines of modules beyond which a table would not be read.
-MAX_MODULES = 24
+MAX_MODULES = 24  # lines of modules in a table
 
 
 class Absent(KeyError):
-    """A number that was asked for and not measured."""
+    """The number was not measured."""
 
     def __str__(self) -> str:
-        return self.args[0]
+        return self.args[0]  # a KeyError would show it quoted, on one line
 
 
 class ByName(dict):
-    """Numbers by name; to ask for one that is not there raises `Absent` with the reason."""
+    """Numbers by name; a missing name raises `Absent`, which says why."""
 
     def __init__(self, numbers: Mapping[str, Any], what: str):
         super().__init__(numbers)
@@ -93,7 +92,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]], list[float]]
 
 
 def _tables(m: Measured) -> list[Table]:
-    """Head and rows of each table, and how large each row's first number is."""
+    """Head and rows of each table, and for each row the length of its bar."""
     total = sum(m.seconds.values())
     shown = [(p, m.seconds.get(p)) for p in PHASES if p in m.seconds or p in ("forward", "backward", "update")]
     found: list[Table] = [
@@ -109,25 +108,25 @@ def _tables(m: Measured) -> list[Table]:
         rows = [(name or "all", *map(_count, counts)) for name, counts in counted]
         found.append((("operations", *phases), rows, [sum(counts) for _, counts in counted]))
     owners = dict.fromkeys((*m.read, *m.transforms))
-    moved = [(o, readable(m.read.get(o, 0)), readable(m.written.get(o, 0)), _time(m.transforms.get(o))) for o in owners]
-    if moved:
-        found.append((("states", "read", "written", "time"), moved, [m.read.get(o, 0) for o in owners]))
+    if owners:
+        moved = [[format_bytes(sizes.get(o, 0)) for sizes in (m.read, m.written)] for o in owners]
+        rows = [(o, *sizes, _time(m.transforms.get(o))) for o, sizes in zip(owners, moved, strict=True)]
+        found.append((("states", "read", "written", "time"), rows, [m.read.get(o, 0) for o in owners]))
     if m.calls:
-        rows = [(o, _number(n), readable(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
+        rows = [(o, _number(n), format_bytes(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
         found.append((("collectives", "calls", "sent", "waited"), rows, [m.sent[o] for o in m.calls]))
     return found
 
 
 def _modules(flops: Mapping[str, Mapping[str, float]], phases: list[str]) -> list[tuple[str, list[float]]]:
-    """Modules whose names differ in numbers only together, with their operations by phase."""
+    """Operations by phase of each module; modules whose names differ in numbers only share a row."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for phase in phases for name in flops[phase]):
         groups.setdefault(re.sub(r"\.\d+", ".*", name), []).append(name)
     rows = []
     for pattern, names in sorted(groups.items()):
-        told = pattern if len(names) > 1 else names[0]
         counts = [sum(flops[phase].get(name, 0) for name in names) for phase in phases]
-        rows.append((f"{told} x{len(names)}" if len(names) > 1 else told, counts))
+        rows.append((f"{pattern} x{len(names)}" if len(names) > 1 else names[0], counts))
     rest = len(rows) - MAX_MODULES
     return rows if rest <= 0 else [*rows[:MAX_MODULES], (f"... {rest} more lines", [0.0] * len(phases))]
 
@@ -142,21 +141,21 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
     """The tables as text."""
     lines = [_title(numbers)]
     for head, rows, _ in _tables(m):
-        lines += aligned([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
+        lines += align_columns([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
     return lines
 
 
 def html_of(m: Measured, numbers: Sequence[int]) -> str:
-    """The tables as HTML: of each row what the text says, and a bar for the first of its numbers."""
+    """The tables as HTML: each row with the cells of the text, and a bar for its first number."""
     parts = []
     for head, rows, sizes in _tables(m):
-        told = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
-        parts.append(bars(told, f"{head[0]}: {' / '.join(head[1:])}"))
+        lines = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
+        parts.append(bars(lines, f"{head[0]}: {' / '.join(head[1:])}"))
     return f"<p>{_title(numbers)}</p>{''.join(parts)}"
 
 
 def _time(seconds: float | None) -> str:
-    """Seconds for people.
+    """Seconds in a unit of their size.
 
     >>> [_time(s) for s in (1.5, 0.0123, 4.5e-5, None)]
     ['1.50 s', '12.3 ms', '45 us', '']
@@ -169,7 +168,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _count(n: float) -> str:
-    """Operations for people.
+    """Operations in a unit of their size.
 
     >>> [_count(n) for n in (0, 999, 1500, 2.5e9, 3e15)]
     ['0', '999', '1.50 k', '2.50 G', '3000.00 T']

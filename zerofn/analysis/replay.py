@@ -1,4 +1,4 @@
-"""Replay: a step run twice and compared bit by bit, and a record of the last steps that says where trouble began."""
+"""`replay`: run a step twice and compare bits; `record`: find the step and the leaf where a NaN began."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.state_entries import entries
 from ..core.tree import Tree, tree_map
 from ..pure.uncompiled import outside_since
 
-# Integers of as many bytes.
+# Integer dtypes by size in bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
     Attributes:
         owner: the transform in whose state it is; `"params"`, or `""` for the counters of the state and the metrics.
-        slot: what it is there, for instance `"exp_avg"`.
+        slot: its name there, for instance `"exp_avg"`.
         path: the leaf, or `""`.
         element: its index in what this process holds of the leaf, flat.
         values: of the two runs, or the one that is not finite.
@@ -74,46 +74,36 @@ def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, *
     ('params', 'w', 1)
     """
     check_function("zf.replay", step)
-    _check_state("zf.replay", state)
-    with torch.random.fork_rng():
-        one, _ = step(_copy(state), *_copy(batch), **keywords)
-    with torch.random.fork_rng():
-        other, _ = step(_copy(state), *_copy(batch), **keywords)
-    pairs = zip(_in_order(one), _in_order(other), strict=True)
-    for (owner, slot, path, a), (*_, b) in pairs:
-        differ = (_bits(a) != _bits(b)).flatten().nonzero()
-        if len(differ):
-            i = int(differ[0])
-            return Difference(owner, slot, path, i, (a.flatten()[i].item(), b.flatten()[i].item()))
-    return None
+    if not isinstance(state, State):
+        right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
+        raise TypeError(explain(f"zf.replay got a {type(state).__name__}", "it is not a state", right))
+    one, other = (_run(step, state, batch, keywords)[0] for _ in range(2))
+    return _first_difference(one, other)
 
 
 class Record:
     """A step that keeps its last states and batches; see `zf.record`.
 
     Attributes:
-        kept: of the last steps, the oldest first: number of the step, state before it, batch, keywords. Copies.
+        kept: of each of the last steps, the oldest first: its number and copies of state, batch and keywords.
     """
 
     def __init__(self, step: Callable[..., tuple[State, Any]], last: int):
         self.step, self.kept, self.count = step, deque(maxlen=last), 0
 
     def __call__(self, state: State, *batch: Tree, **keywords: Any) -> tuple[State, Any]:
-        self.kept.append((self.count, _copy(state), _copy(batch), keywords))
+        self.kept.append((self.count, _copy(state), _copy(batch), _copy(keywords)))
         self.count += 1
         return self.step(state, *batch, **keywords)
 
     def trouble(self) -> Difference | None:
-        """Run the steps that are kept again, and name the first number that is not finite, or whose bits change.
+        """Run the kept steps again; the first number that becomes infinite or NaN, or whose bits change, or `None`.
 
-        A state may have numbers that are not finite by intent, or from a step that is not kept: numbers that a step
-        began with are not its trouble. `None` where all is well.
+        A number that was not finite before a step does not count: it is meant so, or comes from an earlier step.
         """
         for number, state, batch, keywords in self.kept:
-            found = replay(self.step, state, *batch, **keywords)
-            if found is None:
-                new, metrics = self.step(_copy(state), *_copy(batch), **keywords)
-                found = _not_finite(state, new, metrics)
+            (new, metrics), (other, _) = (_run(self.step, state, batch, keywords) for _ in range(2))
+            found = _first_difference(new, other) or _not_finite(state, new, metrics)
             if found is not None:
                 return found._replace(step=number)
         return None
@@ -146,12 +136,28 @@ def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
     return Record(step, last)
 
 
+def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:
+    """Run a step on copies, and set torch's generators back."""
+    with torch.random.fork_rng():
+        return step(_copy(state), *_copy(batch), **keywords)
+
+
+def _first_difference(one: State, other: State) -> Difference | None:
+    for (owner, slot, path, a), (*_, b) in zip(_in_order(one), _in_order(other), strict=True):
+        differ = (_bits(a) != _bits(b)).flatten().nonzero()
+        if len(differ):
+            i = int(differ[0])
+            return Difference(owner, slot, path, i, (a.flatten()[i].item(), b.flatten()[i].item()))
+    return None
+
+
 def _not_finite(old: State, new: State, metrics: Any) -> Difference | None:
     for (owner, slot, path, a), (*_, b) in zip(_in_order(new), _in_order(old), strict=True):
         if a.is_floating_point() and a.shape == b.shape:
             fresh = (~a.isfinite() & b.isfinite()).flatten().nonzero()
             if len(fresh):
-                return Difference(owner, slot, path, int(fresh[0]), (a.flatten()[int(fresh[0])].item(),))
+                i = int(fresh[0])
+                return Difference(owner, slot, path, i, (a.flatten()[i].item(),))
     loss = metrics.get("loss") if isinstance(metrics, dict) else None
     if isinstance(loss, Tensor) and not loss.isfinite():
         return Difference("", "loss", "", 0, (loss.item(),))
@@ -159,7 +165,7 @@ def _not_finite(old: State, new: State, metrics: Any) -> Difference | None:
 
 
 def _in_order(state: State) -> list[tuple[str, str, str, Tensor]]:
-    """The tensors of a state by name: transforms in the order of the chain, then parameters, then counters."""
+    """The tensors of a state: transforms in the order of the chain, then parameters, then counters."""
     found = [e for e in entries(state) if isinstance(e.value, Tensor)]
     rank = {**{name: i for i, name in enumerate(state.transforms)}, "params": len(state.transforms)}
     found.sort(key=lambda e: rank.get(e.owner, len(rank)))
@@ -172,9 +178,3 @@ def _bits(x: Tensor) -> Tensor:
 
 def _copy(tree: Tree) -> Tree:
     return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
-
-
-def _check_state(where: str, state: Any) -> None:
-    if not isinstance(state, State):
-        right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
-        raise TypeError(explain(f"{where} got a {type(state).__name__}", "it is not a state", right))

@@ -1,4 +1,4 @@
-"""`from_deepspeed`: a DeepSpeed configuration as the pipeline that one would write by hand."""
+"""`from_deepspeed`: turns a DeepSpeed configuration into the chain that one would write by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..transforms.offload import offload
 from ..transforms.precision import precision
 from ..transforms.sgd import sgd
 from ..transforms.sharding import all_reduce, reduce_scatter, shard
-from .deepspeed_config import Reader
+from .deepspeed_config import ConfigReader
 from .deepspeed_schedules import schedule_of
 from .deepspeed_values import between, count, decay, flag, number, one_of, pair, positive
 
@@ -80,7 +80,7 @@ def from_deepspeed(
         adamw(lr=0.0003, weight_decay=0.0),
     )
     """
-    reader = Reader(config, auto)
+    reader = ConfigReader(config, auto)
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
     dtypes, scale, low = _precision(reader)
@@ -100,13 +100,13 @@ def from_deepspeed(
     return chain(*(t for t in (*orders[stage], clip, optimizer) if t is not None))
 
 
-def _batches(reader: Reader) -> int:
-    """The micro-batches of a window, which follow from any two of the three batch sizes."""
+def _batches(reader: ConfigReader) -> int:
+    """`gradient_accumulation_steps`, which follows from any two of the three batch sizes."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     automatic = reader.left.get(keys[2]) == "auto"
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
     if automatic and not (every or (total and micro)):
-        reader.ask(keys[2])
+        reader.report_unfilled(keys[2])
     if total is None or (micro is None and every is None):
         return 1 if every is None else every
     world = world_group().size
@@ -115,18 +115,17 @@ def _batches(reader: Reader) -> int:
     if every is None:
         every = total // (micro * world)
     if total != micro * every * world:
-        raise ValueError(
-            explain(
-                f"train_batch_size={total} is not {micro} * {every} * {world}",
-                "it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * the number of ranks",
-                f"train_batch_size={max(micro, 1) * max(every, 1) * world}, or leave one of the three out",
-            )
-        )
+        wrong = f"train_batch_size={total} is not {micro} * {every} * {world}"
+        why = "it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * the number of ranks"
+        right = f"train_batch_size={max(micro, 1) * max(every, 1) * world}, or leave one of the three out"
+        raise ValueError(explain(wrong, why, right))
     return every
 
 
-def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None, tuple[torch.dtype, bool] | None]:
-    """Arguments of `precision`; the loss scale; stored dtype and whether states have it too, where that is low."""
+def _precision(
+    reader: ConfigReader,
+) -> tuple[dict[str, torch.dtype], Transform | None, tuple[torch.dtype, bool] | None]:
+    """Arguments of `precision`; `scale_loss`; for 16-bit masters their dtype and whether states have it too."""
     dtypes: dict[str, torch.dtype] = {}
     scale, low = None, None
     half, brain = reader.take("fp16.enabled", False, flag), reader.take("bf16.enabled", False, flag)
@@ -146,7 +145,7 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
         compute = torch.float16 if half else torch.bfloat16
         master = masters["fp16" if half else "bf16"]
         dtypes = {"param_dtype": compute, "store_dtype": compute if master else torch.float32}
-        # Squared gradients lie below what fp16 can hold, so states of an fp16 master stay in fp32.
+        # Squared gradients underflow in fp16, so the states of an fp16 master stay in fp32.
         low = (compute, bool(states)) if master else None
     if states and not (brain and masters["bf16"]):
         reader.refuse("bf16.bf16_optimizer_states", "needs bf16.enabled and bf16.bf16_master_weights_and_grads")
@@ -156,7 +155,7 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
         scale = scale_loss(1.0)
     if reader.take("torch_autocast.enabled", False, flag):
         dtype = _dtype(reader, "torch_autocast.dtype", "bfloat16")
-        # What torch.amp.GradScaler does by default, which is what DeepSpeed uses there.
+        # DeepSpeed uses torch.amp.GradScaler there, whose default is a dynamic scale.
         scale = scale or (scale_loss("dynamic") if dtype is torch.float16 else None)
         warnings.warn(
             f"from_deepspeed: torch_autocast is yours to write: torch.autocast(device, {dtype}) around the model.",
@@ -170,7 +169,7 @@ def _precision(reader: Reader) -> tuple[dict[str, torch.dtype], Transform | None
     return dtypes, scale, low
 
 
-# By key: DeepSpeed's default, and what a value may be. A scale of 2 ** 128 is infinite in float32.
+# By key of fp16: DeepSpeed's default, and the check of a value. A scale of 2 ** 128 is infinite in float32.
 SCALE: dict[str, tuple[Any, Any]] = {
     "loss_scale": (0, number),
     "initial_scale_power": (16, between(0, 128)),
@@ -192,7 +191,7 @@ def _scale(settings: dict[str, Any]) -> Transform:
     )
 
 
-def _dtype(reader: Reader, path: str, default: str | None) -> torch.dtype | None:
+def _dtype(reader: ConfigReader, path: str, default: str | None) -> torch.dtype | None:
     name = reader.take(path, default)
     if name is not None and str(name).removeprefix("torch.") not in DTYPES:
         reader.refuse(path, f"{name!r} is none of {', '.join(DTYPES)}")
@@ -200,7 +199,7 @@ def _dtype(reader: Reader, path: str, default: str | None) -> torch.dtype | None
     return None if name is None else DTYPES[str(name).removeprefix("torch.")]
 
 
-def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transform | None:
+def _optimizer(reader: ConfigReader, low: tuple[torch.dtype, bool] | None) -> Transform | None:
     kind = reader.take("optimizer.type")
     given = reader.block("optimizer.params")
     device = reader.take("zero_optimization.offload_optimizer.device", "none")
@@ -210,10 +209,8 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
         for key in given:
             reader.refuse(f"optimizer.params.{key}", "needs an optimizer.type; or give it to your own optimizer")
         if device == "cpu":
-            reader.refuse(
-                "zero_optimization.offload_optimizer.device",
-                "needs an optimizer block; or zf.offload(...) around yours",
-            )
+            why = "needs an optimizer block; or zf.offload(...) around yours"
+            reader.refuse("zero_optimization.offload_optimizer.device", why)
         if reader.left.get("scheduler.type") is not None:
             reader.refuse("scheduler", "needs an optimizer block; or give your optimizer lr=a function of the step")
         return None
@@ -232,7 +229,7 @@ def _optimizer(reader: Reader, low: tuple[torch.dtype, bool] | None) -> Transfor
             reader.refuse(f"optimizer.params.{key}", reason)
     values = {**known, **{k: v for k, v in given.items() if k in known}}
     values["lr"] = schedule_of(reader, values["lr"])
-    if reader.bad or reader.unknown:
+    if reader.bad or reader.unfilled:
         return None
     if name == "sgd":
         if low is not None:
@@ -259,6 +256,6 @@ VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "a
     "dampening": between(0.0, 1.0 + 1e-12),
     "nesterov": flag,
 }
-# Which of its implementations DeepSpeed is to take.
+# Which of its implementations DeepSpeed uses; no effect here.
 IDLE = {"torch_adam", "fused", "foreach"}
 FIXED = {"amsgrad": False, "bias_correction": True}

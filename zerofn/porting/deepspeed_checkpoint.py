@@ -1,11 +1,11 @@
-"""`load_deepspeed`: parameters, moments and counts of a DeepSpeed run, from its universal checkpoint.
+"""`load_deepspeed`: loads parameters, moments and counts from a universal checkpoint of DeepSpeed.
 
     <directory>/zero/<name of a parameter>/fp32.pt        {"param": tensor, ...}
                                            exp_avg.pt     so for each tensor that the optimizer keeps of it
                                            step.pt        updates, a number
 
-What DeepSpeed itself saves is cut for its ranks, and says so in pickles of its own classes; its `ds_to_universal.py`
-makes this of it, where whole tensors lie under the names of the model.
+DeepSpeed itself saves shards for its ranks, with pickles of its own classes; its `ds_to_universal.py` converts them
+into whole tensors under the names of the model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .._errors import bad_leaves, explain, kind_of
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
-from ..storage.saving_ranks import group_of, meet, raise_together
+from ..storage.saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 WEIGHT, STEP = "fp32", "step"
-# What counts updates: of a leaf, of a whole transform, and of the state.
+# Slots that count updates: of a leaf, of a transform or the state, and of the state's micro-steps.
 COUNTS = ("count", STEP, "micro_step")
-# By leaf and file.
+# Contents by leaf and name of the file.
 Files = dict[tuple[str, str], Any]
 
 
@@ -75,21 +75,22 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
         why, right = f"it is {kind_of(like)}", "opt = zf.attach(model, tx), and zf.load_deepspeed(directory, like=opt)"
         raise TypeError(explain("zf.load_deepspeed(directory, like) of something that is not attached", why, right))
     state = like.state
-    meet("zf.load_deepspeed(directory, like)", state.layout.placement)
+    wait_for_all_ranks("zf.load_deepspeed(directory, like)", state.layout.placement)
     files: Files = {}
     failure: Exception | None = None
     try:
         files = _files(Path(directory), like)
     except (ValueError, OSError) as error:
         failure = error
-    raise_together(failure, group_of(state.layout.placement))
+    raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
     like.load_state(_filled(like, files))
     return like.state
 
 
 def _filled(opt: Optimizer, files: Files) -> State:
-    """The state with what the files have, and with first states where they have nothing."""
-    state, most = opt.state, max(int(x) for (_, name), x in files.items() if name == STEP)
+    """The state with the contents of the files, and with initial states where there is no file."""
+    state = opt.state
+    most = max((int(x) for (_, name), x in files.items() if name == STEP), default=int(state.step))
 
     def read(e: Entry, name: str) -> Tensor:
         return e.part(files[e.path, name]).to(e.value.device, e.value.dtype, copy=True)
@@ -111,7 +112,12 @@ def _filled(opt: Optimizer, files: Files) -> State:
 
 
 def _files(directory: Path, opt: Optimizer) -> Files:
-    """All files, mapped and not read; an error that names all that do not fit."""
+    """All files, memory-mapped.
+
+    Raises:
+        FileNotFoundError: there is no folder `zero`.
+        ValueError: files that do not fit, all of them by leaf.
+    """
     folder = directory / "zero"
     if not folder.is_dir():
         right = f"python ds_to_universal.py --input_folder {directory} --output_folder {directory}_universal"
@@ -119,11 +125,11 @@ def _files(directory: Path, opt: Optimizer) -> Files:
         raise FileNotFoundError(explain(f"zf.load_deepspeed({str(directory)!r}): no folder zero in it", why, right))
     layout, wanted = opt.state.layout, dict(_wanted(opt))
     names: dict[str, str] = {}
-    for i, name in zip(layout.places, layout.paths, strict=True):
-        if i >= 0 and (folder / name).is_dir():
-            names.setdefault(layout.leaves[i].path, name)
+    for path, name in zip(layout.at, layout.paths, strict=True):
+        if path is not None and (folder / name).is_dir():
+            names.setdefault(path, name)
     bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
-    # Frozen ones that an older run has trained may be there as well.
+    # Folders of frozen parameters are ignored: an earlier run may have trained them.
     extra = {x.name for x in folder.iterdir() if x.is_dir()} - set(layout.paths)
     bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
     found: Files = {}
@@ -131,8 +137,9 @@ def _files(directory: Path, opt: Optimizer) -> Files:
         there = {x.stem for x in (folder / names[path]).glob("*.pt")}
         of_leaf = {name for p, name in wanted if p == path}
         bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - there)]
-        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(there - of_leaf)]
-        for name in sorted(there & of_leaf):
+        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(there - of_leaf - {STEP})]
+        # Schedules go on by the count of updates, also of an optimizer that keeps none.
+        for name in sorted(there & (of_leaf | {STEP})):
             x = found[path, name] = _read(folder / names[path] / f"{name}.pt")
             if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
                 bad.append((path, f"{name}.pt {problem}"))
@@ -143,7 +150,7 @@ def _files(directory: Path, opt: Optimizer) -> Files:
 
 
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
-    """What the model's parameters and its optimizers keep of each leaf: by leaf and file, shape and dtype."""
+    """Shape and dtype by leaf and file, of parameters and of the optimizer's states."""
     trained = set(opt.state.layout.trained)
     made_by = {part.name for part in opt._pipe.parts if part.facts.optimizes}
     for e in entries(opt.state):
@@ -159,11 +166,11 @@ def _read(file: Path) -> Any:
         x = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise OSError(f"{file} could not be read: {error}") from None
-    return x["param"] if isinstance(x, dict) else x
+    return x.get("param") if isinstance(x, dict) else x
 
 
 def _misfit(x: Any, shape: torch.Size, dtype: torch.dtype, cast: bool) -> str:
-    """Why a tensor cannot be taken. A flat one of as many elements can: it has no shape to differ."""
+    """Why a tensor does not fit, or "". A flat one with as many elements fits."""
     if not isinstance(x, Tensor) or x.shape not in (shape, (shape.numel(),)):
         return f"is {f'of shape {tuple(x.shape)}' if isinstance(x, Tensor) else kind_of(x)} instead of {tuple(shape)}"
     return "" if cast or x.dtype == dtype else f"is of {x.dtype} instead of {dtype}; dtypes are not changed silently"

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration from which keys are taken one by one, and what is said of those that are left."""
+"""`ConfigReader`: takes keys out of a DeepSpeed configuration, and reports those that are left."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._errors import bad_leaves, explain
-from .deepspeed_keys import BLOCKS, INSTEAD, TUNING
+from .deepspeed_keys import BLOCKS, REPLACEMENTS, TUNING
 from .deepspeed_values import Check
 
 
-class Reader:
-    """A configuration from which keys are taken one by one, so that what is left over is known.
+class ConfigReader:
+    """A configuration from which keys are taken one by one; `close` reports what is left.
 
     Args:
         config: a mapping, or the path of a file.
-        auto: what stands for "auto", in the structure of the configuration or by dotted path.
+        auto: values in the place of "auto", in the structure of the configuration or by dotted path.
+
+    Attributes:
+        left: the entries that nobody has taken, by dotted path.
+        auto: the values that no "auto" has used, by dotted path.
+        unfilled: paths of "auto" without a value.
+        bad: paths that are refused, each with the reason.
+        idle: paths of keys that have no effect.
     """
 
     def __init__(self, config: Any, auto: Mapping[str, Any] | None = None):
@@ -30,15 +37,14 @@ class Reader:
             raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
         self.left: dict[str, Any] = dict(_leaves(config, ""))
         self.auto: dict[str, Any] = dict(_leaves(auto or {}, ""))
-        # Paths of "auto" that nobody has given a value.
-        self.unknown: list[str] = []
+        self.unfilled: list[str] = []
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
 
     def take(self, path: str, default: Any = None, check: Check | None = None, needed: bool = True) -> Any:
-        """The entry at a dotted path, which is then dealt with; the default where `check` has a reason against it.
+        """Take the entry at a dotted path out; the default if it is absent, or if `check` refuses it.
 
-        A null is as if the key were absent, where there is no default; so is an "auto" that is not `needed`.
+        Without a default, null counts as absent; so does an "auto" without a value that is not `needed`.
         """
         if path not in self.left:
             return default
@@ -46,7 +52,7 @@ class Reader:
         if isinstance(value, str) and value == "auto":
             if path not in self.auto:
                 if needed:
-                    self.ask(path)
+                    self.report_unfilled(path)
                 return default
             value = self.auto.pop(path)
         if check is not None and not (value is None is default) and (reason := check(value)):
@@ -55,25 +61,25 @@ class Reader:
         return value
 
     def block(self, path: str) -> dict[str, Any]:
-        """All entries below a path."""
+        """Take all entries below a path out."""
         found = {k: self.take(k) for k in list(self.left) if k.startswith(path + ".")}
         return {k[len(path) + 1 :]: v for k, v in found.items()}
 
-    def ask(self, path: str) -> None:
-        """Note an "auto" that somebody must give a value, unless the value that was given is bad."""
+    def report_unfilled(self, path: str) -> None:
+        """Report an "auto" without a value, unless its path is refused already."""
         if path not in dict(self.bad):
-            self.unknown.append(path)
+            self.unfilled.append(path)
 
     def refuse(self, path: str, reason: str) -> None:
-        """Note a bad key, unless its value is asked for, which is `None` until then; `close` raises."""
-        if path not in self.unknown:
+        """Report a bad key; not one whose "auto" has no value yet, since `None` is in its place."""
+        if path not in self.unfilled:
             self.bad.append((path, reason))
 
     def close(self) -> None:
-        """Raise for everything bad or left over; warn of what has no effect."""
+        """Raise for all that is bad or left over; warn of keys that have no effect."""
         for path, value in self.left.items():
             head, _, name = path.rpartition(".")
-            instead = next((INSTEAD[p] for p in (path, *_parents(path)) if p in INSTEAD), None)
+            instead = next((REPLACEMENTS[p] for p in (path, *_parents(path)) if p in REPLACEMENTS), None)
             if self._off(path):
                 continue
             if name in TUNING.get(head, ()):
@@ -86,15 +92,15 @@ class Reader:
                 and (path, value) != ("gradient_predivide_factor", 1.0)
             ):
                 self.refuse(path, f"not supported; use {instead}")
-        self.bad += [
-            (p, "'auto' is filled in by the Hugging Face Trainer; here you give its value") for p in self.unknown
-        ]
+        why = "'auto' is filled in by the Hugging Face Trainer; here you give its value"
+        self.bad += [(p, why) for p in self.unfilled]
         self.bad += [(p, f"auto={{{p!r}: ...}}, but the configuration has no 'auto' there") for p in self.auto]
         if self.bad:
-            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unknown)}}}"
-            asked = f"from_deepspeed(config, {values})" if self.unknown else ""
-            others = "each as its line says, or the configuration without it"
-            right = " and ".join(([asked] if asked else []) + ([others] if len(self.bad) > len(self.unknown) else []))
+            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unfilled)}}}"
+            advice = [f"from_deepspeed(config, {values})"] if self.unfilled else []
+            if len(self.bad) > len(self.unfilled):
+                advice.append("each as its line says, or the configuration without it")
+            right = " and ".join(advice)
             raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, right))
         if self.idle:
             warnings.warn(
@@ -102,10 +108,10 @@ class Reader:
             )
 
     def _off(self, path: str) -> bool:
-        """Whether a key belongs to a block that is switched off, as templates have them."""
+        """Whether a key is in a block that is switched off, as in many templates."""
         heads = _parents(path)
         top = path.partition(".")[0]
-        if top in INSTEAD and any(self.left.get(f"{head}.enabled") is False for head in heads):
+        if top in REPLACEMENTS and any(self.left.get(f"{head}.enabled") is False for head in heads):
             return True
         param = "zero_optimization.offload_param"
         return path.startswith(f"{param}.") and self.left.get(f"{param}.device") in (None, "none")
@@ -114,19 +120,15 @@ class Reader:
 def _read(path: str | os.PathLike[str]) -> Any:
     with open(path, encoding="utf-8") as file:
         try:
-            return json.load(file, object_pairs_hook=_once)
+            return json.load(file, object_pairs_hook=_unique_keys)
         except ValueError as error:
-            # Cut short, not text, or a key twice: json does not know the name of the file.
-            raise ValueError(
-                explain(
-                    f"from_deepspeed({os.fspath(path)!r})",
-                    f"the file cannot be read as JSON: {error}",
-                    f"python -m json.tool {os.fspath(path)}, which shows where; or a dict",
-                )
-            ) from error
+            # Cut short, no text, or a key twice. The error of json does not name the file.
+            name, why = os.fspath(path), f"the file cannot be read as JSON: {error}"
+            right = f"python -m json.tool {name}, which shows where; or a dict"
+            raise ValueError(explain(f"from_deepspeed({name!r})", why, right)) from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [k for k, _ in pairs]

@@ -1,8 +1,8 @@
-"""Keys of a DeepSpeed configuration that have no transform: how it is to run, and what to write instead."""
+"""Keys of a DeepSpeed configuration without a transform: those to ignore, and replacements for the others."""
 
 from __future__ import annotations
 
-# How DeepSpeed is to run rather than what it is to compute; here it has no counterpart.
+# By block: how DeepSpeed runs, and not what it computes. They have no effect here.
 TUNING = {
     "": {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"}
     | {"zero_force_ds_cpu_optimizer"},
@@ -20,12 +20,13 @@ TUNING = {
     },
     "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
     | {"pipeline_write", "nvme_path", "max_in_cpu"},
-    # What stands in a template beside "device": "none", in which case nothing is done with it.
+    # Beside "device": "none", as in many templates.
     "zero_optimization.offload_param": {"pin_memory", "buffer_count", "buffer_size", "nvme_path", "max_in_cpu"},
     "fp16": {"auto_cast"},
     "bf16": {"immediate_grad_update"},
 }
 
+# Paths that must be blocks of keys.
 BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimizer.params"} | {
     "zero_optimization",
     "zero_optimization.offload_optimizer",
@@ -36,7 +37,8 @@ BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimize
 HIERARCHY = "zf.shard(mesh['node']) and zf.reduce_scatter(mesh['nodes']), over a mesh of two dimensions"
 HYBRID = "zf.shard(mesh['node']) and zf.all_reduce(mesh['nodes']), over a mesh of two dimensions"
 
-INSTEAD = {
+# By path: what to write instead.
+REPLACEMENTS = {
     "amp": "torch.autocast around the forward, with zf.scale_loss() for fp16",
     "activation_checkpointing": "torch.utils.checkpoint.checkpoint in the model",
     "zero_optimization.offload_param": "{'device': 'none'}: parameters are sharded, gathered on use, and not offloaded",

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as functions of the step, and the block of a configuration that names one."""
+"""DeepSpeed's learning-rate schedules as functions of the step, and the `scheduler` block that names one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .deepspeed_config import Reader
+from .deepspeed_config import ConfigReader
 from .deepspeed_values import Check, count, flag, from_zero, number, one_of, or_null
 
 
 def _ramp(i: int, steps: int, kind: str) -> float:
-    """How much of a warm-up is done after `i` steps of the scheduler."""
+    """The fraction of a warm-up that is done after `i` steps of the scheduler."""
     return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
 
 
@@ -19,8 +19,8 @@ def _ramp(i: int, steps: int, kind: str) -> float:
 class WarmupLR:
     """DeepSpeed's warm-up, logarithmic or linear, then constant.
 
-    Its scheduler is stepped after each update, so update `step` uses number `step - 1` and the first two
-    updates use `start`.
+    Its scheduler is stepped after each update, so update `step` has the rate of scheduler step `step - 1`, and the
+    first two updates use `start`.
 
     >>> schedule = WarmupLR(0.0, 1e-3, 10, "linear")
     >>> [schedule(step) for step in (0, 1, 6, 11, 12)]
@@ -36,12 +36,11 @@ class WarmupLR:
         i, steps = step - 1, max(2, self.steps)
         if i < 0:
             return self.start
-        return self.start + (self.peak - self.start) * (
-            _ramp(i, steps, self.kind) if i < steps else self.after(i, steps)
-        )
+        done = _ramp(i, steps, self.kind) if i < steps else self.after(i, steps)
+        return self.start + (self.peak - self.start) * done
 
     def after(self, i: int, steps: int) -> float:
-        """The part of the way from `start` to `peak` after the warm-up."""
+        """The fraction of the way from `start` to `peak` after the warm-up."""
         return 1.0
 
 
@@ -114,10 +113,10 @@ class LRRangeTest:
         return self.low * (1 + self.rate * (math.floor(part) if self.staircase else part))
 
 
-NEEDED = object()
-BASE = object()
+# In the place of a default: the configuration must give a value; the optimizer's learning rate.
+NEEDED, BASE = object(), object()
 
-# What each argument may be, by its name here, which is the same in all schedules that have it.
+# Checks of values, by the name of an argument of the classes above.
 VALUES: dict[str, Check] = {
     **dict.fromkeys(("start", "peak", "end", "low", "high", "rate"), number),
     **dict.fromkeys(("total", "up", "every"), count),
@@ -136,13 +135,10 @@ _WARMUP = {
     "warmup_type": ("kind", "log"),
 }
 
-# By DeepSpeed's name: the class, and for each of DeepSpeed's parameters its name here and its default.
+# By DeepSpeed's name: the class, and for each of DeepSpeed's parameters the argument and its default.
 SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
     "WarmupLR": (WarmupLR, _WARMUP),
-    "WarmupDecayLR": (
-        WarmupDecayLR,
-        {**_WARMUP, "warmup_max_lr": ("peak", 1e-3), "total_num_steps": ("total", NEEDED)},
-    ),
+    "WarmupDecayLR": (WarmupDecayLR, _WARMUP | {"warmup_max_lr": ("peak", 1e-3), "total_num_steps": ("total", NEEDED)}),
     "WarmupCosineLR": (
         WarmupCosineLR,
         {
@@ -179,8 +175,8 @@ SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
 }
 
 
-def schedule_of(reader: Reader, lr: float) -> Any:
-    """The function of the step that the `scheduler` block asks for; `lr` itself without one."""
+def schedule_of(reader: ConfigReader, lr: float) -> Any:
+    """The schedule of the `scheduler` block; `lr` itself without one, or if the block is refused."""
     kind = reader.take("scheduler.type")
     given = reader.block("scheduler.params")
     if kind is None:

@@ -1,4 +1,4 @@
-"""What the values of a DeepSpeed configuration may be: each check gives the reason against a value, or `None`."""
+"""Checks of values in a DeepSpeed configuration: each returns the reason against a value, or `None`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`as_torchopt`: a transform as the pair of functions that torchopt's and posteriors' classes take."""
+"""`as_torchopt`: a transform as the pair of `init` and `update` that torchopt and posteriors take."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def as_torchopt(tx: Transform) -> Any:
             why = "an optimizer of this library is a function of the parameters too"
             raise ValueError(explain("update(grads, state)", why, "update(grads, state, params=params)"))
         grads, form = flatten(updates)
-        # Their callers put a tuple where they had a list.
+        # torchopt's classes pass a tuple where `init` was given a list.
         like = flatten(params)[1]
         given = unflatten(like, grads) if like.num_leaves == len(grads) else updates
-        # Parameters that a model trains require grad, and a step by hand is a function of them to nobody.
+        # Parameters of a model require grad; without this a step by hand would record a graph that nobody uses.
         with torch.set_grad_enabled(torch.is_grad_enabled() and recorded([*grads, *flatten(state)[0]])):
             out, new = tx.update(given, state, params)
         steps = map(torch.zeros_like, flatten(params)[0]) if out is None else flatten(out)[0]

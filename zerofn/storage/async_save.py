@@ -1,4 +1,4 @@
-"""A save that goes on beside training: the tensors are copied, and written while the next steps run."""
+"""`Saving`: a checkpoint that a thread writes from copies in host memory while training goes on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..sharded.guarded_parameter import writes
 
 
 class Saving:
-    """A save under way: of `zf.save(directory, state, wait=False)`.
+    """A save under way: what `zf.save(directory, state, wait=False)` returns.
 
-    What fails is printed when it does, and raised by `wait()`; the checkpoint that was there is then as it was. The
-    process does not end before it is done, and the next save or load waits for it.
+    An error is printed when it happens and raised by `wait()`; the checkpoint that was there is then unchanged. The
+    process does not end before the save has, and the next save or load waits for it.
     """
 
     def __init__(self, directory: str | os.PathLike, write: Callable[[], None]):
@@ -28,7 +28,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with an error or without."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -39,7 +39,7 @@ class Saving:
 
         Raises:
             TimeoutError: it was not done by then, and goes on.
-            Exception: what it raised.
+            Exception: what the save raised.
         """
         self._thread.join(timeout)
         if not self.done:
@@ -48,70 +48,66 @@ class Saving:
             raise self._thread.error
 
     def __repr__(self) -> str:
-        told = "under way" if not self.done else "failed" if self._thread.error else "done"
-        return f"Saving({self.directory!r}, {told})"
+        status = "under way" if not self.done else "failed" if self._thread.error else "done"
+        return f"Saving({self.directory!r}, {status})"
 
 
-def copied(pieces: dict[str, Any]) -> dict[str, Any]:
-    """The pieces in host memory of their own, so that a step may write where they came from."""
+def copy_to_host(pieces: dict[str, Any]) -> dict[str, Any]:
+    """The pieces in host memory of their own, so that a step may write into the tensors that they came from."""
     return {key: piece._replace(data=piece.data.to("cpu", copy=True)) for key, piece in pieces.items()}
 
 
-def still(writes: Callable[[], int]) -> Callable[[], None]:
-    """A function that raises if something has been written since this call, or was being written during it.
+def check_no_step_since(writes: Callable[[], int]) -> Callable[[], None]:
+    """A function that raises if an attached model has made a step since this call, or was making one during it.
 
-    A count and no lock: training would wait for a disk.
+    It compares a counter and takes no lock: with a lock training would wait for a disk.
 
     Args:
         writes: how often writing has begun or ended; odd in between.
     """
     before = writes()
 
-    def unchanged() -> None:
+    def check() -> None:
         if before % 2 or writes() != before:
-            raise RuntimeError(
-                explain(
-                    "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
-                    "opt.step() with in_backward=True, where backward is the step",
-                    "some of what is kept is of before the step and some of after it",
-                    "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
-                    "and writes meanwhile",
-                )
-            )
+            wrong = "zf.save(directory, opt) in another thread while opt makes a step, or between a backward and "
+            wrong += "opt.step() with in_backward=True, where backward is the step"
+            right = "zf.save(directory, opt) after opt.step(); with wait=False in the thread that trains: it copies, "
+            right += "and writes meanwhile"
+            raise RuntimeError(explain(wrong, "some of what is kept is of before the step and some of after it", right))
 
-    return unchanged
+    return check
 
 
-def unwritten(state: State) -> Callable[[], None]:
-    """What raises if a state has been donated since this call, or one of its tensors written into."""
+def check_not_written_since(state: State) -> Callable[[], None]:
+    """A function that raises if a state has been donated since this call, or one of its tensors written into."""
     tensors = [x for x in flatten(state)[0] if isinstance(x, Tensor)]
     before = writes(tensors)
 
-    def unchanged() -> None:
+    def check() -> None:
         state.check_kept("zf.save(directory, state)")
         if writes(tensors) != before:
-            raise RuntimeError(
-                explain(
-                    "zf.save(directory, state) while something writes into the state, in another thread",
-                    "some of what is kept is of before it and some of after it",
-                    "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
-                    "thread that\nwrites: it copies first",
-                )
-            )
+            wrong = "zf.save(directory, state) while something writes into the state, in another thread"
+            right = "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "
+            right += "thread that\nwrites: it copies first"
+            raise RuntimeError(explain(wrong, "some of what is kept is of before it and some of after it", right))
 
-    return unchanged
+    return check
 
 
-def still_then(unchanged: Callable[[], None]) -> Callable[[], None]:
-    """A function that raises if something was written during this call: the copies are made, and a step may follow."""
+def check_once(check: Callable[[], None]) -> Callable[[], None]:
+    """`check` is called at once, and the function that is returned raises its error.
+
+    Copies have been made by then, so a later step does no harm. The error waits for the moment at which all ranks
+    raise together.
+    """
     found: Exception | None = None
     try:
-        unchanged()
+        check()
     except RuntimeError as error:
         found = error
 
-    def told() -> None:
+    def raise_found() -> None:
         if found is not None:
             raise found
 
-    return told
+    return raise_found

@@ -1,4 +1,4 @@
-"""One file, replaced in one step by what a library writes that knows paths only."""
+"""One file, replaced atomically by what a library writes to a path in a temporary directory."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from .files import create, sync_directory, token
+from .files import create, random_token, sync_directory
 from .lock import Lock
 
-END = ".tmp"
+SUFFIX = ".tmp"
 
 
-def put_in_place(path: Path, write: Callable[[Path], None]) -> OSError | None:
+def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
     """Replace a file by what `write` writes to the path that it is given.
 
-    That path lies in a new directory beside the file, hidden and of this call alone. The library may make other
-    files there, and replace the one that it was given; nobody has planted a link there. A process that is killed
-    leaves the directory behind, and the next that writes the same file removes it: it is locked by nobody.
+    That path is in a new hidden directory beside the file, which belongs to this call alone: the library may make other
+    files there, and no other user can have put a link there. A process that is killed leaves the directory behind,
+    unlocked, and the next call for the same file removes it.
 
     Returns:
-        Why it is not known to be durable, although it is in place; `None` if it is.
+        Why the file, although it is in place, may not survive a loss of power; `None` if it will.
 
     Raises:
-        OSError: it could not be written or put in place. A file that was there is as it was.
+        OSError: it could not be written or put in place. A file that was there is unchanged.
     """
-    _sweep(path)
+    _remove_abandoned(path)
     while True:
-        own, lock = path.with_name(f".{path.name}.{token()}{END}"), Lock()
+        directory, lock = path.with_name(f".{path.name}.{random_token()}{SUFFIX}"), Lock()
         try:
-            if _claimed(own, lock):
-                return _fill(own / path.name, path, write)
+            if _make_locked(directory, lock):
+                return _write_and_move(directory / path.name, path, write)
         finally:
             try:
-                shutil.rmtree(own, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
             finally:
                 lock.release()
                 lock.close()
 
 
-def _claimed(own: Path, lock: Lock) -> bool:
-    """Make a directory and lock it; whether it is still there then, or another has swept it before it was locked."""
-    own.mkdir(0o700)
+def _make_locked(directory: Path, lock: Lock) -> bool:
+    """Make a directory and lock it; `False` if another process has removed it before it was locked."""
+    directory.mkdir(0o700)
     with contextlib.suppress(FileNotFoundError):
-        lock.acquire(own, exclusive=True)
-    return own.exists()
+        lock.acquire(directory, exclusive=True)
+    return directory.exists()
 
 
-def _fill(own: Path, path: Path, write: Callable[[Path], None]) -> OSError | None:
-    with create(own) as file:
+def _write_and_move(temporary: Path, path: Path, write: Callable[[Path], None]) -> OSError | None:
+    with create(temporary) as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    write(own)
-    # What others may do with a new file is the user's to say (umask); some libraries let nobody read it.
-    os.chmod(own, mode)
-    with open(own, "rb+") as file:
+    write(temporary)
+    # The permissions of a new file follow the user's umask; some libraries make it unreadable to others.
+    os.chmod(temporary, mode)
+    with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
-    os.replace(own, path)
+    os.replace(temporary, path)
     try:
         sync_directory(path.parent)
     except OSError as error:
@@ -67,19 +67,19 @@ def _fill(own: Path, path: Path, write: Callable[[Path], None]) -> OSError | Non
     return None
 
 
-def _sweep(path: Path) -> None:
-    """Remove what processes that were killed have left. Where there are no locks nobody can tell, so it stays."""
-    ours = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{12}}{re.escape(END)}")
+def _remove_abandoned(path: Path) -> None:
+    """Remove directories of killed processes. On a file system without locks nobody can tell, so they stay."""
+    ours = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{12}}{re.escape(SUFFIX)}")
     with contextlib.suppress(OSError):
         for other in path.parent.iterdir():
             if ours.fullmatch(other.name) and not other.is_symlink():
-                _remove_if_free(other)
+                _remove_if_unlocked(other)
 
 
-def _remove_if_free(other: Path) -> None:
+def _remove_if_unlocked(other: Path) -> None:
     lock = Lock()
     try:
-        # A pipe of that name would be waited for: only directories are opened.
+        # Only a directory is opened: opening a pipe of that name would wait for a writer.
         if other.is_dir():
             lock.acquire(other, exclusive=True, patience=0)
         if lock.held:

@@ -1,4 +1,4 @@
-"""The persistent buffers of a module, such as running means: no part of a state, and needed to go on."""
+"""Persistent buffers of a module, such as running means: in a checkpoint of `opt` and in no state."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ OWNER = "buffers"
 
 
 def buffers_of(model: nn.Module) -> list[Entry]:
-    """The buffers that `model.state_dict()` has, under its names."""
+    """The buffers in `model.state_dict()`, by the same names."""
     return [Entry(OWNER, "", name, x, tuple(x.shape)) for name, x in persistent_buffers(model).items()]
 
 
 def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
-    """Raise on a buffer that a checkpoint has no form for, and warn of what it leaves out."""
-    bad = [(e.key, why) for e in buffers if (why := _why_not(e.value))]
+    """Raise for buffers that are no plain tensors; warn that `get_extra_state` is not saved."""
+    bad = [
+        (e.key, f"a {type(e.value).__name__} of layout {e.value.layout} is no plain tensor")
+        for e in buffers
+        if e.value.layout is not torch.strided or e.value.is_quantized or is_wrapper(e.value)
+    ]
     if bad:
         right = (
             "register_buffer(..., persistent=False), for what the model makes anew\n"
             "         zf.save(directory, opt.state), which leaves buffers out, and torch.save for them"
         )
         raise TypeError(bad_leaves("zf.save: these buffers cannot be saved", bad, right))
-    extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    plain = nn.Module.get_extra_state
+    extra = [name or "the model" for name, m in model.named_modules() if type(m).get_extra_state is not plain]
     if extra:
         warnings.warn(
             f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "
@@ -39,20 +44,14 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
         )
 
 
-def _why_not(x: Tensor) -> str:
-    if x.layout is not torch.strided or x.is_quantized or is_wrapper(x):
-        return f"a {type(x).__name__} of layout {x.layout} is no plain tensor"
-    return ""
-
-
-def without(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A table of contents as of a state alone, without buffers."""
+def without_buffers(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest without the buffers, as of a saved state."""
     names = set(manifest.get(OWNER) or ())
     return {**manifest, "tensors": {key: about for key, about in manifest["tensors"].items() if key not in names}}
 
 
-def tell_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, Any]) -> None:
-    """Warn where a model has buffers and the checkpoint none."""
+def warn_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, Any]) -> None:
+    """Warn if a model has buffers and the checkpoint has none."""
     if not buffers or manifest.get(OWNER) is not None:
         return
     names = ", ".join(e.path for e in buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
@@ -64,25 +63,24 @@ def tell_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
             f"the checkpoint has no buffers: {why}",
             "zf.save(directory, opt), which saves them; and load those of this checkpoint from where they are",
         ),
-        # The line of the user who calls `zf.load`.
-        stacklevel=5,
+        stacklevel=5,  # the line that calls `zf.load`
     )
 
 
-def check_can_be_written(buffers: list[Entry], new: dict[str, Tensor]) -> None:
-    """Raise on a buffer that cannot be written, unless it has the numbers already."""
+def check_can_be_written(call: str, buffers: list[Entry], new: dict[str, Tensor]) -> None:
+    """Raise for buffers that cannot be written in place, unless they have these values already."""
     bad = [
         (e.key, "its elements share memory (it is expanded), so they cannot be written")
         for e in buffers
         if _expanded(e.value) and not torch.equal(e.value, new[e.key])
     ]
     if bad:
-        raise ValueError(bad_leaves("zf.load: these buffers cannot be loaded", bad, "register_buffer(name, x.clone())"))
+        raise ValueError(bad_leaves(f"{call}: these buffers cannot be loaded", bad, "register_buffer(name, x.clone())"))
 
 
 @torch.no_grad()
-def write(buffers: list[Entry], new: dict[str, Tensor]) -> None:
-    """Load buffers in place: whoever holds one has the new numbers."""
+def write_buffers(buffers: list[Entry], new: dict[str, Tensor]) -> None:
+    """Copy new values into the buffers in place, so that references to them stay valid."""
     for e in buffers:
         if not _expanded(e.value):
             e.value.copy_(new[e.key])

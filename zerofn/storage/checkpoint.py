@@ -1,4 +1,4 @@
-"""`save`: a state on disk, by path, for any number of ranks."""
+"""`save`: write a state to disk, each tensor by its path, so that any number of ranks can load it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from ..eager.param_groups import packed
 from ..pure.uncompiled import outside_since
 from ..ranks.background_thread import settle
 from ..ranks.group import Group
-from .async_save import Saving, copied, still, still_then, unwritten
+from .async_save import Saving, check_no_step_since, check_not_written_since, check_once, copy_to_host
 from .buffers import buffers_of, check_can_be_saved
-from .checkpoint_match import boxes_of, name_of
-from .files import place_of
+from .checkpoint_match import box_order, saved_name
+from .files import absolute_path
 from .formatting import dtype_name
 from .manifest import ROW_MAJOR
-from .saving_ranks import check_replicas, group_of, meet, row_major
+from .saving_ranks import check_replicas, checkpoint_group, row_major, wait_for_all_ranks
 
-# What a transform of another library may keep besides tensors.
-PLAIN = (bool, int, float, str, type(None))
+# Types besides tensors that a transform of another library may have in its state.
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @overload
-def save(directory: str | os.PathLike, state: State | Optimizer) -> None: ...
-@overload
-def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[True]) -> None: ...
+def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[True] = True) -> None: ...
 @overload
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[False]) -> Saving: ...
 @outside_since("it writes files", "zf.save(directory, state), outside of what is compiled")
@@ -96,28 +94,29 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     tensor([0., 1., 2.])
     """
     check_flag("save", "wait", wait)
-    return write(directory, state, wait, {})
+    return write_checkpoint(directory, state, wait, {})
 
 
-def write(
+def write_checkpoint(
     directory: str | os.PathLike,
     state: State | Optimizer,
     wait: bool,
     more: dict[str, Any],
     then: Callable[[Group], None] | None = None,
 ) -> Saving | None:
-    """As `save`; `more` is added to the table of contents, and `then` called with the ranks once that is in place."""
+    """As `save`; the manifest gets the entries of `more`, and `then(group)` is called once it is in place."""
     from .dcp_writer import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
-    unchanged = None if opt is None else still(opt._own.steps.writes)
-    groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
+    # The counter of steps is read before anything else is.
+    check = None if opt is None else check_no_step_since(opt._own.steps.writes)
+    groups = None if opt is None else [_as_json(packed(g)) for g in opt._groups.told()]
     given = state_of(state, "zf.save(directory, {})")
-    unchanged = unchanged or unwritten(given)
-    place = place_of("zf.save({}, state)", directory)
+    check = check or check_not_written_since(given)
+    path = absolute_path("zf.save({}, state)", directory)
     settle()
-    meet("zf.save(directory, state)", given.layout.placement)
-    group = group_of(given.layout.placement, directory)
+    wait_for_all_ranks("zf.save(directory, state)", given.layout.placement)
+    group = checkpoint_group(given.layout.placement, directory)
     buffers = [] if opt is None else buffers_of(opt._model)
     header = _header(given, buffers)
     header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
@@ -127,33 +126,32 @@ def write(
     try:
         check_replicas(given, group)
     except ValueError:
-        unchanged()
+        check()  # what differs may be what a step has written meanwhile
         raise
     pieces = _pieces(given, buffers if group.rank == 0 else [])
     if not wait:
-        pieces, unchanged = copied(pieces), still_then(unchanged)
+        pieces, check = copy_to_host(pieces), check_once(check)
 
-    def go() -> None:
+    def write() -> None:
         try:
-            save_pieces(pieces, place, group, header, unchanged)
+            save_pieces(pieces, path, group, header, check)
         except TimeoutError:
             raise  # of the lock: no disk has failed
         except OSError as error:
-            raise _unwritten(directory, error) from error
+            raise _disk_error(directory, error) from error
         if then is not None:
             then(group)
 
-    return go() if wait else Saving(directory, go)
+    return write() if wait else Saving(directory, write)
 
 
 def _pieces(state: State, buffers: list[Entry]) -> dict[str, Any]:
-    """What this rank writes, by name."""
-    from .dcp_writer import Piece
+    """The tensors that this rank writes, by name."""
+    from .dcp import Piece
 
-    # Ranks may have other buffers than each other, as under DistributedDataParallel: those of the first are saved.
     placement = state.layout.placement
     return {
-        name_of(e, placement.copy if e.owner in placement.apart else None): Piece(
+        saved_name(e, placement.copy if e.owner in placement.apart else None): Piece(
             row_major(e.value), e.offset or 0, e.shape
         )
         for e in [*entries(state), *buffers]
@@ -162,7 +160,11 @@ def _pieces(state: State, buffers: list[Entry]) -> dict[str, Any]:
 
 
 def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
-    """What the table of contents says of the whole, and of each tensor but its places."""
+    """The manifest without the places of tensors in data files.
+
+    Raises:
+        TypeError: entries that cannot be saved, all of them by path.
+    """
     placement = state.layout.placement
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -173,10 +175,10 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         elif isinstance(e.value, Tensor) and e.value.is_meta:
             bad.append((e.key, "is on the meta device and has no data"))
         elif isinstance(e.value, Tensor):
-            about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape), **boxes_of(e)}
+            about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape), **box_order(e)}
             copies = range(placement.copies) if e.owner in placement.apart else [None]
-            tensors.update({name_of(e, copy): about for copy in copies})
-        elif isinstance(e.value, PLAIN):
+            tensors.update({saved_name(e, copy): about for copy in copies})
+        elif isinstance(e.value, PLAIN_TYPES):
             values[e.key] = e.value
         else:
             bad.append((e.key, f"a {type(e.value).__name__} cannot be saved"))
@@ -191,12 +193,22 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
     return {**head, "values": values, "tensors": tensors}
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """A group as JSON can hold it."""
+def _as_json(group: dict[str, Any]) -> dict[str, Any]:
+    """A param_group with numbers in the place of tensors."""
     return tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, group)
 
 
 def state_of(given: Any, where: str) -> State:
+    """The state itself, or that of an attached model's `opt`.
+
+    Args:
+        given: by the user.
+        where: the call, with `{}` for the argument.
+
+    Raises:
+        TypeError: it is neither.
+        RuntimeError: a step has taken its memory (`donate=True`).
+    """
     state = given.state if isinstance(given, Optimizer) else given
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
@@ -212,8 +224,8 @@ def _version() -> str:
         return "unknown"
 
 
-def _unwritten(directory: Any, error: OSError) -> OSError:
-    """The error of a disk, with what has become of the checkpoint."""
+def _disk_error(directory: Any, error: OSError) -> OSError:
+    """The error of a disk as one that says which checkpoint is there."""
     notes = getattr(error, "__notes__", [])
     where = "".join(f" {note}" for note in notes if note.startswith("on rank"))
     fate = "".join(f"; {note}" for note in notes if not note.startswith("on rank"))

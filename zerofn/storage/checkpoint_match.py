@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of a state, and under which names it keeps what."""
+"""Compares the manifest of a checkpoint with a state: names, shapes, dtypes and the order of elements."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from ..core.state_entries import Entry, before
 from .formatting import dtype_name
 
 
-def name_of(e: Entry, copy: int | None) -> str:
+def saved_name(e: Entry, copy: int | None) -> str:
+    """The name of an entry in a checkpoint: of sums that are not yet reduced there is one for each copy."""
     return e.key if copy is None else f"{e.key}@{copy}"
 
 
 def copies_in(manifest: dict[str, Any]) -> int:
-    """How many sums there are of gradients that are not yet reduced; in older checkpoints one for each rank."""
+    """How many copies of each unreduced gradient sum a checkpoint has; in older checkpoints one for each rank."""
     return manifest.get("copies", manifest["ranks"])
 
 
-def boxes_of(e: Entry) -> dict[str, Any]:
-    """What a table of contents says of the order of a tensor's elements, where they are kept box by box."""
+def box_order(e: Entry) -> dict[str, Any]:
+    """The boxes of a tensor, for the manifest, if its elements are saved box by box and not in row-major order."""
     if e.within is None or e.within.ordered:
         return {}
     return {"boxes": [[list(x) for x in box] for box in e.within.boxes]}
 
 
-def reordered(e: Entry, about: dict[str, Any] | None) -> bool:
-    """Whether a checkpoint keeps the elements of an entry in another order than the entry counts them."""
-    return about is not None and about.get("boxes") != boxes_of(e).get("boxes")
+def in_other_order(e: Entry, about: dict[str, Any] | None) -> bool:
+    """Whether the checkpoint has the elements of an entry in another order than the entry."""
+    return about is not None and about.get("boxes") != box_order(e).get("boxes")
 
 
-def source(e: Entry, manifest: dict[str, Any], placement: Placement) -> str:
-    """Under which name an entry of `like` stands in the checkpoint."""
+def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> str:
+    """The name under which an entry of `like` is read."""
     if e.key in manifest["tensors"]:
         return e.key
-    # With another number of copies the first one, to which the others are added.
-    return name_of(e, placement.copy if copies_in(manifest) == placement.copies else 0)
+    # With another number of copies the first one; `share_windows` adds the others.
+    return saved_name(e, placement.copy if copies_in(manifest) == placement.copies else 0)
 
 
 def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every path in which a checkpoint is not one of this state, and how."""
+    """Every path in which the checkpoint and the state differ, with the difference."""
     saved = {_base(name, manifest): about for name, about in manifest["tensors"].items()}
     found = {**dict.fromkeys(manifest["values"]), **saved}
     bad = []
@@ -58,13 +59,13 @@ def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str
             bad.append((e.key, f"{there} in the checkpoint, {here} here"))
         elif about is not None:
             bad += [(e.key, reason) for reason in _misfits(e, about)]
-            if reordered(e, about) and e.key not in manifest["tensors"]:
+            if in_other_order(e, about) and e.key not in manifest["tensors"]:
                 bad.append((e.key, "sums that are not reduced yet, of a model that was cut otherwise; end the window"))
     return bad + [(key, "unexpected: only the checkpoint has it") for key in found]
 
 
 def _base(name: str, manifest: dict[str, Any]) -> str:
-    """A name without its copy. A key may hold the sign itself, but then not for copy after copy."""
+    """A name without its "@copy". A key may contain "@" itself, but then not for every copy."""
     base, _, copy = name.rpartition("@")
     copies = copies_in(manifest)
     apart = copy.isdecimal() and all(f"{base}@{i}" in manifest["tensors"] for i in range(copies))
@@ -74,10 +75,10 @@ def _base(name: str, manifest: dict[str, Any]) -> str:
 def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:
     found = []
     shape, dtype = tuple(about["shape"]), about["dtype"]
-    # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all.
-    vacant = e.offset is not None and e.value.numel() == 0 and shape == (0,)
-    # Where a rank has no elements of a leaf that has none, its shape is that of the whole or of the piece.
-    vacant = vacant or (e.value.numel() == 0 and math.prod(shape) == 0 and math.prod(e.shape) == 0)
+    # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all; the shape of
+    # a leaf without elements is that of the whole or of the part.
+    empty = e.value.numel() == 0 and math.prod(shape) == 0
+    vacant = empty and (math.prod(e.shape) == 0 or (e.offset is not None and shape == (0,)))
     if shape != tuple(e.shape) and not vacant:
         found.append(f"shape {shape} in the checkpoint, {tuple(e.shape)} here")
     if dtype != dtype_name(e.value.dtype):

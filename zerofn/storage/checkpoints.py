@@ -1,8 +1,9 @@
-"""`Checkpoints`: the saves of a run: the newest few and the best are kept, the newest whole one is resumed."""
+"""`Checkpoints`: the saves of a run; keeps the newest and the best, and resumes from the newest whole one."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import warnings
@@ -20,13 +21,12 @@ from ..ranks.background_thread import settle
 from ..ranks.group import Group
 from . import manifest as _manifest
 from .async_save import Saving
-from .checkpoint import state_of, write
-from .files import discard, place_of
+from .checkpoint import state_of, write_checkpoint
+from .files import absolute_path, discard
 from .loading import load
-from .saving_ranks import group_of, meet
+from .saving_ranks import checkpoint_group, wait_for_all_ranks
 
 NAME = re.compile(r"step_(\d{9,})")
-NOT_WHOLE = (_manifest.Damaged, FileNotFoundError)
 
 
 class Checkpoints:
@@ -63,7 +63,7 @@ class Checkpoints:
             check_count("Checkpoints", "best", best, "checkpoints")
         check_flag("Checkpoints", "largest", largest)
         # Absolute, so that all saves of a run are in one place, wherever the process goes meanwhile.
-        self.root = place_of("zf.Checkpoints({})", root)
+        self.root = absolute_path("zf.Checkpoints({})", root)
         self._last, self._best, self._largest = last, best, largest
 
     def at(self, step: int) -> Path:
@@ -73,14 +73,12 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The steps of which a complete save is there, in the order of saving; damage is found when one is loaded."""
-        found = self._found()
-        return sorted(found, key=lambda step: found[step].order)
+        return _in_order(self._saves())
 
     @property
     def best(self) -> int | None:
         """The step with the best score; `None` where none has one."""
-        ranked = self._ranked(self._found())
-        return ranked[0] if ranked else None
+        return next(iter(self._ranked(self._saves())), None)
 
     def save(self, state: State | Optimizer, *, score: Any = None, wait: bool = True) -> Saving | None:
         """Save the step that `state` has come to, then remove the saves that are not to be kept.
@@ -98,17 +96,12 @@ class Checkpoints:
         if isinstance(score, Tensor) and score.numel() == 1:
             score = score.item()
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-            raise TypeError(
-                explain(
-                    f"Checkpoints.save(state, score={score!r})",
-                    "checkpoints are put in order by a number",
-                    "score=validation_loss.item()",
-                )
-            )
+            wrong, why = f"Checkpoints.save(state, score={score!r})", "checkpoints are put in order by a number"
+            raise TypeError(explain(wrong, why, "score=validation_loss.item()"))
         settle()
-        order = 1 + max((save.order for save in self._found().values()), default=0)
-        told = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
-        return write(self.at(step), state, wait, told, self._remove_old)
+        order = 1 + max((save.order for save in self._saves().values()), default=0)
+        entries = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
+        return write_checkpoint(self.at(step), state, wait, entries, self._remove_old)
 
     def load(self, like: State | Optimizer) -> State | None:
         """Read the newest save that is whole into `like`, as `zf.load`.
@@ -123,56 +116,64 @@ class Checkpoints:
         """
         placement = state_of(like, "Checkpoints(root).load(like={})").layout.placement
         settle()
-        meet("Checkpoints(root).load(like=state)", placement)
-        group = group_of(placement)
+        wait_for_all_ranks("Checkpoints(root).load(like=state)", placement)
+        group = checkpoint_group(placement)
         steps = self.steps if group.rank == 0 else []
         if group.size > 1:
-            # The first rank says which: to others a shared directory may look different for a moment.
+            # Those of the first rank: to others a shared directory may look different for a moment.
             steps = gather_objects(steps, group)[0]
         for step in reversed(steps):
             try:
                 return load(self.at(step), like)
-            except NOT_WHOLE as error:
+            except (_manifest.Damaged, FileNotFoundError) as error:
                 why = str(error).splitlines()[0]
                 warnings.warn(f"{why}; the one before it is tried.", RuntimeWarning, stacklevel=2)
         return None
 
-    def _found(self) -> dict[int, _Save]:
+    def _saves(self) -> dict[int, _Save]:
+        """Those with a manifest, by step."""
         found = {}
         for path in self.root.iterdir() if self.root.is_dir() else ():
             name = NAME.fullmatch(path.name)
             if name and (path / _manifest.NAME).is_file():
                 try:
-                    table = _manifest.read(path)
+                    about = _manifest.read(path)
+                    save = _Save(about.get("order", 0), float(about.get("score") or "nan"))
                 except (ValueError, OSError):
-                    table = {}  # told where it is loaded
-                score = table.get("score")
-                found[int(name[1])] = _Save(table.get("order", 0), None if score is None else float(score))
+                    save = _Save(0, math.nan, readable=False)  # `load` says why
+                found[int(name[1])] = save
         return found
 
-    def _ranked(self, found: dict[int, _Save]) -> list[int]:
+    def _ranked(self, saves: dict[int, _Save]) -> list[int]:
         """Steps from the best score on; of equal ones the later saved first."""
-        known = [(s.score, -s.order, step) for step, s in found.items() if s.score is not None and s.score == s.score]
-        return [step for _, _, step in sorted(known, key=lambda e: (-e[0] if self._largest else e[0], e[1]))]
+        sign = -1 if self._largest else 1
+        scored = [step for step in saves if not math.isnan(saves[step].score)]
+        return sorted(scored, key=lambda step: (sign * saves[step].score, -saves[step].order))
 
     def _remove_old(self, group: Group) -> None:
         if group.rank:
             return
-        found = self._found()
-        kept = {*self.steps[-self._last :], *self._ranked(found)[: self._best]}
-        for step in found.keys() - kept:
-            _remove(self.at(step))
+        saves = self._saves()
+        kept = {*_in_order(saves)[-self._last :], *self._ranked(saves)[: self._best]}
+        for step, save in saves.items():
+            # One that cannot be read stays: the disk may fail for a moment, or a newer zerofn has written it.
+            if save.readable and step not in kept:
+                _remove(self.at(step))
 
 
 class _Save(NamedTuple):
-    # Not by the step: a run that began again at an earlier step goes on from there.
-    order: int
-    score: float | None
+    order: int  # of saving; not the step: a run that began again at an earlier step goes on from there
+    score: float  # NaN where it has none
+    readable: bool = True
+
+
+def _in_order(saves: dict[int, _Save]) -> list[int]:
+    return sorted(saves, key=lambda step: saves[step].order)
 
 
 def _remove(directory: Path) -> None:
-    """The table first: without it what is left is no checkpoint, if this is cut off."""
+    """The manifest first: if this is cut off, what is left is no checkpoint."""
     discard(directory / _manifest.NAME)
-    _manifest.remove(directory, lambda name: True)
-    with contextlib.suppress(OSError):  # somebody keeps a file of his own in it
+    _manifest.remove_files(directory, lambda name: True)
+    with contextlib.suppress(OSError):  # it has files of the user's
         directory.rmdir()

@@ -1,16 +1,15 @@
-"""Pieces of flat tensors through `torch.distributed.checkpoint`, which plans who writes and who reads what.
+"""What reader and writer share: pieces of flat tensors for `torch.distributed.checkpoint` (DCP), and checksums.
 
-Its planners, its data files and its handling of errors on some ranks are used as they are. Its `.metadata`
-is not: that is a pickle, read with `pickle.load`, so to open a checkpoint would be to run it. What it would
-say stands in `zerofn.json`, with a checksum of every piece. Data files are read with `weights_only`.
+DCP's planners, its data files and its handling of errors on some ranks are used as they are. Its `.metadata` is not:
+that is a pickle, read with `pickle.load`, so opening a checkpoint would run code. What it would contain is in
+`zerofn.json`, with a checksum of every piece. Data files are read with `weights_only`.
 
-Imported at the first save or load, since the library takes 0.7 s to import.
+Imported at the first save or load, since DCP takes 0.7 s to import.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +20,15 @@ import torch
 from torch import Tensor
 
 from ..ranks.backend import checkpoint_library
-from .files import NotAFile, create, open_regular
-from .manifest import damaged
+from .files import create
+from .manifest import damaged, open_regular
 
 dcp = checkpoint_library()
-BLOCK = 1 << 24  # bytes read at once for a checksum
+BLOCK_BYTES = 1 << 24  # read at once for a checksum
 
 
 class Piece(NamedTuple):
-    """What a process has, or wants, of a tensor: a contiguous range of its elements in row-major order.
+    """A contiguous range of a tensor's elements in row-major order, to be written or read by this rank.
 
     Attributes:
         data: the range, one-dimensional.
@@ -50,32 +49,24 @@ def chunk(offset: int, length: int) -> Any:
     return dcp.metadata.ChunkStorageMetadata(torch.Size([offset]), torch.Size([length]))
 
 
-class Files(dcp.filesystem.FileSystem):
-    """How the library opens files, in a directory that others may write into too."""
+class DataFiles(dcp.filesystem.FileSystem):
+    """How DCP opens data files: new ones exclusively, existing ones only if they are regular files."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[BinaryIO]:
-        with create(Path(path)) if mode == "wb" else open_piece(Path(path)) as stream:
+        with create(Path(path)) if mode == "wb" else open_regular(Path(path)) as stream:
             yield stream
 
 
-def open_piece(path: Path) -> BinaryIO:
-    """Open a data file to read."""
-    try:
-        return open_regular(path)
-    except NotAFile as error:
-        raise damaged(path, str(error)) from None
-
-
 def checksums(directory: Path, places: list[Any]) -> list[int]:
-    """Of pieces as they stand in data files."""
+    """The CRC-32 of pieces as they are in data files."""
     sums = []
     for at in places:
-        with open_piece(directory / at.relative_path) as file:
+        with open_regular(directory / at.relative_path) as file:
             file.seek(at.offset)
             crc, left = 0, at.length
             while left:
-                block = file.read(min(BLOCK, left))
+                block = file.read(min(BLOCK_BYTES, left))
                 if not block:
                     have = os.fstat(file.fileno()).st_size
                     raise damaged(directory / at.relative_path, f"it ends after {have} bytes")
@@ -85,14 +76,9 @@ def checksums(directory: Path, places: list[Any]) -> list[int]:
     return sums
 
 
-def first(error: Any) -> BaseException:
-    """The error itself, of the first rank that had one; the library wraps it in a BaseException."""
+def first_error(error: Any) -> BaseException:
+    """The error of the first rank that had one, out of DCP's CheckpointException, which is no Exception."""
     rank, (cause, _) = min(error.failures.items())
     if len(error.failures) > 1 or rank:
         cause.add_note(f"on rank {', '.join(map(str, sorted(error.failures)))}")
     return cause
-
-
-def quiet() -> Any:
-    """Without the warning that one process is one process."""
-    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,9 +1,11 @@
-"""Reading a checkpoint: places from its table of contents, checksums first, and no pickle that could run."""
+"""Reads a checkpoint: places of tensors from the manifest, checksums before data, no pickle that runs code."""
 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ..ranks.group import Group
 from . import manifest as _manifest
-from .dcp import Files, Piece, checksums, chunk, dcp, first, quiet
+from .dcp import DataFiles, Piece, checksums, chunk, dcp, first_error
 from .lock import Lock
 from .manifest import damaged
 
@@ -20,7 +22,7 @@ Choose = Callable[[dict[str, Any]], dict[str, Piece]]
 
 
 class _Place(NamedTuple):
-    """Where a piece lies: what the library's reader asks for, whose own class is private."""
+    """Where a piece is in a data file. DCP's reader asks for these attributes; its own class is private."""
 
     relative_path: str
     offset: int
@@ -29,7 +31,7 @@ class _Place(NamedTuple):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Each process reads the saved pieces that overlap its own."""
+    """Each rank reads the saved pieces that overlap its own."""
 
     def __init__(self, reader: _Reader):
         super().__init__()
@@ -52,11 +54,11 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Places from the table of contents; every piece is checked before it is read."""
+    """Takes places from the manifest, and compares the checksum of every piece before it is read."""
 
     def __init__(self, directory: Path, choose: Choose, lock: Lock):
         super().__init__(directory)
-        self.fs = Files()
+        self.fs = DataFiles()
         self.directory = directory
         self.choose = choose
         self.pieces: dict[str, Piece] = {}
@@ -65,11 +67,11 @@ class _Reader(dcp.FileSystemReader):
         self.lock = lock
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        # The library logs what is raised here and goes on; `open` is called where errors count.
+        # DCP logs what is raised here and goes on. The planner calls `open`, whose errors reach all ranks.
         return dcp.Metadata({}, storage_data={})
 
     def open(self) -> dict[str, Any]:
-        """Read the table of contents and choose the pieces; gives what the library must know of each."""
+        """Read the manifest and choose the pieces; returns DCP's metadata of each saved tensor."""
         if self.directory.is_dir():
             self.lock.acquire(self.directory, exclusive=False)
         self.manifest = _manifest.read(self.directory)
@@ -90,15 +92,10 @@ class _Reader(dcp.FileSystemReader):
         return known
 
     def _check_chunks(self, key: str, numel: int, chunks: list[list[Any]]) -> None:
-        end = 0
-        for offset, length, file, *_ in chunks:
-            if offset != end or not _manifest.DATA_FILE.fullmatch(file):
-                break
-            end += length
-        else:
-            if end == numel:
-                return
-        raise damaged(self.directory / _manifest.NAME, f"the pieces of {key} are not its {numel} elements")
+        bounds = [0, *accumulate(length for _, length, *_ in chunks)]
+        files = all(_manifest.DATA_FILE.fullmatch(file) for _, _, file, *_ in chunks)
+        if [*(offset for offset, *_ in chunks), numel] != bounds or not files:
+            raise damaged(self.directory / _manifest.NAME, f"the pieces of {key} are not its {numel} elements")
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         wanted = list(dict.fromkeys(item.storage_index for item in plan.items))
@@ -114,25 +111,26 @@ class _Reader(dcp.FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:
-            # Torch's own message advises to turn the protection off.
+            # torch's own message advises to turn the protection off.
             why = "a piece holds something else than numbers; it was not run"
             raise damaged(self.directory, why) from None
 
 
 def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]:
-    """Fill pieces from a checkpoint; every rank of `group` calls it. Gives the table of contents.
+    """Fill pieces from a checkpoint; every rank of `group` calls it. Returns the manifest.
 
     Args:
         directory: of the checkpoint.
-        group: those who load.
-        choose: gives, for the table of contents, the pieces to write into, whose number and ranges need not
-            be those that were saved. It raises if the checkpoint does not fit; nothing has been read then.
+        group: the ranks that load.
+        choose: from the manifest to the pieces to write into, by name; their number and ranges need not be those that
+            were saved. It raises if the checkpoint does not fit; nothing has been read then.
     """
     lock = Lock()
     reader = _Reader(directory, choose, lock)
     try:
-        with quiet():
-            # Which names to read is known once the table is, so the library gets none.
+        # DCP warns that one process is one process.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            # No names: which to read is known only once the manifest is.
             dcp.load(
                 {},
                 storage_reader=reader,
@@ -141,7 +139,7 @@ def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]
                 no_dist=group.size == 1,
             )
     except dcp.CheckpointException as error:
-        raise first(error) from None
+        raise first_error(error) from None
     finally:
         lock.release()
         lock.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -17,12 +16,11 @@ from ..core.layout import Placement
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..eager.optimizer import Optimizer
-from .formatting import aligned, dtype_name, readable, span_of
+from .formatting import align_columns, dtype_name, format_bytes, merge_paths, path_pattern
 from .stations_table import StationsTable
 
-# Lines of one slot beyond which a table would not be read: a tree of 500 differently named leaves.
-MAX_LINES = 12
-MAX_PATH = 44
+MAX_LINES = 12  # of one slot; a tree may have 500 leaves with unlike names
+MAX_PATH = 44  # characters
 
 
 class Row(NamedTuple):
@@ -57,9 +55,9 @@ class Table:
         rows: a `Row` for each tensor.
         parameters: elements of all leaves over all ranks, tied ones once.
         placement: how the state lies over ranks.
-        buffers: a `Row` for each buffer of a module, with the dtype that it computes in. They are in no state, and in
-            no sum of bytes: `describe(opt)` and `plan` of a module have them.
-        road: the stations of the chain, of `plan`: a state does not know its chain. No part of a comparison.
+        buffers: a `Row` for each buffer of a module, in the dtype that it computes in: of `describe(opt)`, and of
+            `plan` of a module. They are in no state and in no sum of bytes.
+        road: the stations of the chain; of `plan` only, since a state does not know its chain. Not compared.
     """
 
     rows: tuple[Row, ...]
@@ -90,7 +88,7 @@ class Table:
         return "\n".join([*_lines(self), *(() if self.road is None else ("", repr(self.road)))])
 
     def _repr_html_(self) -> str:
-        rows = [(name, readable(size), float(size)) for name, size in self.by_transform.items()]
+        rows = [(name, format_bytes(size), float(size)) for name, size in self.by_transform.items()]
         road = "" if self.road is None else self.road._repr_html_()
         return bars(rows, list(_lines(self))[-1]) + road
 
@@ -120,28 +118,23 @@ def describe(state: State | Optimizer) -> Table:
 
 
 def table_of(state: State, buffers: tuple[Row, ...]) -> Table:
-    rows = tuple(_row(e) for e in entries(state) if isinstance(e.value, Tensor))
+    rows = tuple([_row(e, e.value.dtype) for e in entries(state) if isinstance(e.value, Tensor)])
     return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement, buffers)
 
 
 def rows_of_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
-    """Rows of a module's buffers, each once, in dtypes that they have or are to have."""
-    found = []
-    for name, x in model.named_buffers():
-        dtype = dtypes.get(name, x.dtype)
-        shape = tuple(x.shape)
-        found.append(Row("buffers", "", name, shape, shape, dtype, str(x.device), x.numel() * dtype.itemsize))
-    return tuple(found)
+    """Rows of a module's buffers, each once, in the dtypes given by name, else in their own."""
+    named = [(name, x, dtypes.get(name, x.dtype)) for name, x in model.named_buffers()]
+    return tuple([_row(Entry("buffers", "", name, x, tuple(x.shape)), dtype) for name, x, dtype in named])
 
 
-def _row(e: Entry) -> Row:
-    x = e.value
-    size = x.numel() * x.element_size()
-    return Row(e.owner or "state", e.slot, e.path, e.shape, tuple(x.shape), x.dtype, str(x.device), size)
+def _row(e: Entry, dtype: torch.dtype) -> Row:
+    x, owner = e.value, e.owner or "state"
+    return Row(owner, e.slot, e.path, e.shape, tuple(x.shape), dtype, str(x.device), x.numel() * dtype.itemsize)
 
 
 def _sum(rows: list[Row]) -> str:
-    return readable(sum(row.bytes for row in rows))
+    return format_bytes(sum(row.bytes for row in rows))
 
 
 def _lines(table: Table) -> Iterator[str]:
@@ -154,7 +147,7 @@ def _lines(table: Table) -> Iterator[str]:
     if table.buffers:
         own = list(table.buffers)
         sections.append((f"buffers of the model, beside the state: {_sum(own)}", _slot(own)))
-    lines = iter(aligned([head, *(line for _, cells in sections for line in cells)], left=5))
+    lines = iter(align_columns([head, *(line for _, cells in sections for line in cells)], left=5))
     yield f"  {next(lines)}"
     for title, cells in sections:
         yield title
@@ -162,18 +155,18 @@ def _lines(table: Table) -> Iterator[str]:
     p = table.placement
     cost = f"{table.parameters:,} parameters, {table.bytes_per_parameter:.2f} bytes per parameter"
     where = f", shard {p.rank} of {p.size}" if p.size > 1 else ""
-    yield f"total{where}: {readable(table.bytes)}, {cost}"
+    yield f"total{where}: {format_bytes(table.bytes)}, {cost}"
 
 
 def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The lines of one slot: runs of like leaves together, and the tail of a wide tree as a count."""
+    """The lines of one slot: like leaves share one, and what is beyond `MAX_LINES` is counted."""
     if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
-        # A counter for each leaf: their paths have been read above.
+        # A counter for each leaf; the lines above have their paths.
         row = rows[0]
         return [(_name(row.slot, f"x{len(rows)}"), "-", "-", dtype_name(row.dtype), row.device, _sum(rows))]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        alike = (re.sub(r"\d+", "*", row.path), row.global_shape, row.local_shape, row.dtype, row.device)
+        alike = (path_pattern(row.path), row.global_shape, row.local_shape, row.dtype, row.device)
         groups.setdefault(alike, []).append(row)
     shown = list(groups.values())
     rest = [row for group in shown[MAX_LINES - 1 :] for row in group] if len(shown) > MAX_LINES else []
@@ -184,8 +177,7 @@ def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def _line(group: list[Row]) -> tuple[str, ...]:
-    row = group[0]
-    path = row.path if len(group) == 1 else f"{span_of([r.path for r in group])} x{len(group)}"
+    row, path = group[0], merge_paths([row.path for row in group])
     shapes = _shape(row.global_shape), _shape(row.local_shape)
     return _name(row.slot, path), *shapes, dtype_name(row.dtype), row.device, _sum(group)
 

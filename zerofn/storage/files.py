@@ -1,29 +1,24 @@
-"""Files that are whole or not there: made anew, opened without waiting, made durable."""
+"""Opening files safely: new ones exclusively, existing ones without blocking on pipes; fsync of directories."""
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 import uuid
 from pathlib import Path
 from typing import BinaryIO
 
 from .._errors import explain
 
-# What a system says that cannot make a directory durable, or lets nobody try. Others mean that the disk is failing.
+# Errors of a system that cannot fsync a directory, or allows nobody to. Any other means that the disk is failing.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS}
 
 
-class NotAFile(ValueError):
-    """Something else than a regular file has the name of one: a directory, a pipe, a device, a socket."""
-
-
-def place_of(call: str, directory: str | os.PathLike) -> Path:
-    """The absolute path, which stays right where the process changes its directory. An empty one is refused.
+def absolute_path(call: str, directory: str | os.PathLike) -> Path:
+    """The absolute path, which stays right when the process changes its working directory.
 
     Raises:
-        ValueError: `directory` is "", as of a setting that was left out. To pathlib that is the process's directory.
+        ValueError: `directory` is "", as from an empty setting. pathlib would take it for the working directory.
     """
     if not os.fspath(directory):
         why = "no name would be the directory that the process is in, among whatever else lies there"
@@ -31,43 +26,18 @@ def place_of(call: str, directory: str | os.PathLike) -> Path:
     return Path(directory).absolute()
 
 
-def token() -> str:
-    """A part of a name that no other process and no other save has."""
+def random_token() -> str:
+    """Twelve hexadecimal digits for a file name that no other save has."""
     return uuid.uuid4().hex[:12]
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file to write into. Whatever has that name already, a link or a pipe too, is an error."""
+    """Open a new file for writing. Anything of that name, a link or a pipe too, is an error."""
     return open(path, "xb")  # O_CREAT with O_EXCL, which follows no link
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read. A pipe is refused at once: to open one would wait for somebody to write into it.
-
-    A link to a file is followed: caches of downloads are made of them.
-
-    Raises:
-        NotAFile: it is none.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-    try:
-        file = open(path, "rb", opener=opener)  # noqa: SIM115
-    except OSError as error:
-        # A directory, and a socket.
-        if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
-            raise NotAFile("it is no regular file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NotAFile("it is no regular file")
-    return file
-
-
 def make_directory(directory: Path) -> None:
-    """Make a directory with those above it, durably."""
+    """Make a directory and its missing parents, each with an fsync of the directory above it."""
     missing = [p for p in (directory, *directory.parents) if not p.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for p in missing:
@@ -75,7 +45,7 @@ def make_directory(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make names durable, where the system can (Windows cannot, and need not)."""
+    """fsync a directory, so that the names in it are durable (Windows cannot, and need not)."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -88,7 +58,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def discard(path: Path) -> OSError | None:
-    """Remove a file if it is there and can be removed; why not, if not."""
+    """Remove a file if it is there; the error, if it could not be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

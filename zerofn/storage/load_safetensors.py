@@ -1,4 +1,4 @@
-"""`load_safetensors`: a file of the format that others write, read straight into this rank's parts."""
+"""`load_safetensors`: read a file of the safetensors format, each rank only the rows that it stores."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import outside_since
-from .buffers import buffers_of
-from .buffers import write as write_buffers
+from .buffers import buffers_of, check_can_be_written, write_buffers
 from .checkpoint import state_of
-from .saving_ranks import group_of, meet, raise_together
+from .safetensors import safetensors_function
+from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -71,41 +71,39 @@ def load_safetensors(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    safe_open = _opener()
+    safe_open = safetensors_function("safe_open", "zf.load_safetensors")
     state = state_of(like, "zf.load_safetensors(path, like={})")
     opt = like if isinstance(like, Optimizer) else None
     pipe = _pipe(state, opt, tx)
-    meet("zf.load_safetensors(path, like)", state.layout.placement)
+    wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
-    leaves, others = _numbers(path, state, buffers, only, safe_open)
-    fresh = not int(state.micro_step) if not state.micro_step.is_meta else True
-    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
-    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
-    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
-    new = State(ordered, transforms, step, micro_step, state.layout)
+    leaves, others = _read_all(path, state, buffers, only, safe_open)
+    new = _with_parameters(state, leaves, pipe)
     if opt is None:
         return new
+    found, values = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
+    check_can_be_written("zf.load_safetensors", found, values)
     opt.load_state(new)
-    write_buffers([e for name, e in buffers.items() if name in others], {buffers[n].key: x for n, x in others.items()})
+    write_buffers(found, values)
     return opt.state
 
 
-def _opener() -> Callable[..., Any]:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
-        raise ImportError(explain("zf.load_safetensors(...)", why, right)) from error
-    return safe_open
+def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) -> State:
+    """The state with new parameters; before the first step also with the states that transforms make from them."""
+    fresh = state.micro_step.is_meta or not int(state.micro_step)
+    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
+    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
+    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
+    return State(ordered, transforms, step, micro_step, state.layout)
 
 
-def _numbers(
+def _read_all(
     path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's parts of the parameters by path, and buffers that are there by name; all ranks have them, or none.
+    """This rank's parts of the parameters by path, and the buffers that the file has by name.
 
     Raises:
-        ValueError, OSError: on every rank, where one could not read.
+        ValueError, OSError: on every rank, if one could not read.
     """
     wanted = {e.path: e for e in entries(state) if e.owner == "params"}
     leaves: dict[str, Tensor] = {}
@@ -121,9 +119,9 @@ def _numbers(
     except (ValueError, OSError) as error:
         failure = error
     except Exception as error:
-        # The format's own errors.
+        # safetensors has an exception of its own.
         failure = OSError(f"{path} could not be read: {error}")
-    raise_together(failure, group_of(state.layout.placement))
+    raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
     return leaves, others
 
 
@@ -143,19 +141,23 @@ def _files(path: Path) -> list[Path]:
             raise FileNotFoundError(f"no file {path}. Of several files give the .json beside them that names them.")
         return [path]
     named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-    # A table that somebody else wrote names files in its own directory, and nothing else.
+    # Somebody else wrote the table; only files in its own directory are opened.
     return [path.parent / Path(name).name for name in dict.fromkeys(named)]
 
 
 def _names(
     state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
 ) -> dict[str, str]:
-    """By leaf the name under which the file has it; every tensor that does not fit is told of."""
-    layout, found, bad = state.layout, {}, []
-    of = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
+    """By leaf its name in the file.
+
+    Raises:
+        ValueError: tensors that do not fit, all of them by name.
+    """
+    found, bad = {}, []
+    leaf_of = dict(zip(state.layout.paths, state.layout.at, strict=True))
     for name in here:
-        if name in of:
-            found.setdefault(of[name], name)
+        if (leaf := leaf_of.get(name)) is not None:
+            found.setdefault(leaf, name)
         elif name not in buffers:
             bad.append((name, "is in the file and not in the model"))
     for p, e in [*wanted.items(), *buffers.items()]:
@@ -175,7 +177,7 @@ def _names(
 
 
 def _read(part: Any, e: Entry) -> Tensor:
-    """This process's range of a tensor, in the dtype and on the device of the state."""
+    """This rank's range of a tensor of the file, in the dtype and on the device of the state."""
     like, shape = e.value, tuple(e.shape)
     device = "cpu" if like.is_meta else like.device
     if e.offset is None:

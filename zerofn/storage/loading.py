@@ -1,8 +1,9 @@
-"""`load`: a checkpoint into a state, of the pipeline that saved it, or what fits of another's."""
+"""`load`: read a checkpoint into a state of the same pipeline, or what fits of another pipeline's."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -19,21 +20,17 @@ from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import outside_since
 from ..ranks.background_thread import settle
-from .buffers import buffers_of, check_can_be_written, tell_of_missing
-from .buffers import without as without_buffers
-from .buffers import write as write_buffers
+from .buffers import buffers_of, check_can_be_written, warn_of_missing, without_buffers, write_buffers
 from .checkpoint import state_of
-from .checkpoint_match import copies_in, differences, misfit_message, reordered, source
-from .files import place_of
-from .partial_load import Loaded, Partial, groups_by_name
-from .saving_ranks import group_of, meet
+from .checkpoint_match import copies_in, differences, in_other_order, misfit_message, name_to_read
+from .files import absolute_path
+from .partial_load import Loaded, PartialLoad, groups_by_name
+from .saving_ranks import checkpoint_group, wait_for_all_ranks
 from .window_resharding import check_views, share_windows
 
 
 @overload
-def load(directory: str | os.PathLike, like: State | Optimizer) -> State: ...
-@overload
-def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[True]) -> State: ...
+def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[True] = True) -> State: ...
 @overload
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[False], tx: Transform | None = None
@@ -86,117 +83,123 @@ def load(
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
     state = state_of(like, "zf.load(directory, like={})")
-    place = place_of("zf.load({}, like=state)", directory)
-    return _load(directory, place, state, opt, strict, _pipe(state, opt, strict, tx))
+    path = absolute_path("zf.load({}, like=state)", directory)
+    return _load(directory, path, state, opt, strict, _pipe(state, opt, strict, tx))
 
 
 def _load(
-    directory: Any, place: Any, model: State, opt: Optimizer | None, strict: bool, pipe: Pipeline | None
+    directory: Any, path: Path, like: State, opt: Optimizer | None, strict: bool, pipe: Pipeline | None
 ) -> State | tuple[State, Loaded]:
-    """Read into new memory on all ranks; what is attached is written once that has ended well."""
+    """Read into new memory on all ranks; an attached model is written only once that has succeeded."""
     from .dcp_reader import load_pieces
 
     settle()
-    meet("zf.load(directory, like=state)", model.layout.placement)
-    group = group_of(model.layout.placement)
-    wanted = _Wanted(directory, model, [] if opt is None else buffers_of(opt._model), opt is not None, strict)
-    manifest = load_pieces(place, group, wanted.choose)
-    if copies_in(manifest) != model.layout.placement.copies:
-        own, placement = wanted.of_a_rank(manifest), model.layout.placement
-        share_windows(own, wanted.flat, manifest, lambda pick: load_pieces(place, group, pick))
-        held = [e for e in wanted.entries if e.owner in placement.apart and e.key in wanted.flat]
-        check_views([*own, *held], wanted.flat, manifest, placement.later)
-    new = wanted.read()
-    partial = wanted.partial
+    placement = like.layout.placement
+    wait_for_all_ranks("zf.load(directory, like=state)", placement)
+    group = checkpoint_group(placement)
+    reading = _Reading(directory, like, opt, strict)
+    manifest = load_pieces(path, group, reading.choose)
+    if copies_in(manifest) != placement.copies:
+        sums = [e for e in reading.read if e.key not in manifest["tensors"]]
+        share_windows(sums, reading.flat, manifest, lambda choose: load_pieces(path, group, choose))
+        held = [e for e in reading.entries if e.owner in placement.apart and e.key in reading.flat]
+        check_views([*sums, *held], reading.flat, manifest, placement.later)
+    reading.finish()
     if pipe is None:
-        state = rebuild(model, lambda e: wanted.value(e, manifest))
+        state = rebuild(like, reading.value)
     else:
-        partial.agree(group)
-        partial.check(wanted.entries)
-        state = partial.state(model, pipe, lambda e: wanted.value(e, manifest))
+        reading.partial.agree(group)
+        reading.partial.check(reading.entries)
+        state = reading.partial.state(like, pipe, reading.value)
     if opt is not None:
-        state = _written(opt, state, wanted, new, manifest)
-    return state if strict else (state, partial.report(wanted.saved_entries(manifest)))
+        state = _write_into(opt, state, reading)
+    return state if strict else (state, reading.partial.report(reading.saved_entries()))
 
 
-def _written(opt: Optimizer, state: State, wanted: _Wanted, new: dict[str, Tensor], manifest: dict[str, Any]) -> State:
-    """The state of an attached model, with its rates and the module's buffers, in the memory that they have."""
-    buffers = [e for e in wanted.buffers if e.key not in wanted.partial.anew]
-    if manifest.get("buffers") is None:
-        tell_of_missing(wanted.directory, buffers, manifest)
+def _write_into(opt: Optimizer, state: State, reading: _Reading) -> State:
+    """Write state, learning rates and buffers into an attached model, in place."""
+    buffers = [e for e in reading.buffers if e.key not in reading.partial.anew]
+    if reading.manifest.get("buffers") is None:
+        warn_of_missing(reading.directory, buffers, reading.manifest)
         buffers = []
-    check_can_be_written(buffers, new)
-    groups = manifest["param_groups"]
-    opt.load_state(state, groups if wanted.strict else groups_by_name(opt, groups))
-    write_buffers(buffers, new)
+    check_can_be_written("zf.load", buffers, reading.new)
+    groups = reading.manifest["param_groups"]
+    opt.load_state(state, groups if reading.strict else groups_by_name(opt, groups))
+    write_buffers(buffers, reading.new)
     return opt.state
 
 
-class _Wanted:
-    """The entries of a state, and of the module beside it, that are to be read, and the memory to read them into."""
+class _Reading:
+    """The entries of a state and the buffers of a module that are read, and the memory that they are read into.
 
-    def __init__(self, directory: Any, model: State, buffers: list[Entry], module: bool, strict: bool):
-        self.directory, self.placement = directory, model.layout.placement
-        self.entries, self.buffers, self.module, self.strict = entries(model), buffers, module, strict
-        self.partial = Partial(directory)
-        # What the checkpoint keeps in another order: the whole of it, and that order.
-        self.otherwise: list[tuple[Entry, Tensor, Any]] = []
-        every = [*self.entries, *buffers]
+    Attributes:
+        new: by key, a tensor like the entry's own.
+        flat: by key, the memory to read into: `new` as one dimension where it is contiguous.
+        manifest: of the checkpoint; set by `choose`, as `read` and `wholes`.
+        read: the entries that are read.
+        wholes: entries whose elements the checkpoint has in another order: memory for the whole tensor, and the order.
+    """
+
+    def __init__(self, directory: Any, like: State, opt: Optimizer | None, strict: bool):
+        self.directory, self.placement, self.opt, self.strict = directory, like.layout.placement, opt, strict
+        self.entries = entries(like)
+        self.buffers = [] if opt is None else buffers_of(opt._model)
+        self.partial = PartialLoad(directory)
+        self.manifest: dict[str, Any] = {}
+        self.read: list[Entry] = []
+        self.wholes: list[tuple[Entry, Tensor, Any]] = []
+        every = [*self.entries, *self.buffers]
         self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
         self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
 
-    def saved_entries(self, manifest: dict[str, Any]) -> list[Entry]:
+    def saved_entries(self) -> list[Entry]:
         """The entries to look for: a checkpoint of a state has no buffers."""
-        return [*self.entries, *(self.buffers if manifest.get("buffers") is not None else ())]
+        return self.entries if self.manifest.get("buffers") is None else [*self.entries, *self.buffers]
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """What to read, by the names of the checkpoint."""
+        """The pieces to read, by their names in the checkpoint."""
         from .dcp import Piece
 
-        wanted = self.saved_entries(manifest)
-        # A state has no buffers, and does not mind those of the module from which it was saved.
-        bad = differences(wanted, manifest if self.module else without_buffers(manifest))
+        self.manifest = manifest
+        wanted = self.saved_entries()
+        # A state has no buffers; those of the module that was saved with it are left out.
+        bad = differences(wanted, without_buffers(manifest) if self.opt is None else manifest)
         if bad and self.strict:
             raise ValueError(misfit_message(self.directory, bad))
         self.partial.note(bad, wanted)
-        late = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
-        for key, x in late.items():
+        # Entries that older checkpoints do not have, with the value that they had then.
+        defaults = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
+        for key, x in defaults.items():
             self.flat[key].fill_(x)
-        read = [e for e in wanted if e.key in self.new and e.key not in late and e.key not in self.partial.anew]
-        names = {e.key: source(e, manifest, self.placement) for e in read}
-        # Of a tensor that a model had cut otherwise all is read: this rank's elements may be anywhere in it.
-        self.otherwise = [
-            (e, torch.empty(torch.Size(e.shape), dtype=e.value.dtype), manifest["tensors"][names[e.key]].get("boxes"))
-            for e in read
-            if reordered(e, manifest["tensors"].get(names[e.key]))
-        ]
-        pieces = {names[e.key]: Piece(self.flat[e.key], e.offset or 0, e.shape) for e in read}
-        return pieces | {names[e.key]: Piece(whole.view(-1), 0, e.shape) for e, whole, _ in self.otherwise}
+        skipped = defaults.keys() | self.partial.anew.keys()
+        self.read = [e for e in wanted if e.key in self.new and e.key not in skipped]
+        pieces = {}
+        for e in self.read:
+            name = name_to_read(e, manifest, self.placement)
+            about = manifest["tensors"].get(name)
+            if in_other_order(e, about):
+                # This rank's elements may be anywhere in the tensor, so all of it is read.
+                whole = torch.empty(torch.Size(e.shape), dtype=e.value.dtype)
+                self.wholes.append((e, whole, about.get("boxes")))
+                pieces[name] = Piece(whole.view(-1), 0, e.shape)
+            else:
+                pieces[name] = Piece(self.flat[e.key], e.offset or 0, e.shape)
+        return pieces
 
-    def of_a_rank(self, manifest: dict[str, Any]) -> list[Entry]:
-        """What each rank had for itself."""
-        return [
-            e
-            for e in self.entries
-            if e.key in self.new and e.key not in manifest["tensors"] and e.key not in self.partial.anew
-            if before(e) is None
-        ]
-
-    def read(self) -> dict[str, Tensor]:
-        """What has been read, in the strides of what it is for."""
-        for e, read, boxes in self.otherwise:
-            self.flat[e.key].copy_(e.part(read if boxes is None else joined(read.view(-1), e.shape, boxes)).reshape(-1))
-        self.otherwise.clear()
+    def finish(self) -> None:
+        """Fill `new` from what has been read in another order or into other strides."""
+        for e, x, boxes in self.wholes:
+            self.flat[e.key].copy_(e.part(x if boxes is None else joined(x.view(-1), e.shape, boxes)).reshape(-1))
+        self.wholes.clear()
         for key, x in self.new.items():
             if not x.is_contiguous():
                 x.copy_(self.flat[key].view(x.shape))
-        return self.new
 
-    def value(self, e: Entry, manifest: dict[str, Any]) -> Any:
-        return self.new[e.key] if e.key in self.new else manifest["values"][e.key]
+    def value(self, e: Entry) -> Any:
+        return self.new[e.key] if e.key in self.new else self.manifest["values"][e.key]
 
 
-def _pipe(model: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
+def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
     """The pipeline that makes what the checkpoint does not have."""
     if strict or opt is not None:
         if tx is not None:
@@ -207,11 +210,11 @@ def _pipe(model: State, opt: Optimizer | None, strict: bool, tx: Transform | Non
         why = "what the checkpoint does not have is made by the pipeline, and a state does not say by which"
         right = "zf.load(directory, like=state, strict=False, tx=tx), or like=opt of an attached model"
         raise TypeError(explain("zf.load(directory, like=state, strict=False)", why, right))
-    return pipe_of(tx, model, "zf.load")
+    return pipe_of(tx, like, "zf.load")
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Memory for what is read: where, and pinned as, the old tensor is; on the CPU for one of the meta device."""
+    """Memory for a tensor that is read: on the same device, pinned alike; on the CPU for a meta tensor."""
     device = "cpu" if like.is_meta else like.device
     pinned = device != "cpu" and like.device.type == "cpu" and like.is_pinned()
     return torch.empty_like(like, device=device, pin_memory=pinned, requires_grad=False)

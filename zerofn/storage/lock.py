@@ -1,4 +1,4 @@
-"""A lock on a directory: the system frees it when its process dies, and an interrupt does not leave it behind."""
+"""An flock on a directory: released when its process dies, and never left behind by an interrupt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 300.0  # seconds that a save waits for another save, or for a load, in the same directory
+PATIENCE = 300.0  # seconds that a save waits for another save or load in the same directory
 
 
 class Lock:
     """One save at a time in a directory, and none while it is read.
 
-    Whoever takes it writes `finally: lock.release(); lock.close()`.
+    Use it with `finally: lock.release(); lock.close()`.
 
     Attributes:
-        held: whether it is. Not every file system has locks: one save at a time is then the caller's business.
-        release: lets go. It is a function of C: an interrupt, which Python delivers between the instructions
-            of functions of its own, comes before it or after it, and not into it. To close the file would
-            not do: a process that was forked meanwhile, such as a data loader's, has it open too.
+        held: whether it is held. Not every file system has locks; there the caller must make one save at a time.
+        release: unlocks. It is a C function: Python delivers an interrupt between instructions of Python code, so
+            before it or after it and never inside. Closing the file would not unlock it: a process that was forked
+            meanwhile, such as a data loader's worker, has the file open too.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class Lock:
         self._handle: int | None = None
 
     def acquire(self, directory: Path, exclusive: bool, patience: float | None = None) -> None:
-        """Wait for it.
+        """Wait for the lock.
 
         Args:
             directory: what is locked.
-            exclusive: against everybody, or only against those who want it for themselves.
-            patience: seconds to wait; `PATIENCE`.
+            exclusive: against every other lock (`LOCK_EX`), or against exclusive ones only (`LOCK_SH`).
+            patience: seconds to wait; `PATIENCE` by default.
 
         Raises:
-            TimeoutError: somebody has had it for too long.
+            TimeoutError: it was not free in that time.
         """
         try:
             import fcntl
@@ -47,7 +47,7 @@ class Lock:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         patience = PATIENCE if patience is None else patience
         self._handle = os.open(directory, os.O_RDONLY)
-        # Before it is locked: a lock that is not held may be released too.
+        # Set before locking: an interrupt may come between, and unlocking what is not locked does no harm.
         self.release = partial(fcntl.flock, self._handle, fcntl.LOCK_UN)
         until = time.monotonic() + patience
         while True:

@@ -1,45 +1,46 @@
-"""The table of contents of a checkpoint: one JSON file, whose replacement is the moment a save takes effect.
+"""The manifest of a checkpoint: one JSON file; replacing it is the moment at which a save takes effect.
 
-A checkpoint is a directory of data files and `zerofn.json`. Data files get new names at each save and are
-never written again; the table that names them is replaced in one step when all are on disk, and only then
-are those of the checkpoint before deleted. So a save that dies at any moment leaves the last complete one.
-Renaming a whole directory into place would not do: it cannot replace one that has files, and fails on a
-mount point and on most network file systems.
+A checkpoint is a directory of data files and `zerofn.json`, the manifest. Each save writes data files under new names.
+When all are on disk, the manifest that names them replaces the old one atomically, and only then are the old data
+files deleted. So a save that dies at any moment leaves the last complete checkpoint. Renaming a whole directory into
+place would not do: it cannot replace one that has files, and fails on a mount point and on most network file systems.
 
-From the replacement on (`Table.place`) nothing that the table names is deleted, whatever fails. What can be left
-behind are files that no table names; the next save removes them. Names are told apart by their form, and one
-that is not of it is never touched.
+From the replacement on (`ManifestWriter.place`) no file that the manifest names is deleted, whatever fails. Files that
+no manifest names can be left behind; the next save removes them. It knows files of saves by the form of their names,
+and never touches others.
 
 Nothing here is pickled: whoever can write a pickle that is loaded can run code.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .._errors import explain
-from .files import NotAFile, create, discard, open_regular, sync_directory
+from .files import create, discard, sync_directory
 
 NAME = "zerofn.json"
 FORMAT = "zerofn checkpoint"
-VERSION = 3  # 1 knew no buffers, and 2 no tensors whose elements are kept box by box
+VERSION = 3  # version 1 had no buffers, version 2 no tensors whose elements are saved box by box
 ROW_MAJOR = 2
 DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
 TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
 
 
-class Table:
-    """A new table of contents on its way into its place.
+class ManifestWriter:
+    """Writes a new manifest under a temporary name, and puts it in place of the old one.
 
     Attributes:
-        placed: whether it is there: `None` while that cannot be told.
+        placed: whether it is in place; `None` while that is unknown.
     """
 
     def __init__(self, directory: Path, token: str):
@@ -49,7 +50,7 @@ class Table:
         self.placed: bool | None = False
 
     def write(self, body: dict[str, Any]) -> None:
-        """Under a name of its own, durably."""
+        """Write it under its temporary name, with fsync of file and directory."""
         body = {"format": FORMAT, "version": VERSION, **body}
         with create(self.temporary) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
             json.dump({**body, "checksum": _checksum(body)}, text, indent=1)
@@ -58,21 +59,21 @@ class Table:
         sync_directory(self.directory)
 
     def place(self) -> None:
-        """In the place of the old one, in one step. This is the moment at which a save takes effect."""
-        # An interrupt may come when the system has replaced it and this function does not know yet.
+        """Replace the old manifest atomically. This is the moment at which a save takes effect."""
+        # An interrupt may come between the replacement and the next line.
         self.placed = None
         os.replace(self.temporary, self.directory / NAME)
         self.placed = True
 
     def withdraw(self) -> bool:
-        """After a failure: whether it is certain that the new table is not in place, and will not be."""
+        """Remove it after a failure; whether it is certain that it is not in place, and will not be."""
         if self.placed is None:
-            # A table that can be removed under its first name is not in place; one that cannot may be.
+            # If it is still there under its temporary name it is not in place; else it may be.
             try:
                 os.unlink(self.temporary)
                 self.placed = False
             except OSError:
-                names = named(self.directory)
+                names = named_files(self.directory)
                 self.placed = None if names is None else any(name.startswith(self.token) for name in names)
         elif not self.placed:
             discard(self.temporary)
@@ -80,7 +81,7 @@ class Table:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The table of the last complete save.
+    """The manifest of the last complete save.
 
     Raises:
         FileNotFoundError: there is none.
@@ -88,38 +89,58 @@ def read(directory: Path) -> dict[str, Any]:
     """
     try:
         with open_regular(directory / NAME) as file:
-            text = file.read().decode("utf-8")
+            text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(_why_not(directory)) from None
-    except (UnicodeDecodeError, NotAFile) as error:
-        raise damaged(directory / NAME, str(error)) from None
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # also if it is no UTF-8
         raise damaged(directory / NAME, str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
     if body.get("version") not in range(1, VERSION + 1):
-        raise ValueError(
-            explain(
-                f"the checkpoint in {directory} has format version {body.get('version')!r}",
-                f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}",
-                f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have",
-            )
-        )
+        wrong = f"the checkpoint in {directory} has format version {body.get('version')!r}"
+        why = f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}"
+        right = f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have"
+        raise ValueError(explain(wrong, why, right))
     if body.pop("checksum", None) != _checksum(body):
         raise damaged(directory / NAME, "its checksum does not fit")
     return body
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written."""
+    """A file of a checkpoint is not what was written."""
 
 
 def damaged(file: Path, why: str) -> Damaged:
     """The error for a file that is not what was written."""
     right = "an older checkpoint, or a copy of this one; nothing was loaded"
     return Damaged(explain(f"the checkpoint file {file} is damaged", why, right))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A pipe is refused at once: opening it would wait for a writer.
+
+    A link to a file is followed: caches of downloads are made of links.
+
+    Raises:
+        Damaged: it is no regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    try:
+        file = open(path, "rb", opener=opener)  # noqa: SIM115
+    except OSError as error:
+        # Of a directory, and of a socket.
+        if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
+            raise damaged(path, "it is no regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise damaged(path, "it is no regular file")
+    return file
 
 
 def _checksum(body: dict[str, Any]) -> int:
@@ -141,20 +162,20 @@ def _why_not(directory: Path) -> str:
     return explain(f"no checkpoint in {directory}", why, f"zf.save({str(directory)!r}, state) first")
 
 
-def named(directory: Path) -> set[str] | None:
-    """The data files that the table in place names; `None` where none can be read, whatever the reason."""
+def named_files(directory: Path) -> set[str] | None:
+    """The data files that the manifest in place names; `None` where it cannot be read, whatever the reason."""
     try:
         return {chunk[2] for about in read(directory)["tensors"].values() for chunk in about["chunks"]}
     except Exception:
         return None
 
 
-def remove(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
-    """Remove files of saves, and give the reasons why some could not be.
+def remove_files(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
+    """Remove files of saves; returns the errors of those that could not be removed.
 
     Args:
         directory: of the checkpoint.
-        which: whether to remove one, by its name. It is asked about names of the form that saves give.
+        which: whether to remove a file, by its name. Only names of the form that saves give are asked about.
     """
     try:
         files = [f for f in directory.iterdir() if DATA_FILE.fullmatch(f.name) or TEMPORARY.fullmatch(f.name)]

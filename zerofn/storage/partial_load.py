@@ -1,4 +1,4 @@
-"""A checkpoint of another pipeline: what of it fits is loaded, the rest is made anew, and a report says which."""
+"""`load(strict=False)`: what fits is loaded, the pipeline makes the rest anew, and a report says which."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Loaded:
 
     Attributes:
         loaded: what was read.
-        made_anew: what was not, and why. The pipeline has made it for the parameters that were loaded; a parameter or a
-            buffer among it is unchanged.
+        made_anew: what was not read, and why. The pipeline has made it for the parameters that were loaded; a parameter
+            or a buffer among it is unchanged.
         left_out: what only the checkpoint has.
     """
 
@@ -40,17 +40,23 @@ class Loaded:
 
 
 @dataclass
-class Partial:
-    """What is found not to fit, while a checkpoint is read."""
+class PartialLoad:
+    """Entries that do not fit, collected while a checkpoint is read.
+
+    Attributes:
+        directory: of the checkpoint, for messages.
+        anew: by key, why an entry is made anew.
+        left_out: keys that only the checkpoint has.
+    """
 
     directory: Any
     anew: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     def note(self, bad: list[tuple[str, str]], wanted: list[Entry]) -> None:
-        """What to make anew. With one tensor of a leaf go the others that the same transform keeps of it.
+        """Note what to make anew. With one tensor of a leaf go all that the same transform keeps of the leaf.
 
-        A count without its moments would have the bias correction of a run whose moments are lost.
+        A count kept without its moments would give a bias correction for moments that are lost.
         """
         reasons = dict(bad)
         about = {e.key: (e.owner, e.path if e.of_leaf else None) for e in wanted}
@@ -61,33 +67,32 @@ class Partial:
         self.left_out += [key for key in reasons if key not in about]
 
     def agree(self, group: Group) -> None:
-        """The same on all ranks: one that has no element of a slot cannot tell its form."""
+        """Make `anew` the same on all ranks: a rank that has no element of a slot cannot see a misfit."""
         for other in gather_objects(self.anew, group):
             self.anew |= {key: why for key, why in other.items() if key not in self.anew}
 
     def check(self, wanted: list[Entry]) -> None:
-        """Refuse a checkpoint of another model altogether."""
+        """Raise if none of the parameters fits: the checkpoint is of another model."""
         if all(e.key in self.anew for e in wanted if e.owner == "params"):
             wrong = f"zf.load({str(self.directory)!r}, ..., strict=False) found none of the parameters"
             rows = [f"{key}: {why}" for key, why in list(self.anew.items())[:3]]
             raise ValueError(explain(wrong, "\n".join(rows), "the checkpoint of a model with some of the same paths"))
 
-    def state(self, model: State, pipe: Pipeline, read: Callable[[Entry], Any]) -> State:
-        """What was read, and around it what the pipeline makes of parameters like these."""
+    def state(self, like: State, pipe: Pipeline, read: Callable[[Entry], Any]) -> State:
+        """What was read, and what the pipeline makes anew for these parameters."""
         if not self.anew:
-            return rebuild(model, read)
+            return rebuild(like, read)
         kept = lambda e: e.value.clone() if isinstance(e.value, Tensor) else e.value  # noqa: E731
-        start = rebuild(model, lambda e: kept(e) if e.key in self.anew else read(e))
-        fresh = entries(replace(start, transforms=pipe.init_transforms(start.leaves)))
-        made = {e.key: e.value for e in fresh}
-        return rebuild(model, lambda e: made[e.key] if e.key in self.anew else read(e))
+        start = rebuild(like, lambda e: kept(e) if e.key in self.anew else read(e))
+        made = {e.key: e.value for e in entries(replace(start, transforms=pipe.init_transforms(start.leaves)))}
+        return rebuild(like, lambda e: made[e.key] if e.key in self.anew else read(e))
 
     def report(self, wanted: list[Entry]) -> Loaded:
         return Loaded(tuple(e.key for e in wanted if e.key not in self.anew), self.anew, tuple(self.left_out))
 
 
 def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Groups of a checkpoint in the order of an optimizer's; its own where the checkpoint has none of that name."""
+    """The optimizer's param_groups, each with what the checkpoint has for its name."""
     if saved is None:
         return None
     known = {group["name"]: group for group in saved}

@@ -1,4 +1,4 @@
-"""`plan`: what a state will hold, where gradients lie and what travels, before anything is allocated."""
+"""`plan`: tables of a state, of gradients and of bytes sent, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     trainable, model = {}, None
     if isinstance(params, nn.Module):
         model = params
-        # In the order of the module, as `attach` has it: a tree library sorts the keys of a plain dict.
+        # In the order of the module, as in `attach`: a tree library sorts the keys of a plain dict.
         params = parameters_of(params)
         check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
     with shape_only() as fake:
-        # Tied leaves are told by identity, so each tensor gets one stand-in.
+        # Tied leaves are recognised by identity, so each tensor gets one stand-in.
         known: dict[int, Tensor] = {}
         stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
@@ -76,7 +76,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
 
 
 def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
-    """What this rank stores of each leaf, as the last station says; of a whole one with the strides that it has."""
+    """This rank's part of each leaf in the stored dtype, by the last station; a whole leaf keeps its strides."""
     found: Leaves = {}
     for path, spec in pipe.stations[-1].gives.items():
         x = leaves[path]
@@ -85,7 +85,7 @@ def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
 
 
 def _ranks_of(world_size: int, rank: int) -> Ranks:
-    """The groups that a rank of such a world would open; none is opened."""
+    """The process groups that a rank of such a world would open, as sizes and ranks alone."""
 
     def group(function: str, mesh: Any) -> Group:
         size = world_size if mesh is None else mesh.size()
@@ -93,7 +93,7 @@ def _ranks_of(world_size: int, rank: int) -> Ranks:
             right = f"zf.plan(tx, params, world_size={size})"
             why = f"{function} has a mesh of {size} ranks, which must divide the world"
             raise ValueError(explain(f"plan(world_size={world_size})", why, right))
-        # Neighbours along an outer axis of a mesh are as many ranks apart as inner axes have.
+        # Along an outer axis of a mesh, neighbours are as many ranks apart as the inner axes have ranks.
         row = range(size) if mesh is None else ranks_of(mesh)
         apart = row[1] - row[0] if size > 1 else 1
         return Group(rank // apart % size, size)

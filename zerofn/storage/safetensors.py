@@ -1,4 +1,4 @@
-"""`export_safetensors`: the full model in a file of the format that others read."""
+"""`export_safetensors`: the full model in one file of the safetensors format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from ..pure.uncompiled import outside_since
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
-from .atomic_replace import put_in_place
+from .atomic_replace import replace_file
 from .checkpoint import state_of
-from .saving_ranks import group_of, meet, raise_together
+from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 
 @outside_since("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
@@ -53,65 +54,69 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     ...     load_file(f"{directory}/model.safetensors")
     {'w': tensor([0., 1.])}
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError(
-            explain(
-                "zf.export_safetensors(...)",
-                "the package safetensors is not installed",
-                "pip install 'zerofn[safetensors]'",
-            )
-        ) from error
+    save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
-    meet("zf.export_safetensors(path, state)", given.layout.placement)
+    wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
     owner, slot = ("params", "") if of == "params" else (of, AVERAGE)
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
     if not found:
         names = [name for name, own in given.transforms.items() if AVERAGE in own]
         raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
-    group = group_of(given.layout.placement, path)
+    group = checkpoint_group(given.layout.placement, path)
     # An ema watches trainable leaves; frozen ones are as they are.
     params = {e.path: e for e in entries(given) if e.owner == "params"}
     tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}
     failure = None
     if group.rank == 0:
-        layout = given.layout
-        names = {name: layout.leaves[i].path for i, name in zip(layout.places, layout.paths, strict=True) if i >= 0}
-        tied = {name: kept for name, kept in names.items() if name != kept}
+        names = zip(given.layout.paths, given.layout.at, strict=True)
+        tied = {name: path for name, path in names if path not in (name, None)}
         try:
             _write(Path(path), lambda temporary: save_file(tensors, temporary, {"format": "pt", **tied}))
         except OSError as error:
             failure = error
-    raise_together(failure, group)
+    raise_on_all_ranks(failure, group)
+
+
+def safetensors_function(name: str, caller: str) -> Any:
+    """A function of the package safetensors.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        why, right = "the package safetensors is not installed", "pip install 'zerofn[safetensors]'"
+        raise ImportError(explain(f"{caller}(...)", why, right)) from error
+    return getattr(safetensors.torch, name)
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
     try:
-        shaky = put_in_place(path, write)
+        not_durable = replace_file(path, write)
     except OSError:
         raise
     except Exception as error:
-        # The format's own errors: it reports a full disk as one.
+        # safetensors has an exception of its own, also for a full disk.
         raise OSError(f"{path} could not be written: {error}") from error
-    if shaky is not None:
-        warnings.warn(f"{path} is in place, but may not survive a loss of power: {shaky}", stacklevel=3)
+    if not_durable is not None:
+        warnings.warn(f"{path} is in place, but may not survive a loss of power: {not_durable}", stacklevel=3)
 
 
 def _gather(e: Entry, group: Group) -> Tensor:
-    """A whole tensor on the CPU of the first rank; an empty one elsewhere."""
+    """All-gather a sharded tensor: the whole on the CPU of the first rank, an empty one on the others."""
     x = e.value.detach()
     if e.offset is not None:
         numel = torch.Size(e.shape).numel()
-        places = gather_objects((e.offset, x.numel()), group)
-        width = max(n for _, n in places)
-        mine = x.new_zeros(width, device=group.device)
-        mine[: x.numel()] = x.reshape(-1)
-        rows = mine.new_empty((group.size, width))
-        all_gather_into(rows.view(-1), mine, group)
+        ranges = gather_objects((e.offset, x.numel()), group)
+        longest = max(n for _, n in ranges)
+        padded = x.new_zeros(longest, device=group.device)
+        padded[: x.numel()] = x.reshape(-1)
+        rows = padded.new_empty((group.size, longest))
+        all_gather_into(rows.view(-1), padded, group)
         x = x.new_empty(numel if group.rank == 0 else 0, device="cpu")
         if group.rank == 0:
-            for (offset, n), row in zip(places, rows, strict=True):
+            for (offset, n), row in zip(ranges, rows, strict=True):
                 x[offset : offset + n] = row[:n]
             x = x.view(e.shape) if e.within is None else joined(x, e.shape, e.within.boxes)
     return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)

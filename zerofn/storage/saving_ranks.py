@@ -1,4 +1,4 @@
-"""Who saves and loads a state together, and whether what they have fits together."""
+"""The ranks that save and load a state together, and checks that what they have fits together."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ..ranks.group import Group
 from ..ranks.process_groups import connected, world_group
 from ..ranks.rendezvous import together
 
-SMALL = 4096  # elements of a tensor that is compared between ranks
+MAX_COMPARED = 4096  # elements of a tensor that is compared between ranks
 
 
 def row_major(x: Tensor) -> Tensor:
-    """The elements in the order in which they are saved."""
+    """The elements in one dimension, in the order in which they are saved."""
     return x.detach().contiguous().view(-1)
 
 
-def meet(call: str, placement: Placement) -> None:
-    """Return when all ranks have come to this call; an error on those that have where others make none, or another."""
+def wait_for_all_ranks(call: str, placement: Placement) -> None:
+    """Return when all ranks have made this call; raise a RuntimeError if some make another one, or none."""
     if placement.together > 1:
         everybody = tuple(range(world()[1]))
         together(call, everybody, f"{call} on every rank, without `if rank == 0:` around it")
 
 
-def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
-    """Those who save or load a state together.
+def checkpoint_group(placement: Placement, writes: str | os.PathLike | None = None) -> Group:
+    """The ranks that save or load a state together.
 
     Args:
-        placement: how it lies over ranks.
-        writes: where to, if it is written. Models that parts of the job train each want a place of their own.
+        placement: how the state lies over ranks.
+        writes: the directory, if they save. Parts of a job that train a model each must not share one.
     """
     if placement.together == 1:
         return Group()
@@ -50,10 +50,10 @@ def group_of(placement: Placement, writes: str | os.PathLike | None = None) -> G
     return group
 
 
-def raise_together(failure: BaseException | None, group: Group) -> None:
-    """Raise on every rank the error of one: a file may be damaged or missing for some ranks alone.
+def raise_on_all_ranks(failure: BaseException | None, group: Group) -> None:
+    """Raise the error of one rank on every rank; of several errors that of the first rank.
 
-    The others must not go on without them. Of several failures it is that of the first rank.
+    A file may be damaged or missing for some ranks alone, and the others must not go on without them.
     """
     failure = next((x for x in gather_objects(failure, group) if x is not None), None)
     if failure is not None:
@@ -65,31 +65,31 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
     answers = gather_objects((group.ranks, mine), world)
     same = next((ranks for ranks, other in answers if other == mine and ranks != group.ranks), None)
     if same is not None:
-        raise ValueError(
-            explain(
-                f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}",
-                "each of these parts of the job has a state of its own, and one would replace the other",
-                'zf.save(f"{directory}/{part}", state), with another part for each',
-            )
-        )
+        wrong = f"ranks {list(group.ranks)} and {list(same)} save to {os.fspath(place)!r}"
+        why = "each of these parts of the job has a state of its own, and one would replace the other"
+        right = 'zf.save(f"{directory}/{part}", state), with another part for each'
+        raise ValueError(explain(wrong, why, right))
 
 
 def check_replicas(state: State, group: Group) -> None:
-    """What every rank has whole is written once, so it must be the same: looked at where that is cheap.
+    """Raise if tensors that every rank has whole differ between ranks: each is written once.
 
-    Where leaves are cut, also refuse what may be pieces of them in lists of another library.
+    Small ones are compared. Where leaves are sharded, so are large ones in lists of another library, which may be
+    shards.
     """
     if group.size == 1:
         return
     placement = state.layout.placement
-    looked_at = {
+    compared = {
         e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
         for e in entries(state)
         if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
-        if 0 < e.value.numel() <= SMALL or (placement.size > 1 and of_nobody(e))
+        if 0 < e.value.numel() <= MAX_COMPARED or (placement.size > 1 and of_nobody(e))
     }
-    answers = gather_objects(looked_at, group)
-    bad = [(key, "differs between ranks") for key in looked_at if len({a.get(key) for a in answers}) > 1]
+    answers = gather_objects(compared, group)
+    # Of the keys of all ranks, so that all of them raise: one that went on would wait for the others.
+    keys = dict.fromkeys(key for answer in answers for key in answer)
+    bad = [(key, "differs between ranks") for key in keys if len({a.get(key) for a in answers}) > 1]
     if bad:
         right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
         if placement.size > 1:

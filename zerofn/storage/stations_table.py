@@ -1,8 +1,8 @@
-"""The stations of a chain as a table, and what follows: the ZeRO stage, bytes of gradients, bytes that travel."""
+"""The stations of a chain as a table, with the ZeRO stage, bytes of gradients and bytes sent for a step."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,23 +15,22 @@ from ..core.pipeline import Pipeline
 from ..core.placements import AxisPlacement, Owner
 from ..core.spec import Spec, Station
 from ..core.views import View
-from .formatting import aligned, dtype_name, readable, span_of
+from .formatting import align_columns, dtype_name, format_bytes, merge_paths, path_pattern
 
-# Kinds of leaves of one station beyond which the rest is counted.
-MOST = 6
+MAX_KINDS = 6  # of leaves of one station that have a line each
 
 
 class StationRow(NamedTuple):
-    """What a leaf's gradient is behind one transform.
+    """The gradient of one leaf behind one transform.
 
     Attributes:
         transform: its name; `"model"` for where gradients come from.
         path: the leaf.
         dtype: of the gradient; behind the optimizer, of the new parameter.
-        handed: how ranks have what the transform is handed, along each axis of the mesh.
-        placements: how they have what it gives.
+        handed: placements of the gradient that the transform receives, one for each axis of the mesh.
+        placements: those of the gradient that it returns.
         scaled_by: the transforms by whose factors it is multiplied.
-        bytes: of what this rank has of it.
+        bytes: of this rank's part of it.
     """
 
     transform: str
@@ -102,24 +101,23 @@ def _zero(pipe: Pipeline) -> int:
 def _sent(pipe: Pipeline) -> dict[str, int]:
     """Bytes by collective for one window, which is as long as all transforms that hold gradients make it."""
     found: dict[str, int] = {}
-    window, left = 1, 1
-    for part in pipe.parts:
-        left *= part.facts.window
-    window = left
+    window = left = math.prod(part.facts.window for part in pipe.parts)
     for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
         if view is not None and view.wire is not None:
             for leaf in pipe.layout.leaves:
-                for op, size in _of_wire(pipe, view, at, leaf, window, left):
+                for op, size in _sent_by_wire(pipe, view, at, leaf, window, left):
                     found[op] = found.get(op, 0) + size
         for leaf in pipe.layout.trainable:
-            if size := _to_owner_and_back(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe):
+            if size := _sent_for_owners(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe):
                 found["all_to_all"] = found.get("all_to_all", 0) + size * left
         left //= part.facts.window
     return found
 
 
-def _of_wire(pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, left: int) -> Iterator[tuple[str, int]]:
-    """What a wire sends of one leaf, `left` times a gradient: those that come to it in a window of micro-steps."""
+def _sent_by_wire(
+    pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, left: int
+) -> Iterator[tuple[str, int]]:
+    """Bytes of one leaf by collective, of a window of micro-steps in which `left` gradients reach the wire."""
     assert view.wire is not None
     size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
     assert after.sum_dtype is not None and after.stored_dtype is not None
@@ -134,8 +132,8 @@ def _of_wire(pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, l
         yield "all_gather", round(ring * dtype.itemsize * (1 if view.resident else 2 * window))
 
 
-def _to_owner_and_back(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:
-    """Bytes that this rank sends: its pieces of gradient and parameter; as the owner, the pieces of the others."""
+def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:
+    """Bytes that this rank sends for one leaf: its pieces of gradient and parameter; as the owner, the update."""
     owners = [p.rank for p in handed.placements if isinstance(p, Owner)]
     if not owners or handed.dtype is None or gives.stored_dtype is None:
         return 0
@@ -160,26 +158,25 @@ def _lines(table: StationsTable) -> Iterator[str]:
     lines: list[tuple[str, ...]] = [("gradients behind", "leaves", "dtype", "placements", "scaled by", "bytes")]
     for name, rows in by_station.items():
         lines += [(name if i == 0 else "", *cells) for i, cells in enumerate(_kinds(rows))]
-    yield from aligned(lines, left=5)
+    yield from align_columns(lines, left=5)
     axes = " x ".join(map(str, table.mesh))
     where = f"ZeRO-{table.zero} on {axes} ranks" if axes else "one process"
-    sent = ", ".join(f"{op} {readable(n)}" for op, n in table.sent.items())
-    yield f"{where}: {readable(table.gradients)} of gradients until a step" + (
+    sent = ", ".join(f"{op} {format_bytes(n)}" for op, n in table.sent.items())
+    yield f"{where}: {format_bytes(table.gradients)} of gradients until a step" + (
         f"; sent for one: {sent}" if sent else ""
     )
 
 
 def _kinds(rows: list[StationRow]) -> Iterator[tuple[str, ...]]:
-    """The lines of one station: leaves alike together."""
+    """The lines of one station: like leaves share one."""
     groups: dict[tuple[str, ...], list[StationRow]] = {}
     for row in rows:
         groups.setdefault(_cells(row), []).append(row)
     kinds = sorted(groups.items(), key=lambda item: -len(item[1]))
-    if len(kinds) > MOST:
-        kinds, rest = kinds[: MOST - 1], [row for _, group in kinds[MOST - 1 :] for row in group]
+    if len(kinds) > MAX_KINDS:
+        kinds, rest = kinds[: MAX_KINDS - 1], [row for _, group in kinds[MAX_KINDS - 1 :] for row in group]
         kinds.append((("...", "...", "..."), rest))
     for cells, group in kinds:
         paths = [row.path for row in group]
-        alike = len({re.sub(r"\d+", "*", path) for path in paths}) == 1
-        named = paths[0] if len(paths) == 1 else f"{span_of(paths)} x{len(paths)}" if alike else f"{len(paths)} leaves"
-        yield named if len(kinds) > 1 else f"all {len(paths)}", *cells, readable(sum(row.bytes for row in group))
+        named = merge_paths(paths) if len(set(map(path_pattern, paths))) == 1 else f"{len(paths)} leaves"
+        yield named if len(kinds) > 1 else f"all {len(paths)}", *cells, format_bytes(sum(row.bytes for row in group))
