@@ -443,7 +443,7 @@ def test_spans_are_found_as_by_a_look_at_all_of_them(monkeypatch):
     monkeypatch.setattr(zerofn.module.node_ranges, "REMEMBERED", 40)
     rng = random.Random(0)
     for _ in range(50):
-        spans, every = zerofn.module.node_ranges.Spans(), []
+        spans, every = zerofn.module.node_ranges.NodeRanges(), []
         for i in range(40):
             start = rng.randrange(60)
             end = start + rng.randrange(12)
@@ -452,7 +452,7 @@ def test_spans_are_found_as_by_a_look_at_all_of_them(monkeypatch):
             for number in (*range(80), (1 << 64) - 1):
                 made = [caller for a, b, caller in every if a <= number < b]
                 assert (number in spans) == bool(made) and spans.maker(number) == (made[-1] if made else None)
-    spans = zerofn.module.node_ranges.Spans()
+    spans = zerofn.module.node_ranges.NodeRanges()
     for i in range(1000):
         spans.add(3 * i, 3 * i + 2, i)
         assert len(spans.spans) <= 80 and all(3 * j in spans for j in range(max(0, i - 39), i + 1))

@@ -39,7 +39,7 @@ OF_DISTRIBUTED = ("device_mesh", "full_tensor", "placements", "redistribute", "t
 LOOKING = SIZES | {"__repr__", "__format__"}
 
 
-class Distributed(Partial):
+class DTensorParameter(Partial):
     """A parameter of which ranks have different parts, or the same whole, as one of torch's distributed tensors."""
 
     form: Form
@@ -58,7 +58,7 @@ class Distributed(Partial):
                 return func(args[0], args[0]._given(args[1]))
             if name == "grad":
                 return _gradients(func, args, kwargs, sys._getframe(1))
-            if isinstance(args[0], Distributed) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
+            if isinstance(args[0], DTensorParameter) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
                 return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
             if name == "detach":
                 args[0]._check_new(sys._getframe(1))
@@ -127,7 +127,7 @@ def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _whole(x: Any) -> Any:
-    if isinstance(x, Distributed):
+    if isinstance(x, DTensorParameter):
         return x.whole()
     return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
 
@@ -136,13 +136,13 @@ def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Into the local memory, by way of the distributed tensor over it."""
     written = args[0] if type(args[0]) in (list, tuple) else [args[0]]
     for p in written:
-        if isinstance(p, Distributed) and (p.in_parts() or (p.requires_grad and torch.is_grad_enabled())):
+        if isinstance(p, DTensorParameter) and (p.in_parts() or (p.requires_grad and torch.is_grad_enabled())):
             why = f"{p.path} is a leaf that requires a gradient"
             if p.in_parts():
                 why = f"under shard this rank has a flat part of {p.path}, which is a DTensor over other ranks besides"
             right = f"with opt.gathered(), torch.no_grad(): p.{name}(...), on every rank"
             raise RuntimeError(explain(f"p.{name}(...) of an attached parameter", why, right))
-    over = [p.form.wrap(p.detach()) if isinstance(p, Distributed) else p for p in written]
+    over = [p.form.wrap(p.detach()) if isinstance(p, DTensorParameter) else p for p in written]
     first = over[0] if written[0] is args[0] else over
     func(first, *map(_whole, args[1:]), **{k: _whole(x) for k, x in kwargs.items()})
     return args[0]
@@ -159,6 +159,6 @@ def _gradients(func: Any, args: tuple, kwargs: dict, frame: FrameType) -> tuple:
     inputs = inputs if isinstance(inputs, list | tuple) else [inputs]
     given = zip(inputs, func(*args, **kwargs), strict=True)
     return tuple(
-        p._shown(g, "a gradient", frame) if isinstance(p, Distributed) and isinstance(g, Tensor) else g
+        p._shown(g, "a gradient", frame) if isinstance(p, DTensorParameter) and isinstance(g, Tensor) else g
         for p, g in given
     )

@@ -47,7 +47,7 @@ def is_outside(node: Any, owner: Any, start: int) -> bool:
     return False
 
 
-class Attributes:
+class AttributeTensors:
     """Tensors in attributes of modules: outer ones between calls, inner ones during calls."""
 
     def __init__(self, owner: Any, modules: list[nn.Module]):
@@ -160,7 +160,7 @@ def _holds(holder: Any, key: Any, value: Any) -> bool:
     return holder.get(key) is value
 
 
-class Shown:
+class HookedOutput:
     """An output as hooks of the user's see it, and what the model goes on with afterwards."""
 
     def __init__(self, inner: Any, leave: Callable[[Any], Any]):

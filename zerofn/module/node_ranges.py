@@ -14,7 +14,7 @@ REMEMBERED = 1 << 16
 START, END = itemgetter(0), itemgetter(1)
 
 
-class Spans:
+class NodeRanges:
     """Numbers of nodes in order, and who made them.
 
     Each thread counts its own nodes. Backward threads make far fewer than the thread of forward, so

@@ -32,7 +32,7 @@ from .nested_tensors import made
 RETURNED, KEPT, SHOWN = "that the model returned", "that it keeps in an attribute", "that a forward hook was given"
 
 
-class Left:
+class OutputRecord:
     """A tensor that has left, and what tells that somebody wants its gradient.
 
     Attributes:
@@ -65,17 +65,17 @@ class Left:
         return outer if outer is not None and version(outer) == self.version else None
 
 
-class Leaving:
+class OutputTracker:
     """What leaves during one call of a model.
 
     Args:
-        crossing: makes the crossing of an edge that leads outward.
+        crossing: makes the crossing of an edge, inward or not.
     """
 
-    def __init__(self, crossing: Callable[[EdgeMap], Crossing]):
+    def __init__(self, crossing: Callable[[EdgeMap, bool], Crossing]):
         self.crossing = crossing
         # By node inside and number of its output. The nodes are kept: an id is only unique among the living.
-        self.left: dict[tuple[int, int], tuple[Left, Any]] = {}
+        self.left: dict[tuple[int, int], tuple[OutputRecord, Any]] = {}
         # Nodes made before this one lead to none of them.
         self.first = 1 << 64
         # Tensors in attributes, the last made first; and those that have left, with what they are outside.
@@ -127,7 +127,7 @@ class Leaving:
         upstream = self._upstream(y)
         if not crosses and not upstream:
             return y
-        crossing = self.crossing(EdgeMap(times, dtype, y.dtype))
+        crossing = self.crossing(EdgeMap(times, dtype, y.dtype), False)
         outer = Exit.apply(y, crossing, upstream, *(o for left in upstream if (o := left.as_it_left()) is not None))
         assert isinstance(outer, Tensor)
         self.add(y, outer, how)
@@ -136,14 +136,14 @@ class Leaving:
     def add(self, inner: Tensor, outer: Tensor, how: str) -> None:
         """Note that a tensor has left."""
         edge = get_gradient_edge(inner)
-        left = Left(outer, how)
+        left = OutputRecord(outer, how)
         if how == SHOWN:
             # Nobody else may hold it when the next one leaves.
             left.watch()
         self.left[id(edge.node), edge.output_nr] = left, edge.node
         self.first = min(self.first, made(inner))
 
-    def of(self, inner: Tensor) -> Left | None:
+    def of(self, inner: Tensor) -> OutputRecord | None:
         """How a tensor of the inside has left."""
         if not self.left:
             return None
@@ -151,12 +151,12 @@ class Leaving:
         found = self.left.get((id(edge.node), edge.output_nr))
         return None if found is None else found[0]
 
-    def _upstream(self, y: Tensor) -> list[Left]:
+    def _upstream(self, y: Tensor) -> list[OutputRecord]:
         """Those that `y` was computed from: the nearest ones, and of these those that somebody may ask for."""
         if not self.left:
             return []
         edge = get_gradient_edge(y)
-        found: dict[int, Left] = {}
+        found: dict[int, OutputRecord] = {}
         seen: dict[int, Any] = {}
         steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
         while steps:
@@ -179,7 +179,7 @@ class Exit(Function):
     """A crossing that leads outward, with edges to what has left upstream of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[Left], *outers: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[OutputRecord], *outers: Tensor) -> Tensor:  # type: ignore[override]
         ctx.forth, ctx.back, ctx.upstream = crossing.forth, crossing.back, upstream
         ctx.others = (None,) * (2 + len(outers))
         # Where nothing has come but over the edges of others, nothing is to go on.
@@ -200,7 +200,7 @@ class Exit(Function):
         return linear_map(y, None, ctx.forth, ctx.back)
 
 
-def check_unwanted(upstream: list[Left]) -> None:
+def check_unwanted(upstream: list[OutputRecord]) -> None:
     """A cotangent comes to what was computed from these, or to what others were computed from that were.
 
     Raises:
@@ -217,7 +217,7 @@ def check_unwanted(upstream: list[Left]) -> None:
             _refuse(left, "retain_grad() on {}", "its .grad")
 
 
-def _refuse(left: Left, what: str, who: str) -> NoReturn:
+def _refuse(left: OutputRecord, what: str, who: str) -> NoReturn:
     tensor = f"a tensor of shape {left.shape} {left.how}"
     raise RuntimeError(
         explain(

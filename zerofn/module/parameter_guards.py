@@ -1,4 +1,4 @@
-"""What the parameters of an attached model are told of themselves, so that misuse is told where it happens."""
+"""What the parameters of an attached model are attributes of themselves, so that misuse is attributes where it happens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tel
 from ..sharded.part import part_of
 from ..sharded.part_origin import Origin
 from .accelerate import prepare
-from .dtensor_parameter import Distributed
-from .sharded_parameter import Parted, tell_hooks
-from .sharded_state_dict import mark
+from .dtensor_parameter import DTensorParameter
+from .sharded_parameter import ShardedParameter, wrap_existing_hooks
+from .sharded_state_dict import hook_state_dicts
 
 
 def label(
@@ -55,11 +55,11 @@ def label(
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM if forms else ()
-    told = {"why": why, "refused": refused, "asks": asks}
+    attributes = {"why": why, "refused": refused, "asks": asks}
     apart = [prepare(model)] if pipe.every_group else []
-    apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
+    apart += [_distributed(path, params[path], form, units, attributes) for path, form in forms.items() if path in params]
     if units is None or gathering is None:
-        return apart + [tell(p, Partial, path=path, **told) for path, p in params.items() if path not in forms]
+        return apart + [tell(p, Partial, path=path, **attributes) for path, p in params.items() if path not in forms]
     is_whole = lambda: units.suspended  # noqa: E731
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
@@ -70,9 +70,9 @@ def label(
             continue
         whole = functools.partial(units.look_alone, path)
         of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
-        undo.append(tell(p, Parted, whole=whole, is_whole=is_whole, **of, **told))
-        if isinstance(p, Parted):
-            undo.append(tell_hooks(p))
+        undo.append(tell(p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **attributes))
+        if isinstance(p, ShardedParameter):
+            undo.append(wrap_existing_hooks(p))
     local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
 
     def shown(x: Tensor, leaf: Leaf) -> Tensor:
@@ -80,7 +80,7 @@ def label(
         cut, shape = ((), form.shape) if form is not None else (pieces[leaf.path], leaf.shape)
         return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, shape))
 
-    return apart + undo + mark(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
+    return apart + undo + hook_state_dicts(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
 
 
 def gathering_of(units: Units) -> Gathering:
@@ -88,7 +88,7 @@ def gathering_of(units: Units) -> Gathering:
     return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
-def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:
+def _distributed(path: str, p: Tensor, form: Form, units: Units | None, attributes: dict[str, Any]) -> Callable[[], None]:
     """As `tell`, one that was a distributed tensor."""
 
     def whole() -> Tensor:
@@ -96,7 +96,7 @@ def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: di
         return form.wrap(p if units is None or units.suspended else units.look_alone(path).clone())
 
     in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
-    return tell(p, Distributed, form=form, path=path, whole=whole, in_parts=in_parts, **told)
+    return tell(p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **attributes)
 
 
 def _local(x: Tensor, form: Form | None) -> Tensor:
@@ -104,7 +104,7 @@ def _local(x: Tensor, form: Form | None) -> Tensor:
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
-    """DistributedDataParallel copies the first rank's parameters to all, parts too; this is how it is told of others.
+    """DistributedDataParallel copies the first rank's parameters to all, parts too; this is how it is attributes of others.
 
     It then refuses a model that has no parameters for it.
     """

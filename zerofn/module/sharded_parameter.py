@@ -56,7 +56,7 @@ PRINTING = BY_NAME[Kind.PRINTS]
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
 
-class Parted(Partial):
+class ShardedParameter(Partial):
     """A parameter of which this rank has a part."""
 
     # The full one, differentiable.
@@ -96,7 +96,7 @@ class Parted(Partial):
             if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
             if name in BESIDE:
-                if not isinstance(args[0], Parted):
+                if not isinstance(args[0], ShardedParameter):
                     return _beside(func, name, args, kwargs)
                 if args[1:] and args[-1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
                     refuse_edge(name, args[0].path)
@@ -122,7 +122,7 @@ class Parted(Partial):
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         if ours(frame) or self.is_whole():
             return plain(value)
-        if isinstance(value, Parted) and not value.is_whole():
+        if isinstance(value, ShardedParameter) and not value.is_whole():
             value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
         return own_rows(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
 
@@ -168,16 +168,16 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = inputs if isinstance(inputs, Sequence) else [inputs]
     return tuple(
-        p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
+        p._shown(g, "a gradient", frame) if isinstance(p, ShardedParameter) and isinstance(g, Tensor) else g
         for p, g in zip(inputs, found, strict=True)
     )
 
 
-def _of_hooks(p: Parted) -> Origin:
+def _of_hooks(p: ShardedParameter) -> Origin:
     return Origin("what a hook is given", p.path, True, p.pieces, p.full)
 
 
-def tell_hooks(p: Parted) -> Callable[[], None]:
+def wrap_existing_hooks(p: ShardedParameter) -> Callable[[], None]:
     """Hooks from before are given parts as later ones are; what is returned gives all of them plain gradients again."""
     hooks = gradient_hooks(p)
     hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
@@ -215,7 +215,7 @@ def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
 
 def origin_of(x: Any) -> Origin | None:
     """Of what something is a part; a parameter that is the full one for a while is of nothing."""
-    return (None if x.is_whole() else x.of) if isinstance(x, Parted) else of_part(x)
+    return (None if x.is_whole() else x.of) if isinstance(x, ShardedParameter) else of_part(x)
 
 
 def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -244,7 +244,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def _check_beside(name: str, args: list[Any]) -> None:
     for p in args:
-        if isinstance(p, Parted) and not p.is_whole():
+        if isinstance(p, ShardedParameter) and not p.is_whole():
             for x in args:
                 if isinstance(x, Tensor) and origin_of(x) is None:
                     check_sizes(name, p.of, p, x)
@@ -276,7 +276,7 @@ def _wholes(name: str) -> Wholes:
     """What a function that computes is given, differentiable."""
 
     def whole(x: Any) -> Tensor | None:
-        if isinstance(x, Parted):
+        if isinstance(x, ShardedParameter):
             return None if x.is_whole() else x.whole()
         of = of_part(x)
         return None if of is None else of.whole(x, name)

@@ -31,7 +31,7 @@ from .forward_hooks import Hook
 BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
 
 
-def _asker() -> str:
+def _calling_function() -> str:
     """Which function of torch's asks for a state dict, to make distributed or whole tensors of it; or `""`."""
     frame = sys._getframe(2) if BY_OPTIONS in sys.modules else None
     name = ""
@@ -43,7 +43,7 @@ def _asker() -> str:
     return name
 
 
-class Rows:
+class DTensorParts:
     """Parts of one model's parameters as torch's distributed tensors, and back.
 
     Args:
@@ -54,18 +54,18 @@ class Rows:
         assert pipe.gathering is not None
         self.wire, self.road = pipe.gathering, pipe.road
 
-    def of(self, part: Tensor, leaf: Leaf, asker: str) -> Tensor:
+    def of(self, part: Tensor, leaf: Leaf, caller: str) -> Tensor:
         """A part as a distributed tensor, over the same memory where ranks have the rows that torch would give them."""
         if leaf.within is not None and leaf.within.cut:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
-            right = f"with opt.gathered(): {asker}(...), on every rank, or zf.save(directory, opt)"
-            raise RuntimeError(explain(f"{asker} of a sharded model that is itself cut over ranks", why, right))
+            right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
+            raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
         if not self.road.exact:
             raise RuntimeError(
                 explain(
-                    f"{asker} of a sharded model whose parameters are seen through a view of one's own",
+                    f"{caller} of a sharded model whose parameters are seen through a view of one's own",
                     f"what this rank has of {leaf.path} is what is stored, and not what the model sees",
-                    f"with opt.gathered(): {asker}(...), on every rank",
+                    f"with opt.gathered(): {caller}(...), on every rank",
                 )
             )
         mine, group = part.as_subclass(Tensor).detach(), self.wire.group
@@ -97,7 +97,7 @@ class Rows:
         return cut_by_rows(leaf.shape, size) and list(spans_of_all([self.wire], leaf)) == chunks
 
 
-def mark(
+def hook_state_dicts(
     model: nn.Module,
     leaves: dict[int, Leaf],
     pipe: Pipeline,
@@ -117,11 +117,11 @@ def mark(
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        asker = _asker() if names[module] and not is_whole() else ""
+        caller = _calling_function() if names[module] and not is_whole() else ""
         for name, leaf in {} if is_whole() else names[module].items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor):
-                state[prefix + name] = rows.of(x, leaf, asker) if asker else shown(x, leaf)
+                state[prefix + name] = rows.of(x, leaf, caller) if caller else shown(x, leaf)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if is_whole() else names[module].items():
@@ -129,7 +129,7 @@ def mark(
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
                 state[prefix + name] = shown(rows.part(local(x.detach(), leaf), leaf), leaf)
 
-    rows = Rows(pipe)
+    rows = DTensorParts(pipe)
     names: dict[nn.Module, dict[str, Leaf]] = {
         module: {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
         for module in model.modules()
