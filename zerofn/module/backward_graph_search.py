@@ -27,7 +27,7 @@ from .leaked_tensors import is_outside
 # Kinds of nodes.
 OTHER, CROSSING, LEAF, GATHER, SCATTER = range(5)
 
-# An edge of the graph: the node it comes from (`None` above the loss), the node it leads to, and whether that is inside.
+# An edge of the graph: the node it comes from (`None` above the loss), the node it leads to, whether that is inside.
 Step = tuple[Any, Any, bool]
 
 

@@ -182,7 +182,7 @@ class Sight:
         return self.crossing(EdgeMap(over, None, x.dtype), True).cross(x) if crosses(x) else x
 
     def on_cotangent(self) -> None:
-        """A cotangent crosses. At the first one of a backward its whole graph is searched for ways past the boundary."""
+        """A cotangent crosses. At the first one of a backward the graph is searched for ways past the boundary."""
         if not self.scaled or torch.compiler.is_compiling():
             return
         local, task = self.local, graph_task()

@@ -1,4 +1,4 @@
-"""What is added to errors that a model's forward raises because it computes in other dtypes since it was attached."""
+"""Notes on errors that the forward of an attached model raises: what has changed, and which dtypes meet in it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 
 from ..core.pipeline import Pipeline
 
-# What torch says where two dtypes meet that it does not promote, from one kernel to the next in other words.
+# In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
 DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
 MOST_NAMED = 5
 
 
 def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unchanged: Callable[[], None]) -> None:
-    """Say what has changed since the model was attached; what dtype it computes in, and what stays in its own.
+    """Add to an error what has changed since the model was attached, or in which dtypes it computes.
 
-    A add_notes and no error of ours: what torch says names the operation, its type is what the caller may wait for, and
-    torch makes a warning of what a hook raises after an error.
+    A note and no error of ours: torch's message names the operation, the caller may catch its class, and torch makes a
+    warning of what a hook raises after an error.
 
     Args:
         error: what forward raised.
         model: the attached one.
         pipe: its pipeline.
-        check_unchanged: raises if it is no longer what was attached.
+        check_unchanged: raises if the model is not what was attached.
     """
     try:
         check_unchanged()
@@ -56,7 +56,7 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
 
 
 def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
-    """The innermost module of the model in whose code torch raised, with the dtypes of what is its own."""
+    """The innermost module of the model in whose code torch raised, with the dtypes of its own tensors."""
     names = {id(m): name for name, m in model.named_modules()}
     at, trace = None, error.__traceback__
     while trace is not None:
@@ -74,7 +74,7 @@ def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str
 
 
 def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
-    """Which leaves are seen in which dtype; the fewest of one first, since those are most likely the ones that met."""
+    """Which leaves forward has in which dtype; the rarest dtype first, which most likely met another one."""
     groups: dict[torch.dtype, list[str]] = {}
     for leaf in pipe.layout.leaves:
         groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)

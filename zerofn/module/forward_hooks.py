@@ -55,7 +55,7 @@ class Hook:
 
 
 class _FlatWeights(list):
-    """Views of a recurrent module's parameters. A class of its own, so that `AttributeTensors` does not look into it."""
+    """Views of a recurrent module's parameters. A class into which `AttributeTensors` does not look."""
 
 
 GONE = weakref.ref(_FlatWeights())
@@ -248,7 +248,7 @@ def _reset_flat_weights(module: Any) -> None:
 
 
 def _order_user_hooks(sight: Sight, module: nn.Module) -> None:
-    """Let the user's forward hooks run between two of ours, so that they are given an output that has left the model."""
+    """Let the user's forward hooks run between two of ours, which give them an output that has left the model."""
     hooks = forward_hooks(module)
     if id(module) not in sight.show_hooks:
         handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, sight)))

@@ -1,12 +1,12 @@
-"""Of the tensors that leave a model, which were computed from which.
+"""Which of the tensors that leave a model were computed from which others, so that hooks on those can be refused.
 
-What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the way back from the user's `y`
-does not pass the user's `h`. The gradient of any loss is right all the same, for both ways meet inside. But a hook on
-that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would see nothing of what comes by way of `y`.
+What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's `y`
+does not pass the user's `h`. The gradient of any loss is right all the same, for both paths meet inside. But a hook on
+that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would miss the part of the gradient that comes from `y`.
 
-To put `h` on the way is not possible: that it will be returned is not known when the graph from it to `y` is made, and
-autograd cannot change a graph. So they are refused, when a cotangent comes to `y`. Its node gets an edge to that of
-`h`, over which nothing flows: autograd executes only what lies on a way to a tensor that it is asked for.
+To put `h` on the path is not possible: that it will be returned is not known when the graph from `h` to `y` is made,
+and autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an edge to
+the node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient by `h`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RETURNED, KEPT, SHOWN = "that the model returned", "that it keeps in an attribut
 
 
 class OutputRecord:
-    """A tensor that has left, and what tells that somebody wants its gradient.
+    """A tensor that has left, and what shows that somebody wants its gradient.
 
     Attributes:
-        how: it has left.
+        how: in which way it has left.
         shape: its shape.
-        outer: itself, for as long as somebody holds it.
+        outer: a weak reference to the tensor outside.
         version: how often it had been written into when it left.
-        hooks: the dict of its hooks, which like them lives as long as its node.
+        hooks: the dict of its hooks, which like them lives as long as its node; `None` before `watch`.
     """
 
     __slots__ = ("hooks", "how", "outer", "shape", "version")
@@ -51,22 +51,22 @@ class OutputRecord:
         self.hooks: Any = None
 
     def watch(self) -> None:
-        """See its hooks from now on, those that will be registered too."""
+        """Find its hooks, those that will be registered too."""
         outer = self.outer()
         if self.hooks is None and outer is not None:
-            # The dict is made with the first hook, and known to its handle.
+            # torch makes the dict with the first hook, and the handle of a hook has it.
             handle = outer.register_hook(lambda g: None)
             self.hooks = handle.hooks_dict_ref()
             handle.remove()
 
     def as_it_left(self) -> Tensor | None:
-        """The tensor, if somebody holds it and nobody has written into it."""
+        """The tensor outside, if somebody holds it and nobody has written into it."""
         outer = self.outer()
         return outer if outer is not None and version(outer) == self.version else None
 
 
 class OutputTracker:
-    """What leaves during one call of a model.
+    """The tensors that leave during one call of a model.
 
     Args:
         crossing: makes the crossing of an edge, inward or not.
@@ -74,50 +74,50 @@ class OutputTracker:
 
     def __init__(self, crossing: Callable[[EdgeMap, bool], Crossing]):
         self.crossing = crossing
-        # By node inside and number of its output. The nodes are kept: an id is only unique among the living.
+        # By id of the node inside and number of its output. The nodes are kept alive, and with them the ids.
         self.left: dict[tuple[int, int], tuple[OutputRecord, Any]] = {}
-        # Nodes made before this one lead to none of them.
+        # The smallest number of those nodes: older nodes lead to none of them.
         self.first = 1 << 64
-        # Tensors in attributes, the last made first; and those that have left, with what they are outside.
+        # Tensors in attributes that are to leave, the last made first; and those that have left: (inner, outer).
         self.waiting: list[Tensor] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.carried: list[Tensor] = []
 
     def carry(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """What calls before have left in attributes: a tensor of the inside, and of the outside.
+        """Record what earlier calls have left in attributes: pairs of an inner tensor and an outer one.
 
-        They are held during the call, in which the model may put others in their place: over them leads the way to what
-        left in still earlier ones.
+        The outer ones are held during the call, in which the model may put others in their place: the path to what left
+        in still earlier calls leads over them.
         """
         self.carried = [outer for _, outer in pairs]
         for inner, outer in pairs:
             self.add(inner, outer, KEPT)
 
     def wait(self, tensors: list[Tensor]) -> None:
-        """These are to leave in turn with the results: what was made first has to leave first."""
+        """Tensors in attributes that are to leave in turn with the outputs: what was made first leaves first."""
         done = {id(t) for t, _ in self.kept}
         waiting = {id(t): t for t in (*self.waiting, *tensors) if id(t) not in done}
         self.waiting = sorted(waiting.values(), key=made, reverse=True)
 
     def keep_until(self, number: float) -> None:
-        """Let out those that were made up to node `number`."""
+        """Let out tensors in attributes that were made up to node `number`."""
         while self.waiting and made(self.waiting[-1]) <= number:
             t = self.waiting.pop()
             self.kept.append((t, self.let_out(t, None, True, KEPT)))
 
     def keep_all(self) -> list[tuple[Tensor, Tensor]]:
-        """Let out all that wait; what they and those before are outside."""
+        """Let out all tensors in attributes; (inner, outer) of all that have left."""
         self.keep_until(math.inf)
         return self.kept
 
     def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
-        """The tensor for the outside: `y` itself where it need not cross, and nothing that left is upstream of it.
+        """The tensor outside: `y` itself where it need not be copied, and nothing that left is upstream of it.
 
         Args:
             y: a tensor of the inside that requires a gradient.
             dtype: what it is cast to.
-            crosses: whether it has to by itself.
-            how: it leaves.
+            crosses: whether a cast or the loss scale needs a copy.
+            how: in which way it leaves.
         """
         self.keep_until(made(y))
         same = self.of(y)
@@ -134,17 +134,17 @@ class OutputTracker:
         return outer
 
     def add(self, inner: Tensor, outer: Tensor, how: str) -> None:
-        """Note that a tensor has left."""
+        """Record that a tensor has left."""
         edge = get_gradient_edge(inner)
         left = OutputRecord(outer, how)
         if how == SHOWN:
-            # Nobody else may hold it when the next one leaves.
+            # At once, for it may be gone when the next one leaves.
             left.watch()
         self.left[id(edge.node), edge.output_nr] = left, edge.node
         self.first = min(self.first, made(inner))
 
     def of(self, inner: Tensor) -> OutputRecord | None:
-        """How a tensor of the inside has left."""
+        """The record of a tensor of the inside that has left."""
         if not self.left:
             return None
         edge = get_gradient_edge(inner)
@@ -152,7 +152,7 @@ class OutputTracker:
         return None if found is None else found[0]
 
     def _upstream(self, y: Tensor) -> list[OutputRecord]:
-        """Those that `y` was computed from: the nearest ones, and of these those that somebody may ask for."""
+        """The nearest ones that `y` was computed from, as far as somebody may ask for their gradients."""
         if not self.left:
             return []
         edge = get_gradient_edge(y)
@@ -176,13 +176,13 @@ class OutputTracker:
 
 
 class Exit(Function):
-    """A crossing that leads outward, with edges to what has left upstream of it."""
+    """The Function of an outward crossing, with edges to what has left upstream of it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[OutputRecord], *outers: Tensor) -> Tensor:  # type: ignore[override]
         ctx.forth, ctx.back, ctx.upstream = crossing.forth, crossing.back, upstream
         ctx.others = (None,) * (2 + len(outers))
-        # Where nothing has come but over the edges of others, nothing is to go on.
+        # `None` where a cotangent came only over the edges from other crossings.
         ctx.set_materialize_grads(False)
         return crossing.forth(y, None)
 
@@ -201,10 +201,10 @@ class Exit(Function):
 
 
 def check_unwanted(upstream: list[OutputRecord]) -> None:
-    """A cotangent comes to what was computed from these, or to what others were computed from that were.
+    """Refuse a backward from an output that was computed from these, where somebody wants their gradients.
 
     Raises:
-        RuntimeError: it is a part of a gradient that somebody wants, and would be left out of it.
+        RuntimeError: the cotangent of the output would be missing in such a gradient.
     """
     asked = backward_call()[1]
     for left in upstream:

@@ -57,7 +57,9 @@ def label(
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM if forms else ()
     attributes = {"why": why, "refused": refused, "asks": asks}
     apart = [prepare(model)] if pipe.every_group else []
-    apart += [_distributed(path, params[path], form, units, attributes) for path, form in forms.items() if path in params]
+    apart += [
+        _distributed(path, params[path], form, units, attributes) for path, form in forms.items() if path in params
+    ]
     if units is None or gathering is None:
         return apart + [tell(p, Partial, path=path, **attributes) for path, p in params.items() if path not in forms]
     is_whole = lambda: units.suspended  # noqa: E731
@@ -88,7 +90,9 @@ def gathering_of(units: Units) -> Gathering:
     return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
-def _distributed(path: str, p: Tensor, form: Form, units: Units | None, attributes: dict[str, Any]) -> Callable[[], None]:
+def _distributed(
+    path: str, p: Tensor, form: Form, units: Units | None, attributes: dict[str, Any]
+) -> Callable[[], None]:
     """As `tell`, one that was a distributed tensor."""
 
     def whole() -> Tensor:

@@ -48,7 +48,7 @@ class ParameterViews:
         self.suspended = False
 
     def get(self, path: str, stored: Tensor) -> Tensor:
-        """The view of a parameter: the same one all through a call, so that a parameter used twice has one cotangent."""
+        """The view of a parameter: one all through a call, so that a parameter used twice has one cotangent."""
         form = self.forms.get(path)
         if form is None:
             return self._get(path, stored)
