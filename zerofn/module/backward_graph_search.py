@@ -148,11 +148,11 @@ def _refuse_input(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoRetu
     if leaf is not None:
         for path, p in owner.model().named_parameters():
             if p is leaf:
-                _refuse_elsewhere(path)
+                _refuse_other_place(path)
         kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
         _refuse_stranger(f"a {kind} of shape {tuple(leaf.shape)}")
     if _kind(other) == GATHER:
-        _refuse_elsewhere(owner.units.units[other.i][0].path)
+        _refuse_other_place(owner.units.units[other.i][0].path)
     if _kind(other) == OTHER:
         _refuse_stranger(f"a tensor computed outside (by {other.name()})")
     raise RuntimeError(
@@ -199,21 +199,13 @@ def _path_up(node: Any, reached_by: dict[int, Step], belongs: Callable[[Any], bo
     return found
 
 
-def _refuse_elsewhere(path: str) -> NoReturn:
-    raise RuntimeError(
-        explain(
-            f"the attached model uses its parameter {path} from elsewhere than its module: from a list, or a closure",
-            "its gradient would come out multiplied by the loss scale",
-            f"self.{path.rpartition('.')[2]} in forward, or an nn.ParameterList instead of the list",
-        )
-    )
+def _refuse_other_place(path: str) -> NoReturn:
+    what = f"the attached model uses its parameter {path} from elsewhere than its module: from a list, or a closure"
+    right = f"self.{path.rpartition('.')[2]} in forward, or an nn.ParameterList instead of the list"
+    raise RuntimeError(explain(what, "its gradient would come out multiplied by the loss scale", right))
 
 
 def _refuse_stranger(what: str) -> NoReturn:
-    raise RuntimeError(
-        explain(
-            f"the attached model uses {what} that is neither its parameter nor an argument",
-            "its gradient would come out multiplied by the loss scale",
-            "pass it to the model as an argument, or register it before zf.attach: self.x = nn.Parameter(x)",
-        )
-    )
+    what = f"the attached model uses {what} that is neither its parameter nor an argument"
+    right = "pass it to the model as an argument, or register it before zf.attach: self.x = nn.Parameter(x)"
+    raise RuntimeError(explain(what, "its gradient would come out multiplied by the loss scale", right))

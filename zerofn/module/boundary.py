@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,10 +73,6 @@ class Sight:
         self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], Any]] = []
 
-    def active(self) -> bool:
-        """Whether the model asks for a parameter: during its calls, and while checkpointing repeats a part of one."""
-        return bool(self.local.calls) or self.repeating()
-
     def repeating(self, module: nn.Module | None = None) -> bool:
         """Whether a backward repeats a part of a call, and not the whole call of `module`.
 
@@ -110,23 +107,19 @@ class Sight:
             self.local.tracker = OutputTracker(self.crossing)
             self.local.tracker.carry(self.attributes.known_pairs())
 
-    def release_attributes(self, start: int, at_once: bool) -> None:
-        """After a call: tensors that it left in attributes leave too.
+    def collect_attributes(self, start: int) -> None:
+        """After a call that began at node number `start`: what it left in attributes leaves in turn with the outputs."""
+        if self.local.tracker is not None and self.scaled:
+            self.local.tracker.wait(self.attributes.inner(start))
 
-        Args:
-            start: the number of the first autograd node that may be made in it.
-            at_once: all of them; else in turn with the outputs, as they were made.
-        """
+    def release_attributes(self) -> None:
+        """After the outputs have left: the rest of what is in attributes leaves, and the user finds it there."""
         tracker = self.local.tracker
         if tracker is None or not self.scaled:
             return
-        inner = self.attributes.inner(start)
-        if not functorch_active():
-            tracker.wait(inner)
-            found = tracker.keep_all() if at_once else []
-        else:
-            # As outputs under torch.func, each by itself.
-            found = [(x, self.show(x)) for x in inner] if at_once else []
+        # Under torch.func each by itself, as outputs there.
+        by_itself = functorch_active()
+        found = [(x, self.show(x)) for x in tracker.waiting] if by_itself else tracker.keep_until(math.inf)
         if found:
             self.attributes.show({id(x): outer for x, outer in found})
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from .._errors import explain
-from ..core.linear_map import linear_map
+from ..core.linear_map import EdgeMap, LeafView, linear_map
 
-
-class Edge(Protocol):
-    """A linear map and its transpose, which is where the loss scale acts."""
-
-    def forth(self, x: Tensor, scale: Tensor | None, /) -> Tensor: ...
-
-    def back(self, g: Tensor, scale: Tensor | None, /) -> Tensor: ...
+# A linear map and its transpose, which is where the loss scale acts.
+Edge = EdgeMap | LeafView
 
 
 class Crossing:

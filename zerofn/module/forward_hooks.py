@@ -218,7 +218,7 @@ def _end_call(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         local.walks.open.clear()
     try:
         if not local.calls:
-            sight.release_attributes(call.start, at_once=False)
+            sight.collect_attributes(call.start)
         if call.shown is not None:
             # What hooks of the user's were given is outside already.
             return output if call.outermost else call.shown.result(output, sight.enter)
@@ -227,7 +227,7 @@ def _end_call(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         if not local.calls:
             seen = dict(local.seen)
             local.seen.clear()
-            sight.release_attributes(call.start, at_once=True)
+            sight.release_attributes()
             local.tracker = None
             sight.node_ranges.add(call.start, next_sequence(), id(module) if call.outermost else None)
             if sight.units is not None:
@@ -263,7 +263,7 @@ def _show_to_hooks(sight: Sight, module: nn.Module, args: tuple, output: Any) ->
     if not calls or calls[-1].module is not module:
         return None
     if calls[-1].outermost:
-        sight.release_attributes(calls[-1].start, at_once=False)
+        sight.collect_attributes(calls[-1].start)
     calls[-1].shown = HookedOutput(output, sight.leave_all if calls[-1].outermost else sight.show_all)
     return calls[-1].shown.outer
 

@@ -15,6 +15,7 @@ from .boundary import Sight
 from .parameter_views import address
 
 
+@torch.no_grad()
 def carry_written(sight: Sight, seen: Seen) -> None:
     """Store what forward wrote into views of parameters in another dtype, which are copies.
 
@@ -52,7 +53,8 @@ def carry_written(sight: Sight, seen: Seen) -> None:
             bad[path] = "by .data or NumPy, and in no call before that was compared"
         else:
             local.sampling.found = True
-            _carry(view, stored)
+            new, old = view.detach(), stored.detach()
+            stored.copy_(carried(new, old.to(new.dtype), old))
     if bad:
         right = (
             "with torch.no_grad(): self.w.copy_(new), in a pipeline whose view halves change dtypes alone;\n"
@@ -61,12 +63,6 @@ def carry_written(sight: Sight, seen: Seen) -> None:
         raise RuntimeError(
             bad_leaves("the model wrote into parameters in its forward, where they are copies", bad.items(), right)
         )
-
-
-@torch.no_grad()
-def _carry(view: Tensor, stored: Tensor) -> None:
-    seen = view.detach()
-    stored.copy_(carried(seen, stored.detach().to(seen.dtype), stored.detach()))
 
 
 def _check_leaves(seen: Seen) -> None:
@@ -86,6 +82,5 @@ def _check_leaves(seen: Seen) -> None:
         )
 
 
-@torch.no_grad()
 def _same(view: Tensor, stored: Tensor) -> bool:
     return same(view.detach(), stored.detach().to(view.dtype))

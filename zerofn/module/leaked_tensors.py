@@ -1,4 +1,4 @@
-"""Tensors that cross the boundary of a scaled model in attributes of modules, and in outputs that hooks are given.
+"""Tensors that cross the boundary of a scaled model in attributes of modules, and in outputs given to hooks.
 
 The loss scale multiplies cotangents where they enter through outputs, and is divided out where they leave to
 parameters and inputs. A tensor of the inside that reaches the loss otherwise brings a cotangent without the factor, and
@@ -104,35 +104,32 @@ class AttributeTensors:
         # The old tensor is kept alive, for another object might be given its id.
         done: dict[int, tuple[Any, Any]] = {}
 
-        def visit(holder: Any, key: Any, value: Any) -> None:
+        def mapped(value: Any) -> Any:
             kind = type(value)
             if kind is Tensor:
                 if id(value) not in done:
                     done[id(value)] = (value, fn(value))
-                new = done[id(value)][1]
-            elif kind is tuple and len(value) <= LONGEST:
-                parts = list(value)
-                mark = len(changed)
-                for i, v in enumerate(value):
-                    visit(parts, i, v)
-                changed[mark:] = [entry for entry in changed[mark:] if entry[0] is not parts]
-                new = value if all(p is v for p, v in zip(parts, value, strict=True)) else tuple(parts)
-            else:
-                if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
-                    done[id(value)] = (value, value)
-                    for k, v in list(value.items() if kind is dict else enumerate(value)):
-                        visit(value, k, v)
-                return
-            if new is not value:
-                holder[key] = new
-                changed.append((holder, key, value, new))
+                return done[id(value)][1]
+            if kind is tuple and len(value) <= LONGEST:
+                parts = tuple([mapped(v) for v in value])
+                return value if all(p is v for p, v in zip(parts, value, strict=True)) else parts
+            if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
+                done[id(value)] = (value, value)
+                replace(value, list(value.items() if kind is dict else enumerate(value)))
+            return value
+
+        def replace(holder: Any, items: list[tuple[Any, Any]]) -> None:
+            for key, value in items:
+                new = mapped(value)
+                if new is not value:
+                    holder[key] = new
+                    changed.append((holder, key, value, new))
 
         for module in self.modules:
-            for name, value in _attributes(module):
-                visit(module.__dict__, name, value)
-            buffers = registered(module)[2]
-            for name, value in list(buffers.items()):
-                visit(buffers, name, value)
+            if attributes := _attributes(module):
+                replace(module.__dict__, attributes)
+            if buffers := registered(module)[2]:
+                replace(buffers, list(buffers.items()))
         return changed
 
 
@@ -146,7 +143,12 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     last, _ = next(rest, ("", None))
     if last != ORDINARY[-1]:
         return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
-    return [item for item in rest if type(item[1]) in HOLDERS]
+    found: list[tuple[str, Any]] = []
+    # No comprehension, which is a call in Python 3.11.
+    for item in rest:
+        if type(item[1]) in HOLDERS:
+            found.append(item)
+    return found
 
 
 def _flat(value: Any) -> list[Any]:
@@ -164,21 +166,16 @@ class HookedOutput:
     """An output as hooks of the user's are given it, and with what the model goes on after them."""
 
     def __init__(self, inner: Any, leave: Callable[[Any], Any]):
-        self.inner = inner
-        self.outer = leave(inner)
+        self.inner, self.outer = inner, leave(inner)
         self.items = _items(self.outer)
-        self.tensors: list[tuple[Tensor, int]] = []
+        self.versions: list[tuple[Tensor, int]] = []
         if self.outer is not inner:
-            map_tensors(self._note, self.outer, "an output")
-
-    def _note(self, t: Tensor) -> Tensor:
-        self.tensors.append((t, version(t)))
-        return t
+            map_tensors(lambda t: self.versions.append((t, version(t))) or t, self.outer, "an output")
 
     def result(self, output: Any, enter: Fn) -> Any:
         """The inner output, where hooks have not changed it; else what they returned, taken in again."""
         looked = output is self.outer and _items(output) == self.items
-        if looked and all(version(t) == count for t, count in self.tensors):
+        if looked and all(version(t) == count for t, count in self.versions):
             return self.inner
         return map_tensors(enter, output, "what a forward hook returned")
 

@@ -21,11 +21,11 @@ from .._errors import explain
 Fn = Callable[[Tensor], Tensor]
 
 
-def map_tensors(fn: Fn, value: Any, where: str) -> Any:
+def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
     """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
 
     Goes through tuples, NamedTuples, lists, mappings and dataclasses, subclasses included. A tensor that occurs
-    twice is mapped once.
+    twice is mapped once: `done` has tensors that are mapped already, by id.
 
     Raises:
         TypeError: an object of another class holds a tensor that requires a gradient, which would cross the boundary
@@ -35,7 +35,33 @@ def map_tensors(fn: Fn, value: Any, where: str) -> Any:
     >>> map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), None, "text")}, "the output")
     {'a': (tensor([1.]), None, 'text')}
     """
-    return _map(fn, value, where, {})
+    done = {} if done is None else done
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            # The original is kept alive, for another object might be given its id.
+            done[id(value)] = (fn(value), value)
+        return done[id(value)][0]
+    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
+        return value
+    if isinstance(value, Mapping):
+        new = {k: map_tensors(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
+        changed = {k: v for k, v in new.items() if v is not value[k]}
+        return _with_items(value, changed, where) if changed else value
+    if isinstance(value, tuple | list):
+        items = [map_tensors(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else _sequence(value, items)
+    if is_dataclass(value):
+        # A field without `init` may be unset.
+        held = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+        new = {k: map_tensors(fn, v, f"{where}.{k}", done) for k, v in held.items()}
+        changed = {k: v for k, v in new.items() if v is not held[k]}
+        out = copy.copy(value) if changed else value
+        for k, v in changed.items():
+            # A frozen dataclass refuses setattr; the copy is ours alone.
+            object.__setattr__(out, k, v)
+        return out
+    _refuse_hidden(value, where)
+    return value
 
 
 def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
@@ -99,39 +125,6 @@ def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
 def made(t: Tensor) -> int:
     """The number of the autograd node that computed a tensor: larger for later ones, -1 without a node."""
     return -1 if t.grad_fn is None else number_of(t.grad_fn)
-
-
-def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in done:
-            # The original is kept alive, for another object might be given its id.
-            done[id(value)] = (fn(value), value)
-        return done[id(value)][0]
-    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
-        return value
-    if isinstance(value, Mapping):
-        new = {k: _map(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
-        changed = {k: v for k, v in new.items() if v is not value[k]}
-        return _with_items(value, changed, where) if changed else value
-    if isinstance(value, tuple | list):
-        items = [_map(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return _sequence(value, items)
-    if is_dataclass(value):
-        # A field without `init` may be unset.
-        held = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-        new = {k: _map(fn, v, f"{where}.{k}", done) for k, v in held.items()}
-        changed = {k: v for k, v in new.items() if v is not held[k]}
-        if not changed:
-            return value
-        out = copy.copy(value)
-        for k, v in changed.items():
-            # A frozen dataclass refuses setattr; the copy is ours alone.
-            object.__setattr__(out, k, v)
-        return out
-    _refuse_hidden(value, where)
-    return value
 
 
 def _with_items(value: Mapping, changed: dict, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which of the tensors that leave a model were computed from which others, so that hooks on those can be refused.
+"""Which tensors that leave a model were computed from which others, so that hooks on these can be refused.
 
 What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's `y`
 does not pass the user's `h`. The gradient of any loss is right all the same, for both paths meet inside. But a hook on
@@ -11,7 +11,6 @@ the node of `h`, over which nothing flows: without it autograd would not run the
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._compat.autograd import backward_call, number_of
 from .._compat.tensors import version
@@ -99,15 +98,11 @@ class OutputTracker:
         waiting = {id(t): t for t in (*self.waiting, *tensors) if id(t) not in done}
         self.waiting = sorted(waiting.values(), key=made, reverse=True)
 
-    def keep_until(self, number: float) -> None:
-        """Let out tensors in attributes that were made up to node `number`."""
+    def keep_until(self, number: float) -> list[tuple[Tensor, Tensor]]:
+        """Let out tensors in attributes that were made up to node `number`; (inner, outer) of all that have left."""
         while self.waiting and made(self.waiting[-1]) <= number:
             t = self.waiting.pop()
             self.kept.append((t, self.let_out(t, None, True, KEPT)))
-
-    def keep_all(self) -> list[tuple[Tensor, Tensor]]:
-        """Let out all tensors in attributes; (inner, outer) of all that have left."""
-        self.keep_until(math.inf)
         return self.kept
 
     def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
@@ -120,11 +115,12 @@ class OutputTracker:
             how: in which way it leaves.
         """
         self.keep_until(made(y))
-        same = self.of(y)
-        outer = None if same is None else same.as_it_left()
+        edge = get_gradient_edge(y)
+        left, _ = self.left.get((id(edge.node), edge.output_nr), (None, None))
+        outer = None if left is None else left.as_it_left()
         if outer is not None and dtype in (None, outer.dtype):
             return outer
-        upstream = self._upstream(y)
+        upstream = self._upstream(edge)
         if not crosses and not upstream:
             return y
         crossing = self.crossing(EdgeMap(times, dtype, y.dtype), False)
@@ -143,22 +139,11 @@ class OutputTracker:
         self.left[id(edge.node), edge.output_nr] = left, edge.node
         self.first = min(self.first, made(inner))
 
-    def of(self, inner: Tensor) -> OutputRecord | None:
-        """The record of a tensor of the inside that has left."""
-        if not self.left:
-            return None
-        edge = get_gradient_edge(inner)
-        found = self.left.get((id(edge.node), edge.output_nr))
-        return None if found is None else found[0]
-
-    def _upstream(self, y: Tensor) -> list[OutputRecord]:
-        """The nearest ones that `y` was computed from, as far as somebody may ask for their gradients."""
-        if not self.left:
-            return []
-        edge = get_gradient_edge(y)
+    def _upstream(self, edge: GradientEdge) -> list[OutputRecord]:
+        """The nearest ones that an output was computed from, as far as somebody may ask for their gradients."""
         found: dict[int, OutputRecord] = {}
         seen: dict[int, Any] = {}
-        steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+        steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)] if self.left else []
         while steps:
             node, number = steps.pop()
             left = self.left.get((id(node), number), (None, None))[0]

@@ -74,7 +74,8 @@ class ParameterViewDict(dict):
 @uncompiled
 def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
     sight = parameters.sight
-    if not sight.active():
+    if not sight.local.calls and not sight.repeating():
+        # Asked by the user.
         return stored
     path = parameters.paths[name]
     seen = sight.views.get(path, stored)

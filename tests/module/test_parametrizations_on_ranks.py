@@ -1,0 +1,64 @@
+"""Parametrizations of a sharded parameter are refused in words about them, where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from time_limits import limit
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import zerofn as zf
+
+
+class Triangle(nn.Module):
+    """A parametrization that can be undone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+    def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "exponential": lambda m: parametrizations.orthogonal(m, orthogonal_map="matrix_exp"),
+    "cayley": lambda m: parametrizations.orthogonal(m, orthogonal_map="cayley"),
+    "householder": lambda m: parametrizations.orthogonal(m, orthogonal_map="householder"),
+    "triangle": lambda m: parametrize.register_parametrization(m, "weight", Triangle()),
+    "weight norm": parametrizations.weight_norm,
+}
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def messages() -> dict[str, str]:
+    """What is said where a sharded model is parametrized; before `attach` all of it works."""
+    found, tx = {}, zf.chain(zf.shard(), zf.sgd(0.1))
+    for name, way in WAYS.items():
+        model = fresh()
+        opt = zf.attach(model, tx)
+        try:
+            way(model[0])
+        except RuntimeError as e:
+            found[name] = str(e)
+        opt.detach()
+        model = fresh()
+        way(model[0])
+        opt = zf.attach(model, tx)
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.detach()
+    return found
+
+
+def test_they_are_refused_where_they_are_made_and_go_before_attach():
+    for found in zf.launch(messages, 2, timeout=limit(60)):
+        assert found.keys() == WAYS.keys()
+        for message in found.values():
+            assert "0.weight" in message and "before zf.attach, or after opt.detach()" in message.replace("\n", " ")
