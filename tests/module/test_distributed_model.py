@@ -317,6 +317,7 @@ def gradients_of_both_kinds():
     model = T.cut(tp)
     opt = zf.attach(model, zf.chain(zf.shard(dp), zf.sgd(0.1)))
     x, y = T.batch(0, dp.get_local_rank(), 2)
+    assert type(torch.neg(input=model.blocks[0].up.bias)) is DTensor
     found, params = [], [model.blocks[0].norm.weight, model.blocks[0].up.weight]
     for order in (params, params[::-1]):
         gradients = torch.autograd.grad(((model(x) - y) ** 2).mean(), order)

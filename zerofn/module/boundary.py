@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,15 +40,11 @@ class Sight:
         forms: by path, which DTensor forward has in place of a local parameter.
 
     Attributes:
-        attributes: tensors that cross the boundary in attributes of modules.
-        blocks: ids of the modules whose graphs are walked when a call ends.
-        end_hooks: by id of a module, the number of the hook that ends its calls.
-        local: what each thread has for itself.
         node_kinds: of autograd nodes by class, as far as `backward_graph_search` has met them.
-        node_ranges: numbers of the autograd nodes that were made during calls.
-        show_hooks: by id of a module, the number of the hook before the user's, which gives them an outer output.
-        undo: what takes hooks and views off again, to be run backwards.
-        views: of the parameters.
+        blocks: ids of the modules whose graphs are walked when a call ends.
+        end_hooks, show_hooks: by id of a module, the numbers of the hook that ends its calls, and of the hook before
+            the user's, which gives them an outer output.
+        undo: takes hooks and views off again.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Sight:
         self.blocks: set[int] = set()
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
-        self.undo: list[Callable[[], Any]] = []
+        self.undo = ExitStack()
 
     def repeating(self, module: nn.Module | None = None) -> bool:
         """Whether a backward repeats a part of a call, and not the whole call of `module`.
@@ -82,8 +79,8 @@ class Sight:
         node = executing()
         if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
             return False
-        number = number_of(node)
-        if number not in self.node_ranges or (module is not None and self.node_ranges.maker(number) == id(module)):
+        made = self.node_ranges.find(number_of(node))
+        if made is None or (module is not None and made.caller == id(module)):
             return False
         # What is made here belongs to the call as well: a checkpoint inside a checkpoint.
         now = next_sequence()
@@ -108,7 +105,7 @@ class Sight:
             self.local.tracker.carry(self.attributes.known_pairs())
 
     def collect_attributes(self, start: int) -> None:
-        """After a call that began at node number `start`: what it left in attributes leaves in turn with the outputs."""
+        """After a call that began at node number `start`: what it left in attributes leaves in turn with outputs."""
         if self.local.tracker is not None and self.scaled:
             self.local.tracker.wait(self.attributes.inner(start))
 

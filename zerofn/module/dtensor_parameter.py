@@ -25,7 +25,7 @@ from .._errors import explain
 from ..ranks.dtensor_parameters import Form
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.part import handed, part_of, plain
+from ..sharded.part import handed, named_first, part_of, plain
 from ..sharded.part_origin import Origin
 from ..sharded.torch_function_kinds import PRIVATE, SIZES, in_place
 
@@ -54,14 +54,16 @@ class DTensorParameter(Partial):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
-            name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            name = func.__name__.partition(".")[0]
+            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
             if is_dynamo_compiling() or ours(sys._getframe(1)) or _by_itself(func, name):
                 return func(*args, **kwargs)
             if name == "register_hook":
                 return func(args[0], args[0]._given(args[1]))
             if name == "grad":
                 return shown_gradients(func, args, kwargs, sys._getframe(1))
-            if isinstance(args[0], DTensorParameter) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
+            in_parts = args and isinstance(args[0], DTensorParameter) and args[0].in_parts()
+            if in_parts and (name in LOOKING or name == "__get__"):
                 return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
             if name == "detach":
                 args[0]._check_new(sys._getframe(1))

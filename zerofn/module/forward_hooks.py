@@ -112,19 +112,14 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
         if names:
             register_in(module, ParameterViewDict(plain, names, sight, _buffers_dtype(module)))
-            sight.undo.append(functools.partial(_restore, module, plain))
+            sight.undo.callback(_restore, module, plain)
         pre = _PreForwardHook(sight, module)
-        sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+        sight.undo.callback(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in sight.blocks:
-            sight.undo.append(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
+            sight.undo.callback(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
     # Before any hook of the user's, which sees outputs in the dtype that they have outside.
     _add_end_hook(sight, model)
-
-    def uninstall() -> None:
-        for action in reversed(sight.undo):
-            action()
-
-    return uninstall
+    return sight.undo.close
 
 
 def _end_block(sight: Sight, module: nn.Module, args: tuple, output: Any) -> None:
@@ -141,7 +136,7 @@ def _has_user_hooks(sight: Sight, module: nn.Module) -> bool:
 
 def _add_end_hook(sight: Sight, module: nn.Module) -> None:
     handle = module.register_forward_hook(Hook(functools.partial(_end_call, sight)), always_call=True)
-    sight.undo.append(handle.remove)
+    sight.undo.callback(handle.remove)
     sight.end_hooks[id(module)] = handle.id
 
 
@@ -253,7 +248,7 @@ def _order_user_hooks(sight: Sight, module: nn.Module) -> None:
     if id(module) not in sight.show_hooks:
         handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, sight)))
         sight.show_hooks[id(module)] = handle.id
-        sight.undo.append(handle.remove)
+        sight.undo.callback(handle.remove)
     hooks.move_to_end(sight.show_hooks[id(module)], last=False)
     hooks.move_to_end(sight.end_hooks[id(module)])
 

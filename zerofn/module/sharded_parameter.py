@@ -78,7 +78,8 @@ class ShardedParameter(Partial):
         # computed, so that `(w * 2).sum() / w.numel() + w.trace()` adds the number of elements.
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
-            name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            name = func.__name__.partition(".")[0]
+            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
             attribute = func.__self__.__name__ if name == "__get__" else ""
             frame = sys._getframe(1)
             if name in SIZES or attribute in SIZES:
@@ -92,7 +93,7 @@ class ShardedParameter(Partial):
             if name in GIVING:
                 return _give(func, name, args, kwargs, frame)
             if name.endswith("_like") and not ours(frame):
-                check_parametrization(frame, args[0])
+                check_parametrization(frame, args)
                 return kept((draws if name.startswith("rand") else likes)(func, name, args, kwargs, origin_of))
             if _looks(name, attribute):
                 return func(*args, **kwargs)
@@ -229,7 +230,7 @@ def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function of `BESIDE` with a parameter as its second argument: the sizes of the whole."""
-    p = args[1]
+    p = args[1] if args[1:] else kwargs["other"]
     if of_part(args[0]) is not None:
         return kept(HANDLERS[kind_of(name)](func, name, args, kwargs, origin_of))
     return func(args[0], p if p.is_whole() else torch.empty(p.full, device="meta"))
@@ -255,8 +256,6 @@ def _check_beside(name: str, args: list[Any]) -> None:
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A function that writes, into a parameter or into another tensor."""
-    if not args and kwargs.get("out") is None:
-        args, kwargs = named_first(kwargs)
     if name.startswith(FOREACH):
         for column in columns_of(args):
             _write_one(func, name, column, kwargs)

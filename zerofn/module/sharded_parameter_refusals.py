@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 from torch.nn.utils import parametrizations
@@ -38,10 +38,10 @@ def check_data(value: Tensor, mine: Tensor) -> None:
         )
 
 
-def check_parametrization(frame: FrameType, p: Any) -> None:
+def check_parametrization(frame: FrameType, args: tuple) -> None:
     """Refuse `orthogonal`, which writes by index into `torch.zeros_like(p)` before it exchanges the memory of `p`."""
-    if frame.f_globals.get("__name__") == parametrizations.__name__ and not p.is_whole():
-        refuse_memory(f"{parametrizations.__name__}.orthogonal(...)", p.path)
+    if frame.f_globals.get("__name__") == parametrizations.__name__ and not args[0].is_whole():
+        refuse_memory(f"{parametrizations.__name__}.orthogonal(...)", args[0].path)
 
 
 def refuse_memory(how: str, path: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Parametrizations of a sharded parameter are refused in words about them, where they are made."""
+"""Sharded parameters outside of the model: parametrizations are refused where they are made; arguments by name."""
 
 from __future__ import annotations
 
@@ -62,3 +62,25 @@ def test_they_are_refused_where_they_are_made_and_go_before_attach():
         assert found.keys() == WAYS.keys()
         for message in found.values():
             assert "0.weight" in message and "before zf.attach, or after opt.detach()" in message.replace("\n", " ")
+
+
+def by_name() -> list[bool]:
+    """Whether functions that are given a parameter by name compute what they compute of the whole."""
+    model = fresh()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    p, x = model[0].weight, torch.arange(16.0).view(2, 8)
+    with torch.no_grad():
+        full = p.clone()
+        found = [
+            torch.numel(input=p) == full.numel(),
+            torch.equal(torch.sum(input=p), full.sum()),
+            torch.equal(torch.zeros_like(input=p).full_tensor(), torch.zeros(4, 4)),
+            torch.equal(torch.detach(input=p).full_tensor(), full),
+            torch.equal(x.view_as(other=p), x.view(4, 4)),
+        ]
+    opt.detach()
+    return found
+
+
+def test_a_parameter_may_be_given_by_name():
+    assert zf.launch(by_name, 2, timeout=limit(60)) == [[True] * 5] * 2
