@@ -41,6 +41,15 @@ class ThreadState(threading.local):
         self.searched: set[int] = set()
         self.tracker: OutputTracker | None = None
 
+    def drop_stale_calls(self) -> None:
+        """Forget calls that ended without their hooks."""
+        while self.calls:
+            self.calls.pop().undo.close()
+        self.seen.clear()
+        self.tracker = None
+        if self.walks is not None:
+            self.walks.open.clear()
+
 
 class ActiveCall:
     """A call under way.

@@ -87,15 +87,6 @@ class Sight:
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
 
-    def drop_stale_calls(self) -> None:
-        """Forget calls that ended without their hooks."""
-        while self.local.calls:
-            self.local.calls.pop().undo.close()
-        self.local.seen.clear()
-        self.local.tracker = None
-        if self.local.walks is not None:
-            self.local.walks.open.clear()
-
     def begin(self) -> None:
         """Before a call from outside, or one that a backward repeats: tensors in attributes enter."""
         if self.scaled:

@@ -162,7 +162,7 @@ def _begin_call(
         _add_end_hook(sight, module)
     if local.calls and module is sight.model() and not _calls_itself(module):
         # No hook runs when Ctrl-C ends a call, and all calls after it would look nested.
-        sight.drop_stale_calls()
+        local.drop_stale_calls()
     outermost = not local.calls and not sight.repeating(module)
     if sight.scaled:
         check_hooks_of_call(sight.model(), module, outermost, args)
