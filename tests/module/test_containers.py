@@ -6,7 +6,7 @@ import collections
 import random
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +37,13 @@ class Plain:
 class Frozen:
     logits: Tensor
     loss: Tensor
+
+
+@dataclass
+class Unset:
+    logits: Tensor
+    loss: Tensor
+    cache: Any = field(init=False)
 
 
 class ModelOutput(OrderedDict):
@@ -103,6 +110,7 @@ WRAPS = {
     "user dict": lambda y, loss: Batch(logits=y, loss=loss),
     "named tuple": lambda y, loss: Out(y, loss),
     "dataclass": lambda y, loss: Plain(y, loss, {"again": [y]}),
+    "dataclass with an unset field": lambda y, loss: Unset(y, loss),
     "frozen dataclass": lambda y, loss: Frozen(y, loss),
     "model output": lambda y, loss: LMOutput(loss=loss, logits=y),
     "nested": lambda y, loss: {"a": [Frozen(y, loss), (y,)]},
@@ -438,22 +446,23 @@ def test_a_backward_through_thousands_of_calls_repeats_parts_of_the_first_ones_t
     assert torch.equal(model.gain.grad, torch.full((4,), 4200.0))
 
 
-def test_spans_are_found_as_by_a_look_at_all_of_them(monkeypatch):
+def test_ranges_are_found_as_by_a_look_at_all_of_them(monkeypatch):
     """Numbers of several threads overlap, and the last span counts."""
     monkeypatch.setattr(zerofn.module.node_ranges, "REMEMBERED", 40)
     rng = random.Random(0)
     for _ in range(50):
-        spans, every = zerofn.module.node_ranges.Spans(), []
+        ranges, every = zerofn.module.node_ranges.NodeRanges(), []
         for i in range(40):
             start = rng.randrange(60)
             end = start + rng.randrange(12)
-            spans.add(start, end, i)
+            ranges.add(start, end, i)
             every.append((start, end, i))
             for number in (*range(80), (1 << 64) - 1):
                 made = [caller for a, b, caller in every if a <= number < b]
-                assert (number in spans) == bool(made) and spans.maker(number) == (made[-1] if made else None)
-    spans = zerofn.module.node_ranges.Spans()
+                found = ranges.find(number)
+                assert (number in ranges) == bool(made) and (found and found.caller) == (made[-1] if made else None)
+    ranges = zerofn.module.node_ranges.NodeRanges()
     for i in range(1000):
-        spans.add(3 * i, 3 * i + 2, i)
-        assert len(spans.spans) <= 80 and all(3 * j in spans for j in range(max(0, i - 39), i + 1))
-    assert 0 not in spans
+        ranges.add(3 * i, 3 * i + 2, i)
+        assert len(ranges.ranges) <= 80 and all(3 * j in ranges for j in range(max(0, i - 39), i + 1))
+    assert 0 not in ranges

@@ -309,3 +309,23 @@ def other_meshes():
 def test_parameters_over_two_meshes_are_refused():
     for rank, message in enumerate(zf.launch(other_meshes, 4, timeout=limit())):
         assert "head.weight" in message and "lies over ranks" in message, rank
+
+
+def gradients_of_both_kinds():
+    """Classes and shapes of what `torch.autograd.grad` gives of plain parameters and DTensors together."""
+    dp, tp = T.axes(2, 2)
+    model = T.cut(tp)
+    opt = zf.attach(model, zf.chain(zf.shard(dp), zf.sgd(0.1)))
+    x, y = T.batch(0, dp.get_local_rank(), 2)
+    assert type(torch.neg(input=model.blocks[0].up.bias)) is DTensor
+    found, params = [], [model.blocks[0].norm.weight, model.blocks[0].up.weight]
+    for order in (params, params[::-1]):
+        gradients = torch.autograd.grad(((model(x) - y) ** 2).mean(), order)
+        found.append([(type(g).__name__, tuple(g.shape)) for g in gradients])
+    opt.detach()
+    return found
+
+
+def test_gradients_of_plain_parameters_and_dtensors_together_are_parts_of_both():
+    norm, up = ("Part", (6,)), ("Part", (8, 6))
+    assert zf.launch(gradients_of_both_kinds, 4, timeout=limit()) == [[[norm, up], [up, norm]]] * 4

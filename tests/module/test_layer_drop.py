@@ -190,6 +190,12 @@ class Two(nn.Module):
         (lambda: zf.layer_drop(Model(), KEEP), TypeError, "no step is known"),
         (lambda: zf.layer_drop(Two(), KEEP, step=lambda: 0), ValueError, "more or less than one: a, b"),
         (lambda: zf.layer_drop(nn.Linear(2, 2), KEEP, step=lambda: 0), ValueError, "more or less than one: none"),
+        (lambda: zf.layer_drop(nn.ModuleList(), KEEP, step=lambda: 0), ValueError, "the list is empty"),
+        (
+            lambda: zf.layer_drop(nn.ModuleList([Block()] * 3), KEEP, step=lambda: 0),
+            ValueError,
+            r"blocks \[1, 2\] stand",
+        ),
         (lambda: zf.layer_drop([lambda x: x[:1]], KEEP)(X, step=0), ValueError, r"makes \(1, 3\) of \(4, 3\)"),
         (lambda: zf.layer_drop([lambda x: (x,)], KEEP)(X, step=0), TypeError, "makes a tuple of a Tensor"),
         (lambda: zf.layer_drop([torch.sin], lambda s, d: 0.0)(X, step=0), ValueError, "to lie in"),

@@ -317,3 +317,35 @@ def test_a_state_that_the_model_carries_from_call_to_call():
     for _ in range(500):
         y = model(data()[:1])
     del model.__dict__["state"], y
+
+
+class Recurrent(nn.Module):
+    """Keeps what its next call starts from in an attribute."""
+
+    def __init__(self, nest: Callable[[Tensor], Any], first: Callable[[Any], Tensor]):
+        super().__init__()
+        self.layer, self.state, self.nest, self.first = nn.Linear(3, 3), None, nest, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x) if self.state is None else self.layer(x) + self.first(self.state)
+        self.state = self.nest(h.tanh())
+        return h
+
+
+@pytest.mark.parametrize(
+    ("nest", "first"),
+    [
+        (lambda h: (h, 1), lambda state: state[0]),
+        (lambda h: ((h, h * 2), 1), lambda state: state[0][0]),
+        (lambda h: [((h,),)], lambda state: state[0][0][0]),
+    ],
+)
+def test_what_a_call_keeps_in_nested_tuples_is_found_by_the_next(nest, first):
+    torch.manual_seed(0)
+    plain, model, x = Recurrent(nest, first), Recurrent(nest, first), torch.randn(2, 3)
+    model.load_state_dict(plain.state_dict())
+    opt = zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.5)))
+    for m in (plain, model):
+        torch.stack([m(x * i).square().sum() for i in range(1, 4)]).sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, plain.layer.weight.grad)
+    opt.step()

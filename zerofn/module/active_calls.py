@@ -11,43 +11,61 @@ from torch import Tensor, nn
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
 from ..sharded.write_back import Place, Sampling
-from .leaked_tensors import Shown
-from .output_graph import Leaving
+from .leaked_tensors import HookedOutput
+from .output_graph import OutputTracker
 
 Seen = dict[str, tuple[Tensor, Tensor, Place | None]]
 
 
-class Local(threading.local):
-    """What each thread that calls the model has for itself."""
+class ThreadState(threading.local):
+    """What each thread that calls the model has for itself.
+
+    Attributes:
+        calls: of modules, the outermost first.
+        walks: exchange gathered parameters that graphs of calls have saved for notes.
+        seen: by path, of the call under way: the stored tensor, its view, and where the view's memory was.
+        sampling: at the end of which calls all views are compared with what is stored.
+        crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
+        last_views: by path, the last view of a parameter, and the stored tensor that it is the view of.
+        searched: numbers of the backwards whose graphs have been searched: the last one, and those inside of it.
+        tracker: of the outputs of the call under way; `None` where outputs are not copied.
+    """
 
     def __init__(self, units: Units | None) -> None:
-        self.calls: list[Call] = []
-        # What their graphs have saved of parameters that were gathered.
+        self.calls: list[ActiveCall] = []
         self.walks = None if units is None else Walks(units)
-        # By path: the stored tensor, its view in the call under way, and where that was.
         self.seen: Seen = {}
-        # At whose ends all of what the model saw is compared.
         self.sampling = Sampling()
-        # Where the numbers of autograd nodes stood when a cotangent last crossed the boundary.
-        self.mark: int | None = None
-        # By path: the view that was given last, and what it is the view of.
-        self.given: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
-        # Backwards whose graphs have been searched: the last one, and those inside of it.
-        self.tasks: set[int] = set()
-        # What leaves at the end of the call under way; none where nothing is copied on its way out.
-        self.leaving: Leaving | None = None
+        self.crossed_at: int | None = None
+        self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.searched: set[int] = set()
+        self.tracker: OutputTracker | None = None
+
+    def drop_stale_calls(self) -> None:
+        """Forget calls that ended without their hooks."""
+        while self.calls:
+            self.calls.pop().undo.close()
+        self.seen.clear()
+        self.tracker = None
+        if self.walks is not None:
+            self.walks.open.clear()
 
 
-class Call:
-    """A call under way: of which module, whether its caller is outside the model, and the first node made in it."""
+class ActiveCall:
+    """A call under way.
+
+    Attributes:
+        module: is called.
+        outermost: whether its caller is outside of the model.
+        start: the number of the first autograd node that may be made in it.
+        shown: its output as hooks of the user's see it.
+        error: what was being handled when it began, to be told from what the call raises.
+        undo: runs at its end.
+    """
 
     __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
 
-    def __init__(self, module: nn.Module, outermost: bool, start: int):
-        self.module = module
-        self.outermost = outermost
-        self.start = start
-        self.shown: Shown | None = None
-        # What was being handled when it began, to be told from what it raises.
-        self.error: BaseException | None = None
+    def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None):
+        self.module, self.outermost, self.start, self.error = module, outermost, start, error
+        self.shown: HookedOutput | None = None
         self.undo = ExitStack()

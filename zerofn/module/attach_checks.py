@@ -1,4 +1,4 @@
-"""What may be attached, and whether it is still what was attached."""
+"""Checks of a model when it is attached, and that it has not changed since."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaves
 
-# What must stay of a parameter beside its address; asked of all in every step, and so from C.
-TOLD = attrgetter("shape", "dtype", "device", "requires_grad")
+# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
+FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Owner:
-    """Marks a parameter as attached. A copied or unpickled parameter is nobody's."""
+    """Marks a parameter as attached to an optimizer. The mark of a copied or unpickled parameter names none."""
 
     def __init__(self, opt: Any = None, leave: Callable[[], None] = lambda: None, strong: bool = False):
         self.opt: Callable[[], Any] = lambda: None
         self.leave = leave
         if opt is not None:
-            # Over ranks nobody but detach(), on all of them at once, can give full parameters back.
+            # Strong over ranks: only detach(), on all of them at once, can give full parameters back.
             self.opt = (lambda: opt) if strong else weakref.ref(opt)
 
     def __reduce__(self):
@@ -35,7 +35,7 @@ class Owner:
 
 
 class Watch:
-    """What must stay as it was when a model was attached.
+    """What must stay of a model as it was when it was attached.
 
     Args:
         model: the model.
@@ -44,60 +44,58 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
-        self.layout, self.params = layout, params
-        self.tensors = [params[leaf.path] for leaf in layout.leaves]
+        self.paths = [leaf.path for leaf in layout.leaves]
+        self.tensors = [params[path] for path in self.paths]
         with torch.DisableTorchFunctionSubclass():
-            self.data = self._told()
-        # Submodules as well: one that is put in later would be run and not trained.
+            self.data = self._properties()
+        # Submodules as well: one that is put in later would run and not be trained.
         self.modules = dict(model.named_modules())
         self.registered = self._registered()
         self.ids = self._ids()
 
     def check(self) -> None:
-        """A model that is no longer the one attached would be trained wrongly in silence.
+        """Refuse a model that has changed, which would be trained wrongly in silence.
 
         Raises:
             RuntimeError: everything that has changed is named.
         """
         with torch.DisableTorchFunctionSubclass():
-            # All leaves at once: of nearly all steps there is nothing to tell.
-            same = self._told() == self.data
+            # All leaves at once: in nearly all steps nothing has changed.
+            same = self._properties() == self.data
             bad = [] if same else [(path, why) for path, why in self._reasons() if why]
             if not same and not bad:
-                # Sharded parameters that were given other memory, which is stored in by now.
-                self.data = self._told()
-        modules: list[tuple[str, str]] = []
+                # Sharded parameters that the user gave other memory, in which they are stored since (`adopted`).
+                self.data = self._properties()
+        changed: list[tuple[str, str]] = []
         if self._ids() != self.ids:
             pairs = zip(self.registered, self._registered(), strict=True)
             found = [path for (name, before), (_, now) in pairs for path in _changed(name, before, now)]
-            modules = [(path, "added, removed or replaced") for path in found]
-        if bad or modules:
-            frozen = any("requires_grad" in reason for _, reason in bad)
-            bad += modules
+            changed = [(path, "added, removed or replaced") for path in found]
+        if bad or changed:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
-            if frozen or modules:
+            if changed or any("requires_grad" in reason for _, reason in bad):
                 right += ":\n         attach after freezing, and after adding adapters"
-            raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+            raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
 
-    # Not by the own methods of what is registered in: what stands in for a dict of parameters may give views.
+    # By the methods of `dict`, since a dict of parameters may give views by its own.
 
     def _registered(self) -> list[tuple[str, dict[str, Any]]]:
-        """What each module has registered of parameters, and of submodules."""
+        """By name of a module, its parameters, and again its submodules."""
         return [(name, dict.copy(found)) for name, m in self.modules.items() for found in registered(m)[:2]]
 
     def _ids(self) -> list[list[int]]:
-        """Of all that is registered, which every step asks for."""
+        """The ids of all parameters and submodules."""
         return [[*map(id, dict.values(found))] for m in self.modules.values() for found in registered(m)[:2]]
 
-    def _told(self) -> list[tuple[int, tuple[Any, ...]]]:
-        return list(zip(map(Tensor.data_ptr, self.tensors), map(TOLD, self.tensors), strict=True))
+    def _properties(self) -> list[tuple[int, tuple[Any, ...]]]:
+        return list(zip(map(Tensor.data_ptr, self.tensors), map(FIXED, self.tensors), strict=True))
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
-        for leaf, p, (address, told) in zip(self.layout.leaves, self.tensors, self.data, strict=True):
-            yield leaf.path, _moved(p, address, *told)
+        for path, p, (address, properties) in zip(self.paths, self.tensors, self.data, strict=True):
+            yield path, _reason(p, address, *properties)
 
 
-def _moved(
+def _reason(
     p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, trainable: bool
 ) -> str:
     if p.dtype != dtype or p.device != device:
@@ -108,7 +106,7 @@ def _moved(
 
 
 def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Paths of what a module no longer registers as it did. Modules without parameters may come and go."""
+    """Paths of what a module has registered otherwise. Submodules without parameters may come and go."""
     names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
     of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
     return [f"{name}.{n}".lstrip(".") for n in of_parameters]
@@ -119,6 +117,7 @@ def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
 
 
 def check_free(named: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that another optimizer has."""
     taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
     if taken:
         raise ValueError(
@@ -140,7 +139,7 @@ def _taken(p: nn.Parameter) -> bool:
 
 
 def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
-    """A lazy module has no shapes before its first call."""
+    """Refuse parameters of lazy modules before their first call, which have no shapes."""
     lazy = [(n, type(p).__name__) for n, p in named.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         right = f"model(example) once, which gives lazy modules their shapes, and zf.{where}(...) after it"
@@ -148,7 +147,7 @@ def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
 
 
 def check_trainable(layout: Layout) -> None:
-    """With nothing to train the pipeline would be made, and no step could ever be."""
+    """Refuse a model with nothing to train, of which no step could ever be made."""
     if not any(leaf.trainable for leaf in layout.leaves):
         first = ", ".join(leaf.path for leaf in layout.leaves[:3])
         raise ValueError(
@@ -162,7 +161,7 @@ def check_trainable(layout: Layout) -> None:
 
 
 def check_hookable(model: nn.Module) -> None:
-    """Modules of TorchScript run, and keep their parameters, out of Python's sight."""
+    """Refuse TorchScript modules, which run and keep their parameters outside of Python."""
     found: list[tuple[str, str]] = []
     for name, m in model.named_modules():
         if isinstance(m, torch.jit.ScriptModule) and not any(name.startswith(f"{n}.") or not n for n, _ in found):
@@ -180,7 +179,7 @@ def check_hookable(model: nn.Module) -> None:
 
 
 def check_alone(model: nn.Module, over_ranks: bool) -> None:
-    """What averages gradients over ranks by itself would meet parts where it expects wholes, or do it twice."""
+    """Refuse DistributedDataParallel over ranks: it would average gradients twice, or find parts in place of wholes."""
     wrapped = [n for n, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped and over_ranks:
         raise ValueError(
@@ -193,7 +192,7 @@ def check_alone(model: nn.Module, over_ranks: bool) -> None:
 
 
 def check_memory(params: dict[str, Tensor]) -> None:
-    """Two different parameters over one memory would be updated twice; tied ones are one object."""
+    """Refuse parameters without memory of their own. Of two over one memory both would be updated."""
     seen: dict[int, str] = {}
     bad = []
     for path, p in params.items():

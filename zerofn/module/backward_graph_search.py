@@ -1,11 +1,11 @@
-"""A search of the graph of a backward for tensors that passed the boundary of a scaled model by another door.
+"""A search of the graph of a backward for tensors that got past the boundary of a model under `scale_loss`.
 
-The loss scale multiplies cotangents where they enter a model through its outputs and is divided out where they leave
-to parameters and inputs. So every way from the loss to a leaf crosses the boundary outward and inward by turns; on one
-that does not, through a closure, a cache or a list, the factor is missing or counts twice.
+The loss scale multiplies cotangents where they enter a model through its outputs, and is divided out where they leave
+to parameters and inputs. So every path from the loss to a leaf crosses the boundary outward and inward by turns. On a
+path that does not, through a closure, a cache or a list, the factor is missing or counts twice.
 
-Every backward is searched. That takes about 2 us for a node, and autograd 10 and more to run one; a search now and
-then would let a program that does wrong in its thousandth step do it in silence.
+Every backward is searched. That takes about 2 us for a node, and autograd takes 10 and more to run it. To search now
+and then would miss what a program does in its thousandth step alone.
 """
 
 from __future__ import annotations
@@ -23,75 +23,73 @@ from .._errors import explain
 from ..core.linear_map import LeafView
 from .crossing import Crossing
 from .leaked_tensors import is_outside
-from .node_ranges import Spans
 
 # Kinds of nodes.
 OTHER, CROSSING, LEAF, GATHER, SCATTER = range(5)
 
-# A step down the graph: from a node, or from nothing to that of the loss, to another one, on the inside or not.
+# An edge of the graph: the node it comes from (`None` above the loss), the node it leads to, whether that is inside.
 Step = tuple[Any, Any, bool]
 
 
-def check_closed(owner: Any, roots: list[Any], spans: Spans) -> None:
-    """Look at the whole graph of the backward under way.
+def check_closed(owner: Any, roots: list[Any]) -> None:
+    """Search the whole graph of the backward under way.
 
     Args:
-        owner: the `Sight` whose boundary it is.
-        roots: the nodes at which it began.
-        spans: what was made during its calls.
+        owner: the boundary, a `Sight`.
+        roots: the nodes at which the backward began.
 
     Raises:
         RuntimeError: a tensor of the inside is used outside, or one of the outside inside.
     """
-    taken: dict[int, Step] = {}
-    door = _find_door(owner, roots, taken)
-    if door is None:
+    reached_by: dict[int, Step] = {}
+    leak = _find_leak(owner, roots, reached_by)
+    if leak is None:
         return
-    _, other, inside = door
-    owner.unchanged()
-    if taken[id(other)] is not door:
-        # Met from both sides.
-        inside = not (number_of(other) in spans and not is_outside(other, owner, 0))
+    _, other, inside = leak
+    owner.check_unchanged()
+    if reached_by[id(other)] is not leak:
+        # Reached from both sides.
+        inside = number_of(other) not in owner.node_ranges or is_outside(other, owner, 0)
     if inside:
-        _refuse_input(owner, door, taken, spans)
-    _refuse_escape(owner, door, taken, spans)
+        _refuse_input(owner, leak, reached_by)
+    _refuse_escape(owner, leak, reached_by)
 
 
-def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | None:
-    """The first step that passes the boundary where it should not; known once the whole graph has been seen.
+def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Step | None:
+    """The first step past the boundary without a crossing; known once the whole graph has been searched.
 
     Args:
-        owner: whose boundary.
+        owner: the boundary.
         roots: the nodes of the losses.
-        taken: filled with the step by which each node was reached first. That keeps the node alive, for an id is
-            only unique among the living.
+        reached_by: filled with the step by which each node was reached first, by the node's id. It keeps the node
+            alive, for another node might be given its id.
     """
-    door: Step | None = None
-    # A node's kind is that of its class, of which a program has few.
-    kinds: dict[type, int] = owner.kinds
+    leak: Step | None = None
+    # A class has one kind, and a program has few classes of nodes.
+    node_kinds: dict[type, int] = owner.node_kinds
     steps: list[Step] = [(None, root, False) for root in roots]
     while steps:
         step = steps.pop()
         other, inside = step[1], step[2]
-        before = taken.setdefault(id(other), step)
+        before = reached_by.setdefault(id(other), step)
         if before is not step:
             if before[2] != inside:
-                door = door or step
+                leak = leak or step
             continue
-        kind = kinds.get(type(other))
+        kind = node_kinds.get(type(other))
         if kind is None:
-            kind = kinds[type(other)] = _kind(other)
+            kind = node_kinds[type(other)] = _kind(other)
         if kind == CROSSING and type(crossing := other.forth.__self__) is Crossing and crossing.owner is owner:
             if other.forth == crossing.back:
-                # Nodes of a second derivative belong to neither side.
+                # A node of a second derivative, which belongs to neither side.
                 return None
             if crossing.inward != inside:
-                door = door or step
+                leak = leak or step
             if type(crossing.edge) is LeafView:
-                # Behind it is the parameter.
+                # It leads to the parameter.
                 continue
             inside = not crossing.inward
-            # What else it has edges to are the tensors that left upstream (`module.upstream`).
+            # Its other edges lead to tensors that left upstream of it (`output_graph`).
             node = other.next_functions[0][0]
             if node is not None:
                 steps.append((other, node, inside))
@@ -99,22 +97,22 @@ def _find_door(owner: Any, roots: list[Any], taken: dict[int, Step]) -> Step | N
         elif kind == LEAF:
             leaf = other.variable
             if is_wrapped(leaf):
-                # torch.func records nodes of its own for a boundary, so that an argument would look like a stranger.
+                # torch.func records other nodes for a crossing, and arguments would be taken for leaks.
                 return None
             if inside and (isinstance(leaf, nn.Parameter) or _held(other)):
-                door = door or step
+                leak = leak or step
             continue
         elif kind in (GATHER, SCATTER) and other.units is owner.units:
             if kind == SCATTER:
                 return None
-            # Gathering unscales as well; but not what is gathered for the world outside.
+            # A gather divides by the scale as well, but for a parameter that is used outside of the model.
             if (other.i < owner.units.blocks) != inside:
-                door = door or step
+                leak = leak or step
             continue
         for node, _ in other.next_functions:
             if node is not None:
                 steps.append((other, node, inside))
-    return door
+    return leak
 
 
 def _kind(node: Any) -> int:
@@ -128,33 +126,33 @@ def _kind(node: Any) -> int:
 
 
 def _held(node: Any) -> bool:
-    """Whether anybody but graph and caller holds the leaf of a node; one that nobody holds is counted beside it.
+    """Whether anybody but the graph holds the leaf of a node. A leaf that nobody holds was made, and is used, inside.
 
-    One that nobody holds was made, and is used, inside. Of the node, since an argument of a function may count twice:
-    once `torch.compile` was used in a process, Python copies arguments where it would else move them.
+    By a comparison with the references to a leaf that nobody holds. The node is the argument, for a leaf as argument
+    may count twice: once `torch.compile` was used in a process, Python copies arguments that it would else move.
     """
     with torch.enable_grad():
         product = torch.ones((), requires_grad=True) * 1.0
     free: Any = product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    # One for the caller, who holds the other leaf.
+    # One more for the caller's variable.
     return sys.getrefcount(node.variable) > sys.getrefcount(free.variable) + 1
 
 
-def _refuse_input(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) -> NoReturn:
-    """The model uses a tensor of the outside that it was not given."""
-    node, other, _ = door
-    strangers = _way_up(node, taken, lambda n: number_of(n) not in spans)
+def _refuse_input(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoReturn:
+    """The model uses a tensor of the outside that is no argument."""
+    node, other, _ = leak
+    strangers = _path_up(node, reached_by, lambda n: number_of(n) not in owner.node_ranges)
     leaf = getattr(other, "variable", None)
     if strangers:
         _refuse_stranger(f"a tensor computed outside (by {strangers[-1].name()})")
     if leaf is not None:
         for path, p in owner.model().named_parameters():
             if p is leaf:
-                _refuse_elsewhere(path)
+                _refuse_other_place(path)
         kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
         _refuse_stranger(f"a {kind} of shape {tuple(leaf.shape)}")
     if _kind(other) == GATHER:
-        _refuse_elsewhere(owner.units.units[other.i][0].path)
+        _refuse_other_place(owner.units.units[other.i][0].path)
     if _kind(other) == OTHER:
         _refuse_stranger(f"a tensor computed outside (by {other.name()})")
     raise RuntimeError(
@@ -168,10 +166,10 @@ def _refuse_input(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) 
     )
 
 
-def _refuse_escape(owner: Any, door: Step, taken: dict[int, Step], spans: Spans) -> NoReturn:
-    """The loss uses a tensor of the inside that was not let out."""
-    node, other, _ = door
-    inner = _way_up(node, taken, lambda n: number_of(n) in spans)
+def _refuse_escape(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoReturn:
+    """The loss uses a tensor of the inside that did not leave through the boundary."""
+    node, other, _ = leak
+    inner = _path_up(node, reached_by, lambda n: number_of(n) in owner.node_ranges)
     if inner:
         what = f"a tensor from inside the attached model (by {inner[-1].name()})"
     elif _kind(other) == OTHER:
@@ -192,30 +190,22 @@ def _refuse_escape(owner: Any, door: Step, taken: dict[int, Step], spans: Spans)
     )
 
 
-def _way_up(node: Any, taken: dict[int, Step], belongs: Callable[[Any], bool]) -> list[Any]:
-    """Nodes that `belongs` from `node` up, as they were reached, and not past a crossing."""
+def _path_up(node: Any, reached_by: dict[int, Step], belongs: Callable[[Any], bool]) -> list[Any]:
+    """From `node` towards the loss, as they were reached: nodes that `belongs` accepts, and not past a crossing."""
     found = []
     while node is not None and _kind(node) == OTHER and belongs(node):
         found.append(node)
-        node = taken[id(node)][0]
+        node = reached_by[id(node)][0]
     return found
 
 
-def _refuse_elsewhere(path: str) -> NoReturn:
-    raise RuntimeError(
-        explain(
-            f"the attached model uses its parameter {path} from elsewhere than its module: from a list, or a closure",
-            "its gradient would come out multiplied by the loss scale",
-            f"self.{path.rpartition('.')[2]} in forward, or an nn.ParameterList instead of the list",
-        )
-    )
+def _refuse_other_place(path: str) -> NoReturn:
+    what = f"the attached model uses its parameter {path} from elsewhere than its module: from a list, or a closure"
+    right = f"self.{path.rpartition('.')[2]} in forward, or an nn.ParameterList instead of the list"
+    raise RuntimeError(explain(what, "its gradient would come out multiplied by the loss scale", right))
 
 
 def _refuse_stranger(what: str) -> NoReturn:
-    raise RuntimeError(
-        explain(
-            f"the attached model uses {what} that is neither its parameter nor an argument",
-            "its gradient would come out multiplied by the loss scale",
-            "pass it to the model as an argument, or register it before zf.attach: self.x = nn.Parameter(x)",
-        )
-    )
+    what = f"the attached model uses {what} that is neither its parameter nor an argument"
+    right = "pass it to the model as an argument, or register it before zf.attach: self.x = nn.Parameter(x)"
+    raise RuntimeError(explain(what, "its gradient would come out multiplied by the loss scale", right))

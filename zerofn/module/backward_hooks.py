@@ -1,14 +1,11 @@
-"""Backward hooks on modules inside of a scaled model, which would see cotangents multiplied by the loss scale.
+"""Refusal of backward hooks on modules inside of a scaled model, whose cotangents have the loss scale in them.
 
-They are refused, since a clamp, a threshold or a statistic of a scaled number is wrong in silence. To give them true
-ones would take a hook of ours before theirs and one after, which torch has for gradients of inputs and not for those
-of outputs; and in fp16 true ones are zeros now and then, which is why there is a scale. Hooks on the model itself see
-what is outside.
+A clamp, a threshold or a statistic of a scaled number is wrong in silence. To give true gradients to the hooks would
+take a hook of ours before theirs and one after, which torch has for gradients of inputs and not for those of outputs;
+and in fp16 true gradients underflow, which is why there is a scale. Hooks on the model itself see true gradients.
 """
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +15,7 @@ from .._errors import bad_leaves
 
 
 def check_inner_hooks(model: nn.Module) -> None:
-    """At attach: name every one there is.
+    """Refuse all that there are when the model is attached.
 
     Raises:
         ValueError: a module inside of the model has a backward hook.
@@ -29,29 +26,27 @@ def check_inner_hooks(model: nn.Module) -> None:
 
 
 def check_hooks_of_call(model: nn.Module | None, module: nn.Module, outermost: bool, args: tuple) -> None:
-    """At a call of a module that has some: of an outermost one the outputs are true, and the inputs are not.
+    """Refuse the hooks of a module that is called, if they would be given cotangents of the inside.
 
     Args:
         model: the attached one.
         module: is called.
-        outermost: whether by the user.
+        outermost: whether by the user: then cotangents of its outputs are true, and those of its inputs are not.
         args: what it is called with.
 
     Raises:
-        RuntimeError: they would see cotangents of the inside.
+        RuntimeError: there is such a hook.
     """
     hooks = backward_hooks(module)
+    if not hooks or not torch.is_grad_enabled():
+        return
     if outermost and not any(isinstance(a, Tensor) and a.requires_grad for a in args):
         hooks = [h for h in hooks if h == "register_backward_hook"]
     elif outermost:
         hooks = [h for h in hooks if h != "register_full_backward_pre_hook"]
-    if hooks and torch.is_grad_enabled():
-        _refuse(model, module, hooks)
-
-
-def _refuse(model: nn.Module | None, module: nn.Module, hooks: list[str]) -> NoReturn:
-    names = [name for name, m in model.named_modules() if m is module] if model is not None else []
-    raise RuntimeError(_message([(names[0] if names else type(module).__name__, ", ".join(hooks))]))
+    if hooks:
+        names = [name for name, m in model.named_modules() if m is module] if model is not None else []
+        raise RuntimeError(_message([(names[0] if names else type(module).__name__, ", ".join(hooks))]))
 
 
 def _message(found: list[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Buffers of a model in other dtypes for as long as it is attached."""
+"""Buffers of a model that are cast to other dtypes for as long as it is attached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.dtypes import Dtypes
 
 
 def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
-    """The dtype that each floating-point buffer is to have, by name; one that stands at several places once."""
+    """By name, the dtype that each floating-point buffer is to have; of one at several places the first name."""
     own = {name: x.dtype for name, x in model.named_buffers() if x.is_floating_point()}
     given = dtypes.buffers(list(own)) if dtypes.buffers is not None else {}
     return {name: given.get(name) or dtype for name, dtype in own.items()}
@@ -21,9 +21,9 @@ def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype
 
 @torch.no_grad()
 def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> Callable[[], None]:
-    """Put buffers in other dtypes in the place of a model's own, as `module.to(dtype)` does; what it returns undoes it.
+    """Exchange buffers for casts of them, as `module.to(dtype)` does; what is returned undoes it.
 
-    In their place, and no cast where they are looked up: what a model writes into a copy in forward would be lost.
+    Not cast where they are looked up, since a write of forward into such a copy would be lost.
     """
     casts = [(x, x.to(wanted[name])) for name, x in model.named_buffers() if x.dtype != wanted.get(name, x.dtype)]
     _replace(model, {id(old): new for old, new in casts})
@@ -33,7 +33,7 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> Callabl
         there = {id(x) for x in model.buffers()}
         for old, new in casts:
             if id(new) in there and old.shape == new.shape:
-                # What has not been written since has the bits that it had.
+                # An element that was not written has the bits that it had.
                 same = old.to(new.dtype) == new
                 old.copy_(torch.where(same, old, new.to(old.dtype)))
         _replace(model, {id(new): old for old, new in casts if old.shape == new.shape})
@@ -42,7 +42,7 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> Callabl
 
 
 def _replace(model: nn.Module, others: Mapping[int, Tensor]) -> None:
-    """Other tensors for buffers, at each place that these stand at."""
+    """Exchange buffers, by id, at every place where they stand."""
     for module in model.modules():
         buffers: dict[str, Any] = registered(module)[2]
         for name, x in list(buffers.items()):

@@ -1,22 +1,16 @@
-"""Where a tensor crosses the boundary of an attached model."""
+"""One tensor that crosses the boundary of an attached model: the value forward, the loss scale backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from .._errors import explain
-from ..core.linear_map import linear_map
+from ..core.linear_map import EdgeMap, LeafView, linear_map
 
-
-class Edge(Protocol):
-    """A linear map and its transpose, which is where the loss scale acts."""
-
-    def forth(self, x: Tensor, scale: Tensor | None, /) -> Tensor: ...
-
-    def back(self, g: Tensor, scale: Tensor | None, /) -> Tensor: ...
+# A linear map and its transpose, which is where the loss scale acts.
+Edge = EdgeMap | LeafView
 
 
 class Crossing:
@@ -26,23 +20,16 @@ class Crossing:
     saved tensors, and the parts it repeats must use the scale of the part they join.
 
     Attributes:
-        owner: whose boundary is crossed.
+        owner: the boundary that is crossed, a `Sight`.
+        edge: the map and its transpose.
         inward: from the outside to the inside.
+        used: the scale by which a cotangent was multiplied or divided.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        edge: Edge,
-        inward: bool,
-        scale: Callable[[], Tensor | None],
-        noticed: Callable | None,
-    ):
-        self.owner = owner
-        self.edge = edge
-        self.inward = inward
-        self.scale = scale
-        self.noticed = noticed
+    __slots__ = ("edge", "inward", "owner", "used")
+
+    def __init__(self, owner: Any, edge: Edge, inward: bool):
+        self.owner, self.edge, self.inward = owner, edge, inward
         self.used: Tensor | None = None
 
     def cross(self, x: Tensor) -> Tensor:
@@ -52,14 +39,13 @@ class Crossing:
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
         """The value; and, once a first derivative exists, the derivative of `back`."""
         if self.used is not None:
-            _check_same_scale(self.used, self.scale())
+            _check_same_scale(self.used, self.owner.scale())
         return self.edge.forth(x, None)
 
     def back(self, g: Tensor, _: Tensor | None) -> Tensor:
         """The cotangent, with the loss scale or without it again."""
-        self.used = self.scale()
-        if self.noticed is not None:
-            self.noticed(self)
+        self.used = self.owner.scale()
+        self.owner.on_cotangent()
         return self.edge.back(g, self.used)
 
 
@@ -75,6 +61,6 @@ def _check_same_scale(used: Tensor, now: Tensor | None) -> None:
 
 
 def crossing_of(node: Any, owner: Any) -> Crossing | None:
-    """The crossing of `owner`'s boundary that an autograd node belongs to."""
+    """The crossing of the boundary `owner` that an autograd node belongs to."""
     found = getattr(getattr(node, "forth", None), "__self__", None)
     return found if isinstance(found, Crossing) and found.owner is owner else None

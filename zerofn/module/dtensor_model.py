@@ -1,8 +1,8 @@
-"""A model that torch's tensor parallelism has cut: while it is attached its parameters are local ones.
+"""A model of torch's tensor parallelism: plain local parameters stand in for its DTensors while it is attached.
 
-`parallelize_module` makes distributed tensors (`DTensor`) of the parameters of a model, over one axis of a mesh. The
-library works on plain tensors over another one. So each is exchanged for a parameter on the same memory, which
-forward sees as the distributed tensor that it was; `opt.detach()` puts the old objects back.
+`parallelize_module` makes DTensors of the parameters of a model, over one axis of a mesh. The library works on plain
+tensors, over another axis. So each parameter is exchanged for one on the same memory, which forward has as the DTensor
+that it was; `opt.detach()` puts the old objects back.
 """
 
 from __future__ import annotations
@@ -21,28 +21,22 @@ from ..ranks.dtensor_parameters import CUT, Form, is_distributed, reason_against
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 
-REPLACED = explain(
-    "a backward to a parameter from before zf.attach",
-    "a model whose parameters are DTensors has others while it is attached, so this one is not trained",
-    "model.get_parameter(path), or model.parameters() after zf.attach",
-)
-
 
 class DistributedModel:
-    """The distributed parameters of a model.
+    """The parameters of a model that are DTensors.
 
     Args:
         model: the model.
         named: its parameters by path, tied ones under each path.
 
     Attributes:
-        forms: what distributed tensor each parameter is, by path.
-        within: where each parameter lies in its whole, by path: plain ones too, which all ranks have.
-        groups: of the ranks over which parameters are distributed.
+        forms: by path, which DTensor a parameter is.
+        within: by path, where the local tensor lies in its whole: of plain parameters too, which all ranks have.
+        groups: of the ranks over which parameters are distributed: one, or none.
 
     Raises:
-        ValueError: every parameter is named that is cut over several axes, over other ranks than the others, is a sum
-            not made yet, or has hooks.
+        ValueError: every parameter is named that is cut over several axes or over other ranks than the rest, is a
+            partial sum, or has hooks.
     """
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter]):
@@ -77,7 +71,7 @@ class DistributedModel:
             raise ValueError(bad_leaves("attach: DTensors that cannot be parameters of a pipeline", bad, CUT))
 
     def check_attached(self, in_backward: bool, made: bool) -> None:
-        """Refuse ways to attach that such a model has not."""
+        """Refuse `in_backward=True`, and `zf.materialize` (`made`), of such a model."""
         if self.named and (in_backward or made):
             how = "zf.materialize(model, tx)" if made else "zf.attach(model, tx, in_backward=True)"
             why = "a leaf's update would be made of what one rank has before the others have sent theirs"
@@ -89,14 +83,14 @@ class DistributedModel:
             )
 
     def enter(self) -> None:
-        """Exchange distributed parameters for local ones."""
+        """Exchange DTensors for local parameters."""
         for p in self.named.values():
             if id(p) not in self.locals:
                 self.locals[id(p)] = _local(p, Form.of(p))
         self._exchange(dict(self.locals))
 
     def leave(self) -> None:
-        """Put the distributed ones back, with what their parts are now."""
+        """Put the DTensors back, with the values of the local parameters."""
         back: dict[int, nn.Parameter] = {}
         for path, p in self.named.items():
             mine = self.locals.get(id(p))
@@ -127,13 +121,13 @@ def _check_cared_for(model: nn.Module) -> None:
 
 
 def _local(p: Any, form: Form) -> nn.Parameter:
-    """A parameter on the memory of what this rank has of a distributed one, which is left without."""
+    """A local parameter on the memory of a DTensor, which is left without memory."""
     mine = nn.Parameter(local_of(p).detach(), p.requires_grad)
     vars(mine).update(vars(p))
     if p.grad is not None:
         mine.grad = form.local(p.grad.detach())
         p.grad = None
-    # Whoever has it still finds neither numbers nor memory.
+    # Who holds it still finds neither numbers nor memory.
     set_local(p, torch.empty_like(local_of(p), device="meta"))
     if p.requires_grad:
         vars(p)["_zerofn_refusal"] = p.register_hook(_refuse)
@@ -147,7 +141,7 @@ def _distributed(p: Any, mine: nn.Parameter, form: Form) -> nn.Parameter:
     if mine.dtype == p.dtype:
         set_local(p, mine.detach())
     else:
-        # A tensor's dtype is for life.
+        # A tensor cannot change its dtype.
         made = nn.Parameter(form.wrap(mine.detach()), mine.requires_grad)
         vars(made).update(vars(p))
         p = made
@@ -159,4 +153,10 @@ def _distributed(p: Any, mine: nn.Parameter, form: Form) -> nn.Parameter:
 
 
 def _refuse(g: Tensor) -> NoReturn:
-    raise RuntimeError(REPLACED)
+    raise RuntimeError(
+        explain(
+            "a backward to a parameter from before zf.attach",
+            "a model whose parameters are DTensors has others while it is attached, so this one is not trained",
+            "model.get_parameter(path), or model.parameters() after zf.attach",
+        )
+    )

@@ -1,19 +1,18 @@
-"""The parameters of an attached model that were distributed tensors: those to whoever asks, and local ones inside.
+"""Parameters that were DTensors: plain local tensors to this package, DTensors to everybody else.
 
-The library works on what a rank has, a plain tensor. Whoever else looks at such a parameter, computes with it or writes
-into it has the distributed tensor that it was (`DTensor`), over the same memory: `p.shape`, `p.norm()`, `p.mul_(2)`,
-`p.grad` and `model.state_dict()` are as before `zf.attach`. Under `shard` a rank has a flat part of its part: what
-looks has that part, what computes has the distributed tensor of what is gathered, and nothing writes.
+Whoever looks at such a parameter, computes with it or writes into it has the DTensor that it was, over the same memory:
+`p.shape`, `p.norm()`, `p.mul_(2)`, `p.grad` and `model.state_dict()` are as before `zf.attach`. Under `shard` a rank
+has a flat part of its local tensor: who looks has that part, who computes has the DTensor of what is gathered, and
+writes are refused.
 
-A subclass, since only a tensor's class is asked before a function runs on it. To leave the distributed tensors where
-they are and to unwrap them in the library would take a case in every function that touches a parameter.
+A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. To leave
+DTensors where they are would take a case in every function of the package that touches a parameter.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,39 +25,45 @@ from .._errors import explain
 from ..ranks.dtensor_parameters import Form
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.part import handed, part_of, plain
+from ..sharded.part import handed, named_first, part_of, plain
 from ..sharded.part_origin import Origin
 from ..sharded.torch_function_kinds import PRIVATE, SIZES, in_place
 
-# What a parameter itself answers, as a leaf of a graph.
+# Functions and attributes of the leaf of a graph, which runs them on the local tensor.
 BEGINNINGS = ("is_", "has_", "register_post", "requires_grad", "retain")
 ITSELF = PRIVATE | {"__set__", "__delete__", "__hash__", "__dir__", "backward", "get_device", "type"}
-# What asks for sizes, or for numbers in another order.
+# Attributes that are the DTensor's: sizes, and the same numbers in another order.
 GLOBAL = frozenset({"shape", "ndim", "nbytes", "T", "mT", "H", "mH", "real", "imag"})
 OF_DISTRIBUTED = ("device_mesh", "full_tensor", "placements", "redistribute", "to_local")
 LOOKING = SIZES | {"__repr__", "__format__"}
 
 
-class Distributed(Partial):
-    """A parameter of which ranks have different parts, or the same whole, as one of torch's distributed tensors."""
+class DTensorParameter(Partial):
+    """A local tensor that is a DTensor to everybody else.
+
+    Attributes:
+        form: how local tensors are one DTensor.
+        whole: gives the DTensor, differentiable.
+        in_parts: whether this rank has a flat part of its local tensor.
+    """
 
     form: Form
-    # The distributed tensor, differentiable.
     whole: Callable[[], Tensor]
-    # Whether this rank has but a flat part of its part now.
     in_parts: Callable[[], bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
-            name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            name = func.__name__.partition(".")[0]
+            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
             if is_dynamo_compiling() or ours(sys._getframe(1)) or _by_itself(func, name):
                 return func(*args, **kwargs)
             if name == "register_hook":
                 return func(args[0], args[0]._given(args[1]))
             if name == "grad":
-                return _gradients(func, args, kwargs, sys._getframe(1))
-            if isinstance(args[0], Distributed) and args[0].in_parts() and (name in LOOKING or name == "__get__"):
+                return shown_gradients(func, args, kwargs, sys._getframe(1))
+            in_parts = args and isinstance(args[0], DTensorParameter) and args[0].in_parts()
+            if in_parts and (name in LOOKING or name == "__get__"):
                 return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
             if name == "detach":
                 args[0]._check_new(sys._getframe(1))
@@ -70,7 +75,7 @@ class Distributed(Partial):
     detach = Tensor.detach
 
     def __getattr__(self, name: str) -> Any:
-        # What only distributed tensors have.
+        # It has what only a DTensor has.
         if name in OF_DISTRIBUTED:
             return getattr(self.whole(), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -87,10 +92,16 @@ class Distributed(Partial):
         return value if value is None or self.in_parts() else self.form.local(value)
 
     def _given(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """A hook on the gradient, which is given what `p.grad` is to hold."""
+        """A hook on the gradient, as one that is given what `p.grad` is to hold."""
         if self.in_parts():
             return handed(hook, self._origin("what a hook is given", True))
-        return functools.partial(_handed, self.form, hook)
+        form = self.form
+
+        def local(g: Tensor) -> Tensor | None:
+            out = hook(form.wrap(g))
+            return None if out is None else form.local(out)
+
+        return local
 
     def _origin(self, how: str, gradient: bool) -> Origin:
         return Origin(how, self.path, gradient, (), self.form.shape, gradient and in_backward())
@@ -118,7 +129,7 @@ def _by_itself(func: Any, name: str) -> bool:
 
 
 def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What a parameter says of itself of which this rank has a part of a part: the sizes of the distributed tensor."""
+    """What looks at a parameter of which this rank has a flat part: sizes are the DTensor's."""
     p, attribute = args[0], func.__self__.__name__ if name == "__get__" else ""
     of = p._origin("the values", False)
     if name in SIZES or attribute in SIZES:
@@ -127,38 +138,30 @@ def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _whole(x: Any) -> Any:
-    if isinstance(x, Distributed):
+    if isinstance(x, DTensorParameter):
         return x.whole()
     return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
 
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Into the local memory, by way of the distributed tensor over it."""
+    """Write into the local memory, through a DTensor over it."""
     written = args[0] if type(args[0]) in (list, tuple) else [args[0]]
     for p in written:
-        if isinstance(p, Distributed) and (p.in_parts() or (p.requires_grad and torch.is_grad_enabled())):
+        if isinstance(p, DTensorParameter) and (p.in_parts() or (p.requires_grad and torch.is_grad_enabled())):
             why = f"{p.path} is a leaf that requires a gradient"
             if p.in_parts():
                 why = f"under shard this rank has a flat part of {p.path}, which is a DTensor over other ranks besides"
             right = f"with opt.gathered(), torch.no_grad(): p.{name}(...), on every rank"
             raise RuntimeError(explain(f"p.{name}(...) of an attached parameter", why, right))
-    over = [p.form.wrap(p.detach()) if isinstance(p, Distributed) else p for p in written]
+    over = [p.form.wrap(p.detach()) if isinstance(p, DTensorParameter) else p for p in written]
     first = over[0] if written[0] is args[0] else over
     func(first, *map(_whole, args[1:]), **{k: _whole(x) for k, x in kwargs.items()})
     return args[0]
 
 
-def _handed(form: Form, hook: Callable[[Tensor], Any], g: Tensor) -> Tensor | None:
-    out = hook(form.wrap(g))
-    return None if out is None else form.local(out)
-
-
-def _gradients(func: Any, args: tuple, kwargs: dict, frame: FrameType) -> tuple:
-    """Of `torch.autograd.grad`."""
+def shown_gradients(func: Any, args: tuple, kwargs: dict, frame: FrameType) -> tuple:
+    """`torch.autograd.grad`: of each parameter the gradient as `p.grad` would be shown to the caller in `frame`."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    inputs = inputs if isinstance(inputs, list | tuple) else [inputs]
+    inputs = inputs if isinstance(inputs, Sequence) else [inputs]
     given = zip(inputs, func(*args, **kwargs), strict=True)
-    return tuple(
-        p._shown(g, "a gradient", frame) if isinstance(p, Distributed) and isinstance(g, Tensor) else g
-        for p, g in given
-    )
+    return tuple(p._shown(g, "a gradient", frame) if isinstance(p, Partial) and g is not None else g for p, g in given)

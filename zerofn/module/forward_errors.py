@@ -1,4 +1,4 @@
-"""What is added to errors that a model's forward raises because it computes in other dtypes since it was attached."""
+"""Notes on errors that the forward of an attached model raises: what has changed, and which dtypes meet in it."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from torch import nn
 
 from ..core.pipeline import Pipeline
 
-# What torch says where two dtypes meet that it does not promote, from one kernel to the next in other words.
-DTYPES = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
-MOST = 5
+# In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
+DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
+MOST_NAMED = 5
 
 
-def note(error: BaseException, model: nn.Module, pipe: Pipeline, unchanged: Callable[[], None]) -> None:
-    """Say what has changed since the model was attached; what dtype it computes in, and what stays in its own.
+def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unchanged: Callable[[], None]) -> None:
+    """Add to an error what has changed since the model was attached, or in which dtypes it computes.
 
-    A note and no error of ours: what torch says names the operation, its type is what the caller may wait for, and
-    torch makes a warning of what a hook raises after an error.
+    A note and no error of ours: torch's message names the operation, the caller may catch its class, and torch makes a
+    warning of what a hook raises after an error.
 
     Args:
         error: what forward raised.
         model: the attached one.
         pipe: its pipeline.
-        unchanged: raises if it is no longer what was attached.
+        check_unchanged: raises if the model is not what was attached.
     """
     try:
-        unchanged()
+        check_unchanged()
     except RuntimeError as changed:
         error.add_note(f"zerofn: {changed}")
         return
-    if isinstance(error, RuntimeError | TypeError) and DTYPES.search(str(error)):
-        _note_dtypes(error, model, pipe)
+    if isinstance(error, RuntimeError | TypeError) and DTYPE_ERROR.search(str(error)):
+        _add_dtypes(error, model, pipe)
 
 
-def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
+def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
     seen = pipe.dtypes.inputs
-    where = _where(error, model, pipe)
+    where = _where_raised(error, model, pipe)
     if pipe.dtypes.by_path and seen is None:
-        _note_several(error, pipe, where)
+        _add_several(error, pipe, where)
     if seen is None:
         return
     named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]
-    shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST])
-    rest = f" and {len(named) - MOST} more" if len(named) > MOST else ""
+    shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST_NAMED])
+    rest = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
     error.add_note(
         f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
@@ -55,8 +55,8 @@ def _note_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None
     )
 
 
-def _where(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
-    """The innermost module of the model in whose code torch raised, with the dtypes of what is its own."""
+def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
+    """The innermost module of the model in whose code torch raised, with the dtypes of its own tensors."""
     names = {id(m): name for name, m in model.named_modules()}
     at, trace = None, error.__traceback__
     while trace is not None:
@@ -73,8 +73,8 @@ def _where(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
     return f"raised in {names[id(at)] or 'the model itself'} ({type(at).__name__}){f', with {has}' if has else ''}; "
 
 
-def _note_several(error: BaseException, pipe: Pipeline, where: str) -> None:
-    """Which leaves are seen in which dtype; the fewest of one first, since those are most likely the ones that met."""
+def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
+    """Which leaves forward has in which dtype; the rarest dtype first, which most likely met another one."""
     groups: dict[torch.dtype, list[str]] = {}
     for leaf in pipe.layout.leaves:
         groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
@@ -82,8 +82,8 @@ def _note_several(error: BaseException, pipe: Pipeline, where: str) -> None:
         return
     lines = [where.removesuffix("; ")] if where else []
     for dtype, paths in sorted(groups.items(), key=lambda group: len(group[1])):
-        rest = f" and {len(paths) - MOST} more" if len(paths) > MOST else ""
-        lines.append(f"{dtype}: {', '.join(paths[:MOST])}{rest}")
+        rest = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
+        lines.append(f"{dtype}: {', '.join(paths[:MOST_NAMED])}{rest}")
     told = "\n         ".join(lines)
     error.add_note(
         f"zerofn: precision(..., labels=...) gives the model parameters in several dtypes\n"

@@ -1,4 +1,4 @@
-"""Hooks by which an attached model notices its calls: where they begin and end, and which of them is the outermost."""
+"""Forward hooks of an attached model: where its calls begin and end, and which of them is the outermost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .._compat.modules import CALL, backward_hooks, forward_hooks, register_in, 
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
-from .active_calls import Call
+from .active_calls import ActiveCall
 from .backward_hooks import check_hooks_of_call
 from .boundary import Sight
-from .forward_errors import note
+from .forward_errors import add_notes
 from .forward_writes import carry_written
-from .leaked_tensors import Shown
+from .leaked_tensors import HookedOutput
 from .nested_tensors import map_tensors, tensors_in
-from .parameter_dict import SeenParameters
+from .parameter_dict import ParameterViewDict
 
 # fmt: off
 NORMS = (
@@ -38,7 +38,7 @@ NORMS = (
 
 
 class Hook:
-    """A hook that a copied or pickled module carries along without effect."""
+    """A hook that does nothing in a copied or unpickled module."""
 
     def __init__(self, fn: Callable[..., Any] | None):
         self.fn = fn
@@ -54,27 +54,24 @@ class Hook:
         return Hook, (None,)
 
 
-class _Weights(list):
-    """Views of a recurrent module's parameters: no list of the user's, whose tensors another thread's call lets in."""
+class _FlatWeights(list):
+    """Views of a recurrent module's parameters. A class into which `AttributeTensors` does not look."""
 
 
-GONE = weakref.ref(_Weights())
+GONE = weakref.ref(_FlatWeights())
 _MODULE = attrgetter("module")
 
 
-class _Begin(Hook):
-    """The hook before each call of one module. Most calls are inside of another one, and need no notice.
-
-    One that does gets a hook for its end as well.
-    """
+class _PreForwardHook(Hook):
+    """The hook before each call of one module. Most calls are inside of another call, and nothing is to be done."""
 
     def __init__(self, sight: Sight, module: nn.Module):
         recurrent = isinstance(module, nn.RNNBase)
-        # Held during calls of a recurrent module: the list that its kernel takes is the same for all threads.
-        # Parts that a backward repeats take it too, in whatever thread: who waits for a backward is in no such
-        # call, unless a hook of the user's on that very module runs one.
-        turn = threading.RLock() if recurrent else None
-        super().__init__(functools.partial(_before, sight, turn))
+        # Held during calls of a recurrent module, for all threads share the list of weights that its kernel takes.
+        # Calls that a checkpoint repeats in backward take the lock too, in whatever thread. A thread that waits for a
+        # backward is in no such call, unless a hook of the user's on that very module runs one.
+        lock = threading.RLock() if recurrent else None
+        super().__init__(functools.partial(_begin_call, sight, lock))
         self.sight = sight
         self.plain = not recurrent and module is not sight.model()
         self.block = id(module) in sight.blocks
@@ -83,8 +80,8 @@ class _Begin(Hook):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.plain:
             local = self.sight.local
-            # Only ours is at the end of the call: no hook of the user's is to be shown anything.
-            quiet = not self.sight.scaled or not (_others(self.sight, module) or backward_hooks(module))
+            # Without a hook of the user's nothing of the inside is shown.
+            quiet = not self.sight.scaled or not (_has_user_hooks(self.sight, module) or backward_hooks(module))
             if quiet and local.calls and module not in map(_MODULE, local.calls):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
@@ -93,63 +90,58 @@ class _Begin(Hook):
 
 
 def needs_sight(pipe: Pipeline) -> bool:
-    """Whether the model differs from its plain self at all: without a cast or a scale nothing is hooked.
+    """Whether modules need hooks: for a cast, a loss scale or a gather.
 
-    Inputs are cast to the dtype of the parameters even where these are resident in it.
+    Inputs are cast to the dtype that parameters have in forward even where they are stored in it.
     """
     return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
 
 def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[nn.Module]) -> Callable[[], None]:
-    """Make `model` see its parameters through `sight`; what is returned undoes it.
+    """Hook a model, and give it views of its parameters in forward; what is returned undoes it.
 
     Args:
-        model: its parameters are the resident ones.
-        sight: how they are seen.
+        model: its modules are hooked.
+        sight: gives the views, and takes inputs in and outputs out.
         paths: `id(parameter)` to path.
-        blocks: modules whose parameters are gathered.
+        blocks: modules whose parameters are gathered together.
     """
     sight.blocks = {id(m) for m in blocks}
     for module in model.modules():
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
         if names:
-            register_in(module, SeenParameters(plain, names, sight, _buffers_dtype(module)))
-            sight.undo.append(functools.partial(_restore, module, plain))
-        pre = _Begin(sight, module)
-        sight.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+            register_in(module, ParameterViewDict(plain, names, sight, _buffers_dtype(module)))
+            sight.undo.callback(_restore, module, plain)
+        pre = _PreForwardHook(sight, module)
+        sight.undo.callback(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in sight.blocks:
-            sight.undo.append(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
-    # Before any hook of the user's, who sees outputs in the dtype they have outside.
-    _end(sight, model)
-
-    def uninstall() -> None:
-        for action in reversed(sight.undo):
-            action()
-
-    return uninstall
+            sight.undo.callback(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
+    # Before any hook of the user's, which sees outputs in the dtype that they have outside.
+    _add_end_hook(sight, model)
+    return sight.undo.close
 
 
 def _end_block(sight: Sight, module: nn.Module, args: tuple, output: Any) -> None:
-    """Let go of what the graph of a block's call has saved of its parameters."""
+    """Exchange gathered parameters that the graph of a block's call has saved for notes."""
     walks = sight.local.walks
     if walks is not None and walks.open:
         walks.end(module, tensors_in(output))
 
 
-def _others(sight: Sight, module: nn.Module) -> bool:
-    """Whether a module has forward hooks that are not ours."""
-    return len(forward_hooks(module)) > (id(module) in sight.ends) + (id(module) in sight.blocks)
+def _has_user_hooks(sight: Sight, module: nn.Module) -> bool:
+    """Whether a module has forward hooks of the user's."""
+    return len(forward_hooks(module)) > (id(module) in sight.end_hooks) + (id(module) in sight.blocks)
 
 
-def _end(sight: Sight, module: nn.Module) -> None:
-    handle = module.register_forward_hook(Hook(functools.partial(_after, sight)), always_call=True)
-    sight.undo.append(handle.remove)
-    sight.ends[id(module)] = handle.id
+def _add_end_hook(sight: Sight, module: nn.Module) -> None:
+    handle = module.register_forward_hook(Hook(functools.partial(_end_call, sight)), always_call=True)
+    sight.undo.callback(handle.remove)
+    sight.end_hooks[id(module)] = handle.id
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
-    """Of a normalisation with running statistics, whose kernel wants parameters of their dtype."""
+    """The dtype of running statistics: the kernel of a normalization takes parameters of no other one."""
     mean = getattr(module, "running_mean", None) if isinstance(module, NORMS) else None
     return None if mean is None else mean.dtype
 
@@ -160,17 +152,17 @@ def _restore(module: nn.Module, plain: dict) -> None:
     register_in(module, plain)
 
 
-def _before(
-    sight: Sight, turn: AbstractContextManager[Any] | None, module: nn.Module, args: tuple, kwargs: dict
+def _begin_call(
+    sight: Sight, lock: AbstractContextManager[Any] | None, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple | None:
-    """Note the call; at the outermost one, let the inputs in."""
+    """Note that a call begins; take the inputs of an outermost one in."""
     local = sight.local
-    if id(module) not in sight.ends:
-        # Only now, for most modules are never called from outside, and to run it takes time.
-        _end(sight, module)
+    if id(module) not in sight.end_hooks:
+        # Only here, for most modules are never called from outside, and a hook takes time.
+        _add_end_hook(sight, module)
     if local.calls and module is sight.model() and not _calls_itself(module):
-        # Ctrl-C leaves no trace on its way out of a call, and everything after would look nested.
-        sight.forget_calls()
+        # No hook runs when Ctrl-C ends a call, and all calls after it would look nested.
+        local.drop_stale_calls()
     outermost = not local.calls and not sight.repeating(module)
     if sight.scaled:
         check_hooks_of_call(sight.model(), module, outermost, args)
@@ -182,8 +174,7 @@ def _before(
                 "torch.jit.trace(opt.detach(), example) after training; torch.compile(model) while it is attached",
             )
         )
-    call = Call(module, outermost, next_sequence())
-    call.error = sys.exception()
+    call = ActiveCall(module, outermost, next_sequence(), sys.exception())
     if not local.calls:
         sight.begin()
     if local.walks is not None and (not local.calls or id(module) in sight.blocks):
@@ -191,11 +182,11 @@ def _before(
     local.calls.append(call)
     if outermost and sight.units is not None:
         call.undo.enter_context(noting(sight.units))
-    if turn is not None:
-        call.undo.enter_context(turn)
-        _fill(module)
-    if sight.scaled and _others(sight, module):
-        _show_to_hooks(sight, module)
+    if lock is not None:
+        call.undo.enter_context(lock)
+        _fill_flat_weights(module)
+    if sight.scaled and _has_user_hooks(sight, module):
+        _order_user_hooks(sight, module)
     if not outermost:
         return None
     return (
@@ -204,75 +195,76 @@ def _before(
     )
 
 
-def _after(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
-    """Let the outputs of the outermost call out. Runs after an exception too."""
+def _end_call(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Note that a call has ended; take the outputs of an outermost one out. Runs after an exception too."""
     local = sight.local
     if not local.calls or local.calls[-1].module is not module:
-        # It was not noticed, or a hook of the user's raised before it could be.
+        # Its begin was not noted, for one because a hook of the user's raised before.
         return None
     call = local.calls.pop()
     error = sys.exception()
     if isinstance(module, nn.RNNBase):
-        _empty(module)
+        _reset_flat_weights(module)
     call.undo.close()
     if call.outermost and error is not None and error is not call.error:
-        note(error, module, sight.pipe, sight.unchanged)
-    seen = dict(local.seen) if not local.calls else {}
+        add_notes(error, module, sight.pipe, sight.check_unchanged)
     if local.walks is not None and not local.calls:
         local.walks.end(module, tensors_in(output))
         local.walks.open.clear()
     try:
         if not local.calls:
-            sight.let_attributes_out(call.start, at_once=False)
+            sight.collect_attributes(call.start)
         if call.shown is not None:
-            # What the user's hooks were shown is outside already.
+            # What hooks of the user's were given is outside already.
             return output if call.outermost else call.shown.result(output, sight.enter)
         return sight.leave_all(output) if call.outermost else None
     finally:
         if not local.calls:
+            seen = dict(local.seen)
             local.seen.clear()
-            sight.let_attributes_out(call.start, at_once=True)
-            local.leaving = None
-            sight.spans.add(call.start, next_sequence(), id(module) if call.outermost else None)
-            carry_written(sight, seen)
+            sight.release_attributes()
+            local.tracker = None
+            sight.node_ranges.add(call.start, next_sequence(), id(module) if call.outermost else None)
             if sight.units is not None:
                 sight.units.end_of_call()
+            # The last, for it may refuse what the model wrote.
+            carry_written(sight, seen)
 
 
-def _fill(module: Any) -> None:
-    """Recurrent kernels take this list, which was filled when the module was made."""
-    set_flat_weights(module, lambda names: _Weights(getattr(module, n) for n in names), None)
+def _fill_flat_weights(module: Any) -> None:
+    """Fill the list of weights that a recurrent kernel takes with views."""
+    set_flat_weights(module, lambda names: _FlatWeights(getattr(module, n) for n in names), None)
     module.flatten_parameters()
 
 
-def _empty(module: Any) -> None:
-    """The stored parameters again; where the module is used by itself it is to look at them anew."""
+def _reset_flat_weights(module: Any) -> None:
+    """Fill the list with the stored parameters; the reference makes the module look at them again when it is called."""
     set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
 
 
-def _show_to_hooks(sight: Sight, module: nn.Module) -> None:
-    """The user's forward hooks run between two of ours, and see an output that has left the model."""
+def _order_user_hooks(sight: Sight, module: nn.Module) -> None:
+    """Let the user's forward hooks run between two of ours, which give them an output that has left the model."""
     hooks = forward_hooks(module)
-    if id(module) not in sight.shows:
-        handle = module.register_forward_hook(Hook(functools.partial(_show, sight)))
-        sight.shows[id(module)] = handle.id
-        sight.undo.append(handle.remove)
-    hooks.move_to_end(sight.shows[id(module)], last=False)
-    hooks.move_to_end(sight.ends[id(module)])
+    if id(module) not in sight.show_hooks:
+        handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, sight)))
+        sight.show_hooks[id(module)] = handle.id
+        sight.undo.callback(handle.remove)
+    hooks.move_to_end(sight.show_hooks[id(module)], last=False)
+    hooks.move_to_end(sight.end_hooks[id(module)])
 
 
-def _show(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+def _show_to_hooks(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
     calls = sight.local.calls
     if not calls or calls[-1].module is not module:
         return None
     if calls[-1].outermost:
-        sight.let_attributes_out(calls[-1].start, at_once=False)
-    calls[-1].shown = Shown(output, sight.leave_all if calls[-1].outermost else sight.show_all)
+        sight.collect_attributes(calls[-1].start)
+    calls[-1].shown = HookedOutput(output, sight.leave_all if calls[-1].outermost else sight.show_all)
     return calls[-1].shown.outer
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a call of the module is under way further up, besides the one that begins now."""
+    """Whether a call of the module is under way further up, besides the one that begins here."""
     frame, count = sys._getframe(1), 0
     while frame is not None:
         count += frame.f_code is CALL and frame.f_locals.get("self") is module

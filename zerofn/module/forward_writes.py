@@ -1,4 +1,4 @@
-"""What a model writes in forward into parameters that it sees as copies: stored from there, or refused."""
+"""Writes of a model's forward into parameters that are copies there: stored, or refused."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from .boundary import Sight
 from .parameter_views import address
 
 
+@torch.no_grad()
 def carry_written(sight: Sight, seen: Seen) -> None:
-    """What a model writes into a parameter that it sees in another dtype goes into a copy, and is stored from there.
+    """Store what forward wrote into views of parameters in another dtype, which are copies.
 
-    `w.data` and NumPy write without a version's counting it, and are looked for as `Sampling` says.
+    Writes of NumPy and of `w.data` are in no version count; they are looked for in the calls that `Sampling` picks.
+
+    Args:
+        sight: the boundary of the model.
+        seen: the views of the call, as in `ThreadState`.
+
+    Raises:
+        RuntimeError: every parameter is named whose write cannot be stored.
     """
-    _check_underived(seen)
+    _check_leaves(seen)
     bad: dict[str, str] = {}
     local, model = sight.local, sight.model()
-    mode = model is not None and model.training
-    compares, late = local.sampling.next(mode)
+    compares, late = local.sampling.next(model is not None and model.training)
     for path, (stored, view, begin) in seen.items():
         stages = sight.pipe.views_at_use[path].stages
-        exact = not stages or all(s.only_dtype for s in stages)
+        exact = all(s.only_dtype for s in stages)
         exchanged = address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or sight.views.suspended):
             continue
-        # A transform's wrapper counts nothing that `foreach` or `.data` writes; the tensor inside of it does.
+        # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.
         inner = innermost(view)
         counted = not inner.is_inference() and max(version(view), version(inner)) > 0
         if not (exchanged or counted or (compares and begin is not None and exact and not _same(view, stored))):
@@ -46,7 +53,8 @@ def carry_written(sight: Sight, seen: Seen) -> None:
             bad[path] = "by .data or NumPy, and in no call before that was compared"
         else:
             local.sampling.found = True
-            _carry(view, stored)
+            new, old = view.detach(), stored.detach()
+            stored.copy_(carried(new, old.to(new.dtype), old))
     if bad:
         right = (
             "with torch.no_grad(): self.w.copy_(new), in a pipeline whose view halves change dtypes alone;\n"
@@ -57,14 +65,8 @@ def carry_written(sight: Sight, seen: Seen) -> None:
         )
 
 
-@torch.no_grad()
-def _carry(view: Tensor, stored: Tensor) -> None:
-    seen = view.detach()
-    stored.copy_(carried(seen, stored.detach().to(seen.dtype), stored.detach()))
-
-
-def _check_underived(seen: Seen) -> None:
-    """Torch refuses that of a leaf. It cannot see here that it is one."""
+def _check_leaves(seen: Seen) -> None:
+    """Refuse what torch refuses of a leaf: a write with gradients enabled. To torch the view is no leaf."""
     bad = [
         (path, f"changed by {view.grad_fn.name()}")
         for path, (stored, view, _) in seen.items()
@@ -80,6 +82,5 @@ def _check_underived(seen: Seen) -> None:
         )
 
 
-@torch.no_grad()
 def _same(view: Tensor, stored: Tensor) -> bool:
     return same(view.detach(), stored.detach().to(view.dtype))

@@ -1,4 +1,4 @@
-"""`layer_drop`: blocks that are left out of a step, by a draw that every rank and every resumed run makes alike."""
+"""`layer_drop`: blocks left out of a step at random (stochastic depth), alike on all ranks and in a resumed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._errors import explain, kind_of
 from ..kernels.rounding import leaf_key, random_bits
 
-# Of the counter generator: a stream that no rounding draws from.
+# A stream of the counter generator that no rounding draws from.
 _STREAM = 78
 
 
@@ -24,8 +24,7 @@ def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, s
 
     Args:
         blocks: functions `x -> x`, called one after the other, as many as there are; or a module, attached or not:
-            its outermost `ModuleList`, or that itself. Of a module nothing is left out in evaluation
-            (`module.eval()`).
+            its outermost `ModuleList`, or that itself. In evaluation (`module.eval()`) none of its blocks is left out.
         schedule: probability of a step and a depth in (0, 1], such as `zf.schedules.layer_keep(0.5, 0.001)`.
         step: of a module, a function without arguments that gives the step: `lambda: opt.state.step`.
         seed: of the draws.
@@ -69,7 +68,7 @@ def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, s
 
 
 class Draws:
-    """Which blocks are kept, and what is made of them."""
+    """The draws of blocks to keep, and the calls of those that are kept."""
 
     def __init__(self, schedule: Callable[..., Any], seed: int):
         self.schedule, self.seed = schedule, seed
@@ -113,7 +112,7 @@ class LayerDrop:
     def __init__(self, blocks: nn.ModuleList, draws: Draws, step: Callable[[], Any]):
         self.blocks = list(blocks)
         for i, block in enumerate(self.blocks):
-            # Not a hook: hooks cannot keep a block from running. Set on the block itself, it passes on to copies of it.
+            # Not a hook, which could not keep a block from running. Copies of the block have it too.
             block.forward = _Kept(block, i, len(self.blocks), draws, step)  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -129,7 +128,7 @@ class LayerDrop:
 
 
 class _Kept:
-    """In place of a block's forward."""
+    """Stands in place of a block's forward."""
 
     def __init__(self, block: nn.Module, i: int, blocks: int, draws: Draws, step: Callable[[], Any]):
         self.block, self.i, self.blocks, self.draws, self.step = block, i, blocks, draws, step
@@ -162,9 +161,13 @@ def _outermost(model: nn.Module) -> nn.ModuleList:
         raise ValueError(explain(f"layer_drop({type(model).__name__}(...))", why, right))
     blocks = next(iter(outer.values()))
     replaced = [i for i, block in enumerate(blocks) if "forward" in vars(block)]
-    if not len(blocks) or replaced:
-        why = f"blocks {replaced} have a forward of their own already" if replaced else "the list is empty"
-        raise ValueError(
-            explain(f"layer_drop({type(model).__name__}(...))", why, "handle.remove() of the first, or one")
-        )
+    shared = [i for i, block in enumerate(blocks) if any(block is other for other in blocks[:i])]
+    why, right = "the list is empty", "a list of blocks"
+    if replaced:
+        why, right = f"blocks {replaced} have a forward of their own already", "handle.remove() of the first, or one"
+    elif shared:
+        why = f"blocks {shared} stand in the list before, and a call of one does not say for which place it is"
+        right = "run = layer_drop([*blocks], schedule) and run(x, step=step) in forward"
+    if replaced or shared or not len(blocks):
+        raise ValueError(explain(f"layer_drop({type(model).__name__}(...))", why, right))
     return blocks

@@ -1,10 +1,10 @@
-"""Tensors that get into a scaled model, or out of it, by another door than its arguments and results.
+"""Tensors that cross the boundary of a scaled model in attributes of modules, and in outputs given to hooks.
 
-The loss scale multiplies cotangents where they enter through outputs and is divided out where they leave to
-parameters and inputs. A tensor of the inside that reaches the loss otherwise would bring a cotangent
-without the factor, and gradients would be too small by it, in silence. So what a call leaves in attributes
-of modules, and what hooks of the user's are shown, goes out through the boundary too; what is left
-(closures, globals) is looked for in the graph (`module.closed_graph`).
+The loss scale multiplies cotangents where they enter through outputs, and is divided out where they leave to
+parameters and inputs. A tensor of the inside that reaches the loss otherwise brings a cotangent without the factor, and
+gradients are too small by it, in silence. So tensors that a call leaves in attributes of modules, and outputs that
+hooks of the user's are given, cross the boundary too. Other ways (closures, globals) are searched for in the graph
+(`backward_graph_search`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .nested_tensors import map_tensors
 
 # Attributes that every module has.
 ORDINARY = tuple(nn.Module().__dict__)
-# What `_replace` looks into.
+# Classes that `_replace` looks into.
 HOLDERS = frozenset((Tensor, tuple, list, dict))
 
 # Longer lists in attributes are vocabularies rather than losses.
@@ -33,7 +33,7 @@ Fn = Callable[[Tensor], Tensor]
 
 
 def is_outside(node: Any, owner: Any, start: int) -> bool:
-    """Whether a node made since `start` computes with what the model has let out, as a user's hook may."""
+    """Whether a node made since `start` computes with an output of the model, as a user's hook may."""
     seen, queue = {id(node): node}, [node]
     while queue:
         node = queue.pop()
@@ -47,8 +47,8 @@ def is_outside(node: Any, owner: Any, start: int) -> bool:
     return False
 
 
-class Attributes:
-    """Tensors in attributes of modules: outer ones between calls, inner ones during calls."""
+class AttributeTensors:
+    """Tensors in attributes of modules: outer tensors between calls, inner ones during calls."""
 
     def __init__(self, owner: Any, modules: list[nn.Module]):
         self.owner = owner
@@ -57,28 +57,27 @@ class Attributes:
         self.known: list[tuple[Any, Any, Any, Any]] = []
 
     def hide(self, enter: Fn) -> None:
-        """Before a call: the model finds what it left, and what the user put there is let in."""
+        """Before a call: the model finds the inner tensors that it left; those that the user put there enter."""
         self.known = [entry for entry in self.known if _holds(entry[0], entry[1], entry[2])]
         for holder, key, _, inner in self.known:
             holder[key] = inner
-        mine = {id(t) for *_, inner in self.known for t in (inner if isinstance(inner, tuple) else (inner,))}
+        mine = {id(t) for *_, inner in self.known for t in _flat(inner)}
         changed = self._replace(lambda t: enter(t) if t.requires_grad and id(t) not in mine else t)
         self.known += [(holder, key, old, new) for holder, key, old, new in changed]
 
     def known_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Of what the model left in calls before: the tensor that it finds, and that of the user."""
+        """Of what the model left in earlier calls: the inner tensor and the outer one."""
         pairs = []
         for _, _, outer, inner in self.known:
-            both = zip(inner, outer, strict=True) if isinstance(inner, tuple) else [(inner, outer)]
-            for i, o in both:
+            for i, o in zip(_flat(inner), _flat(outer), strict=True):
                 crossing = crossing_of(getattr(i, "grad_fn", None), self.owner)
-                # What came from the user is on the way of the gradient already.
+                # What came from the user is on the path of the gradient already.
                 if isinstance(i, Tensor) and i.requires_grad and i is not o and not (crossing and crossing.inward):
                     pairs.append((i, o))
         return pairs
 
     def inner(self, start: int) -> list[Tensor]:
-        """After a call that began at node number `start`: what is to leave. The user has back what was left before."""
+        """After a call that began at node number `start`: tensors that are to leave; earlier ones are outer again."""
         self.known = [e for e in self.known if _holds(e[0], e[1], e[3]) or _holds(e[0], e[1], e[2])]
         for holder, key, outer, _ in self.known:
             holder[key] = outer
@@ -95,52 +94,49 @@ class Attributes:
         return found
 
     def show(self, outer: dict[int, Tensor]) -> None:
-        """The user finds those by the id of the tensor that the model left."""
+        """Put outer tensors into attributes, by the id of the inner one that the model left."""
         changed = self._replace(lambda t: outer.get(id(t), t))
         self.known += [(holder, key, new, old) for holder, key, old, new in changed]
 
     def _replace(self, fn: Fn) -> list[tuple[Any, Any, Any, Any]]:
-        """`fn` on every tensor in attributes, written there: (container, key, old, new) where it changed."""
+        """Put `fn(t)` in the place of every tensor in attributes; (container, key, old, new) of each that changed."""
         changed: list[tuple[Any, Any, Any, Any]] = []
-        # The old tensor is kept as well: an id is only unique among living objects.
+        # The old tensor is kept alive, for another object might be given its id.
         done: dict[int, tuple[Any, Any]] = {}
 
-        def visit(holder: Any, key: Any, value: Any) -> None:
+        def mapped(value: Any) -> Any:
             kind = type(value)
             if kind is Tensor:
                 if id(value) not in done:
                     done[id(value)] = (value, fn(value))
-                new = done[id(value)][1]
-            elif kind is tuple and len(value) <= LONGEST:
-                parts = list(value)
-                mark = len(changed)
-                for i, v in enumerate(value):
-                    visit(parts, i, v)
-                changed[mark:] = [entry for entry in changed[mark:] if entry[0] is not parts]
-                new = value if all(p is v for p, v in zip(parts, value, strict=True)) else tuple(parts)
-            else:
-                if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
-                    done[id(value)] = (value, value)
-                    for k, v in list(value.items() if kind is dict else enumerate(value)):
-                        visit(value, k, v)
-                return
-            if new is not value:
-                holder[key] = new
-                changed.append((holder, key, value, new))
+                return done[id(value)][1]
+            if kind is tuple and len(value) <= LONGEST:
+                parts = tuple([mapped(v) for v in value])
+                return value if all(p is v for p, v in zip(parts, value, strict=True)) else parts
+            if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
+                done[id(value)] = (value, value)
+                replace(value, list(value.items() if kind is dict else enumerate(value)))
+            return value
+
+        def replace(holder: Any, items: list[tuple[Any, Any]]) -> None:
+            for key, value in items:
+                new = mapped(value)
+                if new is not value:
+                    holder[key] = new
+                    changed.append((holder, key, value, new))
 
         for module in self.modules:
-            for name, value in _attributes(module):
-                visit(module.__dict__, name, value)
-            buffers = registered(module)[2]
-            for name, value in list(buffers.items()):
-                visit(buffers, name, value)
+            if attributes := _attributes(module):
+                replace(module.__dict__, attributes)
+            if buffers := registered(module)[2]:
+                replace(buffers, list(buffers.items()))
         return changed
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What may hold a tensor, of what a module has beyond every module's own.
+    """A module's own attributes that may hold a tensor: none of those that every module has.
 
-    This is run over all modules before and after each call of the model, so it begins where those end.
+    It runs over all modules before and after each call of the model, so it skips those at the front of the dict.
     """
     attributes = module.__dict__
     rest = islice(attributes.items(), len(ORDINARY) - 1, None)
@@ -148,10 +144,16 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     if last != ORDINARY[-1]:
         return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
     found: list[tuple[str, Any]] = []
+    # No comprehension, which is a call in Python 3.11.
     for item in rest:
         if type(item[1]) in HOLDERS:
             found.append(item)
     return found
+
+
+def _flat(value: Any) -> list[Any]:
+    """The elements of a tuple and of tuples in it; anything else is one element."""
+    return [x for v in value for x in _flat(v)] if isinstance(value, tuple) else [value]
 
 
 def _holds(holder: Any, key: Any, value: Any) -> bool:
@@ -160,25 +162,20 @@ def _holds(holder: Any, key: Any, value: Any) -> bool:
     return holder.get(key) is value
 
 
-class Shown:
-    """An output as hooks of the user's see it, and what the model goes on with afterwards."""
+class HookedOutput:
+    """An output as hooks of the user's are given it, and with what the model goes on after them."""
 
     def __init__(self, inner: Any, leave: Callable[[Any], Any]):
-        self.inner = inner
-        self.outer = leave(inner)
+        self.inner, self.outer = inner, leave(inner)
         self.items = _items(self.outer)
-        self.tensors: list[tuple[Tensor, int]] = []
+        self.versions: list[tuple[Tensor, int]] = []
         if self.outer is not inner:
-            map_tensors(self._note, self.outer, "an output")
-
-    def _note(self, t: Tensor) -> Tensor:
-        self.tensors.append((t, version(t)))
-        return t
+            map_tensors(lambda t: self.versions.append((t, version(t))) or t, self.outer, "an output")
 
     def result(self, output: Any, enter: Fn) -> Any:
-        """The inner output where hooks only looked; what they made of it, let in again, otherwise."""
+        """The inner output, where hooks have not changed it; else what they returned, taken in again."""
         looked = output is self.outer and _items(output) == self.items
-        if looked and all(version(t) == count for t, count in self.tensors):
+        if looked and all(version(t) == count for t, count in self.versions):
             return self.inner
         return map_tensors(enter, output, "what a forward hook returned")
 

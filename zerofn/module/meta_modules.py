@@ -1,15 +1,14 @@
-"""Modules on the meta device, made one after the other by their own `reset_parameters`, as constructors do.
+"""Values for modules on the meta device, made by their own `reset_parameters`, one module after the other.
 
-What is made at once is a *unit*: the outermost module that has a `reset_parameters`, with all below it, since it may
-write into those too (`nn.MultiheadAttention` does). Within it modules are reset from the inside out, in the order in
-which constructors run. Nothing of the model is touched before its end: resets see stand-ins, which become `Made`.
+What is made at once is a *unit*: the outermost module that has a `reset_parameters`, with all modules below it, into
+which it may write too (`nn.MultiheadAttention` does). Within it modules are reset from the inside out, in the order
+in which constructors run. Resets write into stand-ins, which become `Made`; the model stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +19,15 @@ from .._errors import bad_leaves
 from ..core.initializers import INIT, Init, blank, made_by, seeded, unset
 
 
-@dataclass(frozen=True)
-class Made:
-    """One tensor that was on the meta device.
-
-    Attributes:
-        old: what is there now.
-        new: its values.
-    """
+class Made(NamedTuple):
+    """A tensor on the meta device, and its values."""
 
     old: Tensor
     new: Tensor
 
 
 def missing(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """What is on the meta device: its module, name there, path and the tensor, a tied one at its first place."""
+    """Tensors on the meta device: module, name in it, path and the tensor; a tied one at its first place."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         yield from ((module, n, p, x) for n, p, x in _own(module, prefix) if id(x) not in seen and not seen.add(id(x)))
@@ -48,7 +41,7 @@ def _own(module: nn.Module, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def by_function(model: nn.Module, init: Init, seed: int, device: torch.device) -> Iterator[Made]:
-    """One after the other as `init(path, x)` writes it."""
+    """Each as `init(path, x)` writes it."""
     for _, _, path, x in missing(model):
         yield Made(x, made_by(init, x, path, seed, device))
 
@@ -58,11 +51,11 @@ def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made
     done: set[int] = set()
     for prefix, unit in units(model):
         for made in _reset(prefix, unit, seed, device):
-            # A tied one is made by the module in which it comes first.
+            # A tied tensor is made by the module in which it comes first.
             if id(made.old) not in done:
                 done.add(id(made.old))
                 yield made
-            # Not alive while the next unit is made.
+            # It is not to be alive while the next unit is made.
             del made
 
 
@@ -77,7 +70,7 @@ def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_resets(model: nn.Module) -> None:
-    """Refuse what nothing would initialise, and a model that could only be made whole."""
+    """Refuse tensors that nothing would initialise, and a model that could only be made whole."""
     found = list(units(model))
     if found and found[0][1] is model and any(any(_own(m, "")) for m in model.modules() if m is not model):
         name = type(model).__name__
@@ -102,7 +95,7 @@ def _remedy() -> str:
 
 
 def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> list[Made]:
-    """What one unit makes. Its modules have what they had before when this returns."""
+    """What one unit makes. Its modules are as they were when this returns."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     stand_ins: dict[int, Tensor] = {}
     places: list[tuple[nn.Module, str, str, Tensor]] = []
@@ -119,11 +112,11 @@ def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> lis
                     stand_ins[id(x)] = _stand_in(x, device)
                 (parameters if name in parameters else buffers)[name] = stand_ins[id(x)]
         before = {key: version(x) for key, x in stand_ins.items()}
-        # From the inside out, as constructors: what is below a module comes after it.
+        # From the inside out: a module comes before those below it.
         for path, reset in reversed(calls):
             with seeded(seed, path, device):
                 reset()
-        # By name: a reset may have registered another tensor.
+        # Looked up by name: a reset may have registered another tensor.
         found = [(path, Made(old, _registered(m, name))) for m, name, path, old in places]
         bad = [
             (path, f"left unset by {type(unit).__name__}.reset_parameters")

@@ -1,7 +1,7 @@
 """Tensors inside whatever a model takes or returns.
 
-No tree library does here: both treat subclasses of dict, such as a transformers `ModelOutput`, as
-leaves, and tensors inside would cross the boundary of an attached model unscaled and in silence.
+The tree libraries take subclasses of dict, such as a transformers `ModelOutput`, for leaves. Tensors inside would cross
+the boundary of an attached model unscaled and in silence.
 """
 
 from __future__ import annotations
@@ -21,34 +21,60 @@ from .._errors import explain
 Fn = Callable[[Tensor], Tensor]
 
 
-def map_tensors(fn: Fn, value: Any, where: str) -> Any:
+def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
     """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
 
-    Goes through tuples, NamedTuples, lists, sets of mappings and dataclasses, subclasses included. A
-    tensor that occurs twice is mapped once.
+    Goes through tuples, NamedTuples, lists, mappings and dataclasses, subclasses included. A tensor that occurs
+    twice is mapped once: `done` has tensors that are mapped already, by id.
 
     Raises:
-        TypeError: an object of another kind holds a tensor that needs a gradient; it would cross the
-            boundary unseen. `where` tells which argument or output it is.
+        TypeError: an object of another class holds a tensor that requires a gradient, which would cross the boundary
+            unseen. `where` says which argument or output it is.
 
     >>> import torch
     >>> map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), None, "text")}, "the output")
     {'a': (tensor([1.]), None, 'text')}
     """
-    return _map(fn, value, where, {})
+    done = {} if done is None else done
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            # The original is kept alive, for another object might be given its id.
+            done[id(value)] = (fn(value), value)
+        return done[id(value)][0]
+    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
+        return value
+    if isinstance(value, Mapping):
+        new = {k: map_tensors(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
+        changed = {k: v for k, v in new.items() if v is not value[k]}
+        return _with_items(value, changed, where) if changed else value
+    if isinstance(value, tuple | list):
+        items = [map_tensors(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else _sequence(value, items)
+    if is_dataclass(value):
+        # A field without `init` may be unset.
+        held = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+        new = {k: map_tensors(fn, v, f"{where}.{k}", done) for k, v in held.items()}
+        changed = {k: v for k, v in new.items() if v is not held[k]}
+        out = copy.copy(value) if changed else value
+        for k, v in changed.items():
+            # A frozen dataclass refuses setattr; the copy is ours alone.
+            object.__setattr__(out, k, v)
+        return out
+    _refuse_hidden(value, where)
+    return value
 
 
 def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-    """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one.
+    """`map_tensors` for tensors that a caller may change in place: views of one tensor stay views of one tensor.
 
-    They are mapped in the order in which they were computed. A complex view of a real tensor, and a real one of a
-    complex tensor, go by themselves.
+    They are mapped in the order in which they were computed. A complex view of a real tensor, and a real view of a
+    complex one, are mapped by themselves.
 
     Args:
         fn: maps a tensor.
         value: holds tensors.
         where: what it is.
-        viewed: told of each view, and of the view of a mapped tensor in its place.
+        viewed: is given each view, and the view of a mapped tensor that takes its place.
 
     Raises:
         TypeError: as `map_tensors`.
@@ -62,10 +88,10 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
 
     def mapped(t: Tensor) -> Tensor:
         base = base_of(t)
-        # Alone, a view goes by itself: what it is a view of may be much larger.
+        # A view without others is mapped by itself: its base may be much larger.
         if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
             return fn(t)
-        # Each kind has strides of its own, and a dtype that it is cast to or not.
+        # They differ in strides, and in whether they are cast.
         if t.is_complex() != base.is_complex() or t.is_neg() != base.is_neg():
             return fn(t)
         new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
@@ -84,7 +110,7 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
 
 
 def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
-    """Tensors that need a gradient in whatever a module returns, as far as they are found; nothing is refused."""
+    """Tensors that require a gradient in whatever a module returns; objects of any class are searched."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad or is_wrapped(value) else []
     if value is None or not depth or isinstance(value, str | bytes | int | float | complex | type | nn.Module):
@@ -97,39 +123,8 @@ def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
 
 
 def made(t: Tensor) -> int:
-    """The number of the autograd node that computed a tensor: one made later has a larger one. -1 without a node."""
+    """The number of the autograd node that computed a tensor: larger for later ones, -1 without a node."""
     return -1 if t.grad_fn is None else number_of(t.grad_fn)
-
-
-def _map(fn: Fn, value: Any, where: str, done: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in done:
-            # The original is kept as well: an id is only unique among living objects.
-            done[id(value)] = (fn(value), value)
-        return done[id(value)][0]
-    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
-        return value
-    if isinstance(value, Mapping):
-        new = {k: _map(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
-        changed = {k: v for k, v in new.items() if v is not value[k]}
-        return _with_items(value, changed, where) if changed else value
-    if isinstance(value, tuple | list):
-        items = [_map(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return _sequence(value, items)
-    if is_dataclass(value):
-        new = {f.name: _map(fn, getattr(value, f.name), f"{where}.{f.name}", done) for f in fields(value)}
-        changed = {k: v for k, v in new.items() if v is not getattr(value, k)}
-        if not changed:
-            return value
-        out = copy.copy(value)
-        for k, v in changed.items():
-            # Frozen dataclasses refuse setattr; the copy is ours alone.
-            object.__setattr__(out, k, v)
-        return out
-    _refuse_hidden(value, where)
-    return value
 
 
 def _with_items(value: Mapping, changed: dict, where: str) -> Any:
@@ -155,7 +150,7 @@ def _sequence(value: Any, items: list) -> Any:
 
 
 def _refuse_hidden(value: Any, where: str) -> None:
-    """A tensor that needs a gradient must not hide in an object whose insides are unknown."""
+    """Refuse an object of an unknown class that holds a tensor which requires a gradient."""
     slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
     for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
         if _needs_gradient(held, 3):

@@ -1,61 +1,66 @@
-"""Which autograd nodes were made during calls of a model, told by the numbers they are given."""
+"""Ranges of the sequence numbers of autograd nodes that were made during calls of a model."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-# Calls whose graphs may still be alive: more than a backward goes through. A graph older than that is taken for
-# one made outside. Each takes some two hundred bytes.
+# The last calls, of some two hundred bytes each: more than a backward goes through. A graph of an earlier call is taken
+# for one made outside.
 REMEMBERED = 1 << 16
 
-START, END = itemgetter(0), itemgetter(1)
+
+class NodeRange(NamedTuple):
+    """Nodes from `start` to before `end`, made in the call of that number by `caller`."""
+
+    start: int
+    end: int
+    call: int
+    caller: Any
 
 
-class Spans:
-    """Numbers of nodes in order, and who made them.
+START, END = attrgetter("start"), attrgetter("end")
 
-    Each thread counts its own nodes. Backward threads make far fewer than the thread of forward, so
-    numbers of theirs are met there only by graphs that are long gone. Of spans that overlap the last one
-    counts: what is kept are disjoint ones in order, where a number is found by bisection.
+
+class NodeRanges:
+    """Disjoint ranges in order; a number is found by bisection.
+
+    Each thread counts its own nodes. A backward thread makes far fewer than the thread of forward, so that its
+    numbers are those of graphs that are long gone. Where ranges overlap the last one counts.
     """
 
     def __init__(self) -> None:
-        # (start, end, number of the call, caller), in order
-        self.spans: list[tuple[int, int, int, Any]] = []
+        self.ranges: list[NodeRange] = []
         self.added = 0
-        # Of all threads that call the model.
+        # Several threads may call the model.
         self.lock = threading.Lock()
 
     def add(self, start: int, end: int, caller: Any = None) -> None:
-        """Nodes from `start` up to, not including, `end`, and a name for what made them."""
+        """Add nodes from `start` to before `end`, made by `caller`."""
         if end <= start:
             return
         with self.lock:
             self.added += 1
-            new = [(start, end, self.added, caller)]
-            first, last = bisect_right(self.spans, start, key=END), bisect_left(self.spans, end, key=START)
+            new = [NodeRange(start, end, self.added, caller)]
+            first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
             if first < last:
-                # What earlier ones have before it and after it.
-                before, after = self.spans[first], self.spans[last - 1]
-                if START(before) < start:
-                    new.insert(0, (START(before), start, *before[2:]))
-                if END(after) > end:
-                    new.append((end, *after[1:]))
-            self.spans[first:last] = new
-            if len(self.spans) > 2 * REMEMBERED:
-                self.spans = [span for span in self.spans if span[2] > self.added - REMEMBERED]
+                # What earlier ranges have before it and after it.
+                before, after = self.ranges[first], self.ranges[last - 1]
+                if before.start < start:
+                    new.insert(0, before._replace(end=start))
+                if after.end > end:
+                    new.append(after._replace(start=end))
+            self.ranges[first:last] = new
+            if len(self.ranges) > 2 * REMEMBERED:
+                self.ranges = [r for r in self.ranges if r.call > self.added - REMEMBERED]
 
-    def _find(self, number: int) -> tuple[bool, Any]:
+    def find(self, number: int) -> NodeRange | None:
+        """The range that a node is in; `None` of one that was made outside."""
         with self.lock:
-            i = bisect_right(self.spans, number, key=START) - 1
-            return (True, self.spans[i][3]) if i >= 0 and number < END(self.spans[i]) else (False, None)
+            i = bisect_right(self.ranges, number, key=START) - 1
+            return self.ranges[i] if i >= 0 and number < self.ranges[i].end else None
 
     def __contains__(self, number: int) -> bool:
-        return self._find(number)[0]
-
-    def maker(self, number: int) -> Any:
-        """The name of what made a node."""
-        return self._find(number)[1]
+        return self.find(number) is not None

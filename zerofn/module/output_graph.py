@@ -1,17 +1,16 @@
-"""Of the tensors that leave a model, which were computed from which.
+"""Which tensors that leave a model were computed from which others, so that hooks on these can be refused.
 
-What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the way back from the user's `y`
-does not pass the user's `h`. The gradient of any loss is right all the same, for both ways meet inside. But a hook on
-that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would see nothing of what comes by way of `y`.
+What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's `y`
+does not pass the user's `h`. The gradient of any loss is right all the same, for both paths meet inside. But a hook on
+that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would miss the part of the gradient that comes from `y`.
 
-To put `h` on the way is not possible: that it will be returned is not known when the graph from it to `y` is made, and
-autograd cannot change a graph. So they are refused, when a cotangent comes to `y`. Its node gets an edge to that of
-`h`, over which nothing flows: autograd executes only what lies on a way to a tensor that it is asked for.
+To put `h` on the path is not possible: that it will be returned is not known when the graph from `h` to `y` is made,
+and autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an edge to
+the node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient by `h`.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._compat.autograd import backward_call, number_of
 from .._compat.tensors import version
@@ -32,15 +31,15 @@ from .nested_tensors import made
 RETURNED, KEPT, SHOWN = "that the model returned", "that it keeps in an attribute", "that a forward hook was given"
 
 
-class Left:
-    """A tensor that has left, and what tells that somebody wants its gradient.
+class OutputRecord:
+    """A tensor that has left, and what shows that somebody wants its gradient.
 
     Attributes:
-        how: it has left.
+        how: in which way it has left.
         shape: its shape.
-        outer: itself, for as long as somebody holds it.
+        outer: a weak reference to the tensor outside.
         version: how often it had been written into when it left.
-        hooks: the dict of its hooks, which like them lives as long as its node.
+        hooks: the dict of its hooks, which like them lives as long as its node; `None` before `watch`.
     """
 
     __slots__ = ("hooks", "how", "outer", "shape", "version")
@@ -51,114 +50,100 @@ class Left:
         self.hooks: Any = None
 
     def watch(self) -> None:
-        """See its hooks from now on, those that will be registered too."""
+        """Find its hooks, those that will be registered too."""
         outer = self.outer()
         if self.hooks is None and outer is not None:
-            # The dict is made with the first hook, and known to its handle.
+            # torch makes the dict with the first hook, and the handle of a hook has it.
             handle = outer.register_hook(lambda g: None)
             self.hooks = handle.hooks_dict_ref()
             handle.remove()
 
     def as_it_left(self) -> Tensor | None:
-        """The tensor, if somebody holds it and nobody has written into it."""
+        """The tensor outside, if somebody holds it and nobody has written into it."""
         outer = self.outer()
         return outer if outer is not None and version(outer) == self.version else None
 
 
-class Leaving:
-    """What leaves during one call of a model.
+class OutputTracker:
+    """The tensors that leave during one call of a model.
 
     Args:
-        crossing: makes the crossing of an edge that leads outward.
+        crossing: makes the crossing of an edge, inward or not.
     """
 
-    def __init__(self, crossing: Callable[[EdgeMap], Crossing]):
+    def __init__(self, crossing: Callable[[EdgeMap, bool], Crossing]):
         self.crossing = crossing
-        # By node inside and number of its output. The nodes are kept: an id is only unique among the living.
-        self.left: dict[tuple[int, int], tuple[Left, Any]] = {}
-        # Nodes made before this one lead to none of them.
+        # By id of the node inside and number of its output. The nodes are kept alive, and with them the ids.
+        self.left: dict[tuple[int, int], tuple[OutputRecord, Any]] = {}
+        # The smallest number of those nodes: older nodes lead to none of them.
         self.first = 1 << 64
-        # Tensors in attributes, the last made first; and those that have left, with what they are outside.
+        # Tensors in attributes that are to leave, the last made first; and those that have left: (inner, outer).
         self.waiting: list[Tensor] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.carried: list[Tensor] = []
 
     def carry(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """What calls before have left in attributes: a tensor of the inside, and of the outside.
+        """Record what earlier calls have left in attributes: pairs of an inner tensor and an outer one.
 
-        They are held during the call, in which the model may put others in their place: over them leads the way to what
-        left in still earlier ones.
+        The outer ones are held during the call, in which the model may put others in their place: the path to what left
+        in still earlier calls leads over them.
         """
         self.carried = [outer for _, outer in pairs]
         for inner, outer in pairs:
             self.add(inner, outer, KEPT)
 
     def wait(self, tensors: list[Tensor]) -> None:
-        """These are to leave in turn with the results: what was made first has to leave first."""
+        """Tensors in attributes that are to leave in turn with the outputs: what was made first leaves first."""
         done = {id(t) for t, _ in self.kept}
         waiting = {id(t): t for t in (*self.waiting, *tensors) if id(t) not in done}
         self.waiting = sorted(waiting.values(), key=made, reverse=True)
 
-    def keep_until(self, number: float) -> None:
-        """Let out those that were made up to node `number`."""
+    def keep_until(self, number: float) -> list[tuple[Tensor, Tensor]]:
+        """Let out tensors in attributes that were made up to node `number`; (inner, outer) of all that have left."""
         while self.waiting and made(self.waiting[-1]) <= number:
             t = self.waiting.pop()
             self.kept.append((t, self.let_out(t, None, True, KEPT)))
-
-    def keep_all(self) -> list[tuple[Tensor, Tensor]]:
-        """Let out all that wait; what they and those before are outside."""
-        self.keep_until(math.inf)
         return self.kept
 
     def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
-        """The tensor for the outside: `y` itself where it need not cross, and nothing that left is upstream of it.
+        """The tensor outside: `y` itself where it need not be copied, and nothing that left is upstream of it.
 
         Args:
             y: a tensor of the inside that requires a gradient.
             dtype: what it is cast to.
-            crosses: whether it has to by itself.
-            how: it leaves.
+            crosses: whether a cast or the loss scale needs a copy.
+            how: in which way it leaves.
         """
         self.keep_until(made(y))
-        same = self.of(y)
-        outer = None if same is None else same.as_it_left()
+        edge = get_gradient_edge(y)
+        left, _ = self.left.get((id(edge.node), edge.output_nr), (None, None))
+        outer = None if left is None else left.as_it_left()
         if outer is not None and dtype in (None, outer.dtype):
             return outer
-        upstream = self._upstream(y)
+        upstream = self._upstream(edge)
         if not crosses and not upstream:
             return y
-        crossing = self.crossing(EdgeMap(times, dtype, y.dtype))
+        crossing = self.crossing(EdgeMap(times, dtype, y.dtype), False)
         outer = Exit.apply(y, crossing, upstream, *(o for left in upstream if (o := left.as_it_left()) is not None))
         assert isinstance(outer, Tensor)
         self.add(y, outer, how)
         return outer
 
     def add(self, inner: Tensor, outer: Tensor, how: str) -> None:
-        """Note that a tensor has left."""
+        """Record that a tensor has left."""
         edge = get_gradient_edge(inner)
-        left = Left(outer, how)
+        left = OutputRecord(outer, how)
         if how == SHOWN:
-            # Nobody else may hold it when the next one leaves.
+            # At once, for it may be gone when the next one leaves.
             left.watch()
         self.left[id(edge.node), edge.output_nr] = left, edge.node
         self.first = min(self.first, made(inner))
 
-    def of(self, inner: Tensor) -> Left | None:
-        """How a tensor of the inside has left."""
-        if not self.left:
-            return None
-        edge = get_gradient_edge(inner)
-        found = self.left.get((id(edge.node), edge.output_nr))
-        return None if found is None else found[0]
-
-    def _upstream(self, y: Tensor) -> list[Left]:
-        """Those that `y` was computed from: the nearest ones, and of these those that somebody may ask for."""
-        if not self.left:
-            return []
-        edge = get_gradient_edge(y)
-        found: dict[int, Left] = {}
+    def _upstream(self, edge: GradientEdge) -> list[OutputRecord]:
+        """The nearest ones that an output was computed from, as far as somebody may ask for their gradients."""
+        found: dict[int, OutputRecord] = {}
         seen: dict[int, Any] = {}
-        steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+        steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)] if self.left else []
         while steps:
             node, number = steps.pop()
             left = self.left.get((id(node), number), (None, None))[0]
@@ -176,13 +161,13 @@ class Leaving:
 
 
 class Exit(Function):
-    """A crossing that leads outward, with edges to what has left upstream of it."""
+    """The Function of an outward crossing, with edges to what has left upstream of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[Left], *outers: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[OutputRecord], *outers: Tensor) -> Tensor:  # type: ignore[override]
         ctx.forth, ctx.back, ctx.upstream = crossing.forth, crossing.back, upstream
         ctx.others = (None,) * (2 + len(outers))
-        # Where nothing has come but over the edges of others, nothing is to go on.
+        # `None` where a cotangent came only over the edges from other crossings.
         ctx.set_materialize_grads(False)
         return crossing.forth(y, None)
 
@@ -200,11 +185,11 @@ class Exit(Function):
         return linear_map(y, None, ctx.forth, ctx.back)
 
 
-def check_unwanted(upstream: list[Left]) -> None:
-    """A cotangent comes to what was computed from these, or to what others were computed from that were.
+def check_unwanted(upstream: list[OutputRecord]) -> None:
+    """Refuse a backward from an output that was computed from these, where somebody wants their gradients.
 
     Raises:
-        RuntimeError: it is a part of a gradient that somebody wants, and would be left out of it.
+        RuntimeError: the cotangent of the output would be missing in such a gradient.
     """
     asked = backward_call()[1]
     for left in upstream:
@@ -217,7 +202,7 @@ def check_unwanted(upstream: list[Left]) -> None:
             _refuse(left, "retain_grad() on {}", "its .grad")
 
 
-def _refuse(left: Left, what: str, who: str) -> NoReturn:
+def _refuse(left: OutputRecord, what: str, who: str) -> NoReturn:
     tensor = f"a tensor of shape {left.shape} {left.how}"
     raise RuntimeError(
         explain(

@@ -1,11 +1,10 @@
 """A module's dict of parameters that gives views of them while the model is being called.
 
-`module.weight` is looked up in the module's dict of parameters. In place of that dict stands one that
-gives, inside a call of the attached model, the differentiable view of the stored parameter: cast,
-unscaled on the way back. Everything that walks the dict outside of a call (`parameters()`, `state_dict()`,
-`to()`) still finds the stored ones. Swapping the values for the time of a call instead would miss
-recomputation by activation checkpointing, which happens in backward, after the call; swapping the module's
-class would break pickle.
+`module.weight` is looked up in the module's dict of parameters. This dict takes its place. Inside a call of the
+attached model it gives the differentiable view of the stored parameter: cast forward, unscaled backward. Whoever walks
+it outside of a call (`parameters()`, `state_dict()`, `to()`) finds the stored parameters. To exchange the values for
+the time of a call would miss what activation checkpointing recomputes in backward, after the call. To exchange the
+module's class would break pickle.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from .._compat.compiler import uncompiled
 from .boundary import Sight
 
 
-class SeenParameters(dict):
+class ParameterViewDict(dict):
     """A module's dict of parameters whose items are views while the model is being called."""
 
     def __init__(self, parameters: dict[str, Any], paths: dict[str, str], sight: Sight, beside: torch.dtype | None):
         super().__init__(parameters)
         self.paths = paths
         self.sight = sight
-        # The dtype they must have in the module's kernel: that of its buffers, which nobody casts.
+        # The dtype that the module's kernel needs them in: that of its buffers, which are not cast.
         self.beside = beside
-        # Put here by the model during a call (torch.func.functional_call): of the inside already.
+        # Names of what the model puts here during a call (torch.func.functional_call), which needs no view.
         self.inner: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -54,15 +53,15 @@ class SeenParameters(dict):
         return self[name]
 
     def items(self) -> Any:
-        # Lazily, since whoever asks for the first parameter's device does not want all views.
+        # Lazily: who asks for the first parameter's device needs one view.
         return ((n, self[n]) for n in list(self)) if self._walked_by_model() else super().items()
 
     def values(self) -> Any:
         return (self[n] for n in list(self)) if self._walked_by_model() else super().values()
 
     def _walked_by_model(self) -> bool:
-        # The compiler looks at modules too, in the middle of their calls; and hooks of the user's do, in
-        # the middle of a backward, where nothing but what is repeated has gradients enabled.
+        # Not by the compiler, which looks at modules in the middle of their calls. And not by a hook of the user's in a
+        # backward: there gradients are enabled only in what a checkpoint repeats.
         if self.sight.local.calls:
             return not torch.compiler.is_compiling()
         return torch.is_grad_enabled() and self.sight.repeating()
@@ -73,13 +72,14 @@ class SeenParameters(dict):
 
 
 @uncompiled
-def _seen(parameters: SeenParameters, name: str, stored: Tensor) -> Tensor:
+def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
     sight = parameters.sight
-    if not sight.active():
+    if not sight.local.calls and not sight.repeating():
+        # Asked by the user.
         return stored
     path = parameters.paths[name]
-    seen = sight.views.look(path, stored)
+    seen = sight.views.get(path, stored)
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
-    sight.local.given[path] = (weakref.ref(seen), stored)
+    sight.local.last_views[path] = (weakref.ref(seen), stored)
     return seen

@@ -1,26 +1,28 @@
-"""What the parameters of an attached model are told of themselves, so that misuse is told where it happens."""
+"""Guards of an attached model: misuse of its parameters raises where it happens, and no library wraps it again."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._compat.modules import IGNORED_BY_DDP
-from ..core.layout import Leaf, Leaves
+from .._errors import explain
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.gather_part import Gathering, piece_of
 from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
-from ..sharded.part import part_of
-from ..sharded.part_origin import Origin
-from .accelerate import prepare
-from .dtensor_parameter import Distributed
-from .sharded_parameter import Parted, tell_hooks
-from .sharded_state_dict import mark
+from .dtensor_parameter import DTensorParameter
+from .sharded_parameter import ShardedParameter, wrap_existing_hooks
+from .sharded_state_dict import hook_state_dicts
+
+# What accelerate asks of a model before it wraps it a second time.
+PREPARED = "_is_accelerate_prepared"
 
 
 def label(
@@ -33,17 +35,17 @@ def label(
     asks: Asks,
     forms: Mapping[str, Form],
 ) -> list[Callable[[], None]]:
-    """Tell each parameter what it, or its gradient, is a part of; what is returned undoes it.
+    """Guard the parameters of a model, and its state dicts; what is returned undoes it.
 
     Args:
         model: the model.
         pipe: its pipeline.
         params: its parameters by path.
-        gathering: how parts of sharded ones are gathered.
-        units: what gathers those in calls of the model.
+        gathering: how parts of sharded parameters are gathered outside of the model's calls.
+        units: what gathers them in its calls.
         in_backward: whether gradients are used as they arrive.
-        asks: what they ask of the gradients of this model.
-        forms: by path, what distributed tensors the model itself has made of them.
+        asks: what parameters ask of the gradients of this model.
+        forms: by path, which DTensor a parameter was before it was attached.
     """
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
@@ -55,32 +57,22 @@ def label(
         why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
     else:
         why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM if forms else ()
-    told = {"why": why, "refused": refused, "asks": asks}
-    apart = [prepare(model)] if pipe.every_group else []
-    apart += [_distributed(path, params[path], form, units, told) for path, form in forms.items() if path in params]
+    guard = {"why": why, "refused": refused, "asks": asks}
+    undo = [_hide_from_accelerate(model)] if pipe.every_group else []
+    undo += [_as_dtensor(path, params[path], form, units, guard) for path, form in forms.items() if path in params]
     if units is None or gathering is None:
-        return apart + [tell(p, Partial, path=path, **told) for path, p in params.items() if path not in forms]
-    is_whole = lambda: units.suspended  # noqa: E731
-    leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
+        return undo + [tell(p, Partial, path=path, **guard) for path, p in params.items() if path not in forms]
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
-    undo: list[Callable[[], None]] = []
     for leaf in pipe.layout.leaves:
         path, p = leaf.path, params[leaf.path]
         if path in forms:
             continue
-        whole = functools.partial(units.look_alone, path)
+        whole, is_whole = functools.partial(units.look_alone, path), lambda: units.suspended
         of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
-        undo.append(tell(p, Parted, whole=whole, is_whole=is_whole, **of, **told))
-        if isinstance(p, Parted):
-            undo.append(tell_hooks(p))
-    local = lambda x, leaf: _local(x, forms.get(leaf.path))  # noqa: E731
-
-    def shown(x: Tensor, leaf: Leaf) -> Tensor:
-        form = forms.get(leaf.path)
-        cut, shape = ((), form.shape) if form is not None else (pieces[leaf.path], leaf.shape)
-        return part_of(x, Origin("a part in the sharded model's state_dict()", leaf.path, False, cut, shape))
-
-    return apart + undo + mark(model, leaves, pipe, is_whole, local, shown) + [_hide_from_ddp(model)]
+        undo.append(tell(p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **guard))
+        if isinstance(p, ShardedParameter):
+            undo.append(wrap_existing_hooks(p))
+    return undo + hook_state_dicts(model, params, pipe, units, forms, pieces) + [_hide_from_ddp(model)]
 
 
 def gathering_of(units: Units) -> Gathering:
@@ -88,27 +80,50 @@ def gathering_of(units: Units) -> Gathering:
     return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
-def _distributed(path: str, p: Tensor, form: Form, units: Units | None, told: dict[str, Any]) -> Callable[[], None]:
-    """As `tell`, one that was a distributed tensor."""
+def _as_dtensor(path: str, p: Tensor, form: Form, units: Units | None, guard: dict[str, Any]) -> Callable[[], None]:
+    """Let a local parameter be the DTensor that it was, to whoever asks."""
 
     def whole() -> Tensor:
-        # Gathered where it is wanted, and not when it is used: torch's distributed tensors hold plain ones.
+        # Gathered here and not when it is computed with: a DTensor holds a plain tensor.
         return form.wrap(p if units is None or units.suspended else units.look_alone(path).clone())
 
     in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
-    return tell(p, Distributed, form=form, path=path, whole=whole, in_parts=in_parts, **told)
-
-
-def _local(x: Tensor, form: Form | None) -> Tensor:
-    return x if form is None else form.local(x)
+    return tell(p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **guard)
 
 
 def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
-    """DistributedDataParallel copies the first rank's parameters to all, parts too; this is how it is told of others.
+    """Keep DistributedDataParallel from copying the first rank's parts to all ranks: it is to ignore all parameters.
 
     It then refuses a model that has no parameters for it.
     """
-    # No list, which would be searched for tensors before and after each call (`module.graph_check`).
+    # No list, in which `leaked_tensors` would look for tensors before and after each call.
     names: Any = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     setattr(model, IGNORED_BY_DDP, names)
     return functools.partial(delattr, model, IGNORED_BY_DDP)
+
+
+class Prepared:
+    """True to accelerate, and to a Hugging Face Trainer with it: the model is wrapped already.
+
+    The pipeline reduces over ranks, and DistributedDataParallel would do so a second time. With it accelerate leaves
+    autocast out; so autocast is refused, here where accelerate asks.
+    """
+
+    def __bool__(self) -> bool:
+        accelerate: Any = sys.modules.get("accelerate.state")
+        dtype = "no" if accelerate is None else str(accelerate.AcceleratorState().mixed_precision)
+        if dtype != "no":
+            raise RuntimeError(
+                explain(
+                    f"accelerate with mixed_precision={dtype!r} and a model that is attached over ranks",
+                    "the pipeline says in which dtype the model computes, and accelerate's autocast would not run",
+                    'mixed_precision="no", of a Hugging Face Trainer bf16=False and fp16=False, and in the chain\n'
+                    "zf.precision(param_dtype=torch.bfloat16)",
+                )
+            )
+        return True
+
+
+def _hide_from_accelerate(model: nn.Module) -> Callable[[], None]:
+    setattr(model, PREPARED, Prepared())
+    return lambda: vars(model).pop(PREPARED, None)

@@ -1,4 +1,4 @@
-"""The parameters of an attached model as its forward sees them: one view for each call of the model."""
+"""The parameters of an attached model as its forward sees them: one view of each in a call of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import lasting
 from ..sharded.write_back import Place, place
-from .active_calls import Local
+from .active_calls import ThreadState
 from .crossing import Crossing, Edge
 
 
@@ -29,17 +29,17 @@ class ParameterViews:
         units: what gathers sharded parameters.
         local: what each thread that calls the model has.
         crossing: makes the crossing of a view, where there is a loss scale.
-        forms: by path, what distributed tensor forward has in the place of a local one.
+        forms: by path, which DTensor forward has in place of a local tensor.
 
     Attributes:
-        suspended: the parameters are what the model sees for a while, whatever its views.
+        suspended: for a while the model sees its parameters in full, through casts alone.
     """
 
     def __init__(
         self,
         pipe: Pipeline,
         units: Units | None,
-        local: Local,
+        local: ThreadState,
         crossing: Callable[[Edge, bool], Crossing],
         forms: Mapping[str, Form],
     ):
@@ -47,17 +47,17 @@ class ParameterViews:
         self.scaled, self.forms = pipe.scaled, forms
         self.suspended = False
 
-    def look(self, path: str, stored: Tensor) -> Tensor:
-        """The view of a parameter. One for each call of the model, so that a parameter used twice has one cotangent."""
+    def get(self, path: str, stored: Tensor) -> Tensor:
+        """The view of a parameter: one all through a call, so that a parameter used twice has one cotangent."""
         form = self.forms.get(path)
         if form is None:
-            return self._look(path, stored)
+            return self._get(path, stored)
         given = form.local(stored) if is_distributed(stored) else stored
-        # Of another thread's or hook's mode none: what an operation does with it is decided where it is used.
+        # In no mode of the caller's: what an operation does with the view is decided where it is used.
         with lasting(), torch.enable_grad():
-            return form.wrap(self._look(path, given))
+            return form.wrap(self._get(path, given))
 
-    def _look(self, path: str, stored: Tensor) -> Tensor:
+    def _get(self, path: str, stored: Tensor) -> Tensor:
         view = self.pipe.views_at_use[path]
         if self.units is not None:
             if stored is self.units.params[path]:
@@ -72,7 +72,7 @@ class ParameterViews:
         found = self.local.seen.get(path)
         if found is None or found[0] is not stored:
             # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it. To
-            # enter modes that are on takes a fifth of what the view does.
+            # enter modes that are on already would make the view a fifth slower.
             if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 seen = self._through(view, stored)
             else:
@@ -86,17 +86,17 @@ class ParameterViews:
 
     def origin(self, path: str, x: Any) -> Any:
         """The stored tensor that `x` is the view of; `None` for another tensor."""
-        view, stored = self.local.given.get(path, (lambda: None, None))
+        view, stored = self.local.last_views.get(path, (lambda: None, None))
         return stored if view() is x else None
 
 
 def address(x: Tensor) -> Place | None:
-    """Where a tensor's memory is; `None` for one that has none of its own."""
+    """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
     return None if is_wrapped(x) else place(x)
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
-    """How the full tensor that torch.func.functional_call puts in a sharded parameter's place is seen: not gathered."""
+    """The view of a full tensor that torch.func.functional_call puts in a sharded parameter's place: not gathered."""
     if given.shape != view.leaf.shape:
         raise RuntimeError(
             bad_leaves(

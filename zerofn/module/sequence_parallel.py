@@ -1,4 +1,4 @@
-"""`sequence_parallel`: around an attention function, or every attention that a module calls."""
+"""`sequence_parallel`: attention over sequences shared by ranks (Ulysses), of a function or of a whole module."""
 
 from __future__ import annotations
 
@@ -98,18 +98,18 @@ class SequenceParallel:
 
 
 class _Attentions(TorchFunctionMode):
-    """While it is entered, attention functions of torch are parallel ones.
+    """A mode in which attention functions of torch are parallel ones.
 
     Attributes:
         group: the ranks that share a sequence.
-        inside: by thread, the modules whose calls are under way, and how many attentions they have called.
+        inside: by thread, modules whose calls are under way, and how many attentions were called in them.
     """
 
     def __init__(self, group: Group):
         self.group, self.inside = group, _Inside()
         attention: Any = F.scaled_dot_product_attention
         self.parallel = around(attention, group, heads=-3, sequence=-2)
-        # It calls attention by a name in its module, while modes are off: a copy of it knows another by that name.
+        # It calls attention by a global name, while modes are off: in a copy of it that name is the parallel function.
         names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
         self.multi_head = with_globals(F.multi_head_attention_forward, names)
 
@@ -152,7 +152,7 @@ def _begin(seen: _Attentions, module: nn.Module, args: Any) -> None:
 
 
 def _end(seen: _Attentions, outermost: bool, module: nn.Module, args: Any, output: Any) -> None:
-    # It is called after an error too, also after one in a hook that ran before `_begin`.
+    # It runs after an error too, even after one of a hook that came before `_begin`.
     if not seen.inside.modules or seen.inside.modules[-1] is not module:
         return
     seen.inside.modules.pop()

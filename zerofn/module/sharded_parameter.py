@@ -1,21 +1,20 @@
 """Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
 
-Under `shard` a parameter of an attached model holds this rank's flat piece, and `w.norm()` of that would be a
-wrong number with a wrong gradient, without a word. So what is computed from a parameter is computed from
-the full one, gathered for the purpose and in the dtype it is stored in. `p.data`, `p.grad` and `p.detach()` are the
-part that is stored (`sharded.part`), and what writes into it writes there, of which this rank keeps its rows
-(`sharded.writes_into_parts`). `p.shape`, `p.numel()` and `print(p)` answer for the whole without gathering it; to this
-package, which works on pieces, they are those of the piece.
+Under `shard` a parameter of an attached model holds this rank's flat part, and `w.norm()` of that would be a wrong
+number with a wrong gradient, without a word. So what is computed from a parameter is computed from the full one,
+gathered for it in the dtype that it is stored in. `p.data`, `p.grad` and `p.detach()` are the part that is stored
+(`sharded.part`). A write into the parameter writes into that part: this rank keeps its rows (`sharded.part_writes`).
+`p.shape`, `p.numel()` and `print(p)` are those of the whole, without a gather; to this package they are the part's.
 
-A subclass, since only a tensor's class is asked before a function runs on it. The parameter stays the
-object it was, as hooks, ties and `p.grad` require. Giving out the full tensor where the module is asked for
-its `weight` would be simpler, but `model.weight.grad` would always be `None`.
+A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. The
+parameter stays the object it was, as hooks, ties and `p.grad` require. To give out the full tensor where the module is
+asked for its `weight` would be simpler, but `model.weight.grad` would always be `None`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -37,31 +36,37 @@ from ..sharded.read_only_views import check_unwritten
 from ..sharded.torch_function_arguments import FOREACH, Wholes, columns_of, tensors_in
 from ..sharded.torch_function_kinds import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
 from ..sharded.torch_functions import HANDLERS, OF_IMAGES, draws, likes, reshapes
-from .sharded_parameter_refusals import check_data, refuse_copy, refuse_edge
+from .dtensor_parameter import shown_gradients
+from .sharded_parameter_refusals import check_data, check_parametrization, refuse_copy, refuse_edge, refuse_memory
 
-# What looks at a tensor, makes one that belongs beside it, or has the tensor among the ends of a graph.
+# Functions that look at a tensor, make one of its dtype and device, or treat it as the leaf of a graph.
 LOOKING = frozenset({
     "__set__", "__delete__", "__dir__", "backward", "data_ptr", "detach", "element_size", "get_device", "grad",
     "requires_grad_", "retain_grad", "type", "untyped_storage", SHALLOW,
 })  # fmt: skip
-# What torch leaves to subclasses.
+# Functions that torch does not run for tensor subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
-# What gives out this rank's part, or the gradient of it.
+# Functions that give out this rank's part, or its gradient.
 GIVING = frozenset({"detach", "grad", "register_hook"})
-# What asks a tensor for its sizes alone.
+# Functions that ask their second argument for its sizes alone.
 BESIDE = frozenset({"expand_as", "reshape_as", "view_as"})
 PRINTING = BY_NAME[Kind.PRINTS]
-# What `model.to(device)` does to every parameter, mostly without effect.
+# Functions that `model.to(device)` runs on every parameter, mostly without effect.
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
 
-class Parted(Partial):
-    """A parameter of which this rank has a part."""
+class ShardedParameter(Partial):
+    """A parameter of which this rank has a part.
 
-    # The full one, differentiable.
+    Attributes:
+        whole: gathers the full parameter, differentiable.
+        is_whole: whether it holds the full one for a while.
+        full: the shape of the full one.
+        pieces: this rank's part.
+    """
+
     whole: Callable[[], Tensor]
-    # Whether it is the full one for a while.
     is_whole: Callable[[], bool]
     full: torch.Size
     pieces: tuple[Piece, ...]
@@ -69,11 +74,12 @@ class Parted(Partial):
     @classmethod
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Not traced: between two breaks of a graph torch 2.11 and 2.15 go on with what was looked up of a tensor in the
-        # place of what was computed, so that `(w * 2).sum() / w.numel() + w.trace()` adds the number of elements.
+        # Not traced: between two graph breaks torch 2.11 and 2.15 take what was looked up of a tensor for what was
+        # computed, so that `(w * 2).sum() / w.numel() + w.trace()` adds the number of elements.
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
-            name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+            name = func.__name__.partition(".")[0]
+            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
             attribute = func.__self__.__name__ if name == "__get__" else ""
             frame = sys._getframe(1)
             if name in SIZES or attribute in SIZES:
@@ -87,6 +93,7 @@ class Parted(Partial):
             if name in GIVING:
                 return _give(func, name, args, kwargs, frame)
             if name.endswith("_like") and not ours(frame):
+                check_parametrization(frame, args)
                 return kept((draws if name.startswith("rand") else likes)(func, name, args, kwargs, origin_of))
             if _looks(name, attribute):
                 return func(*args, **kwargs)
@@ -96,7 +103,7 @@ class Parted(Partial):
             if in_place(name) or kwargs.get("out") is not None:
                 return _write(func, name, args, kwargs)
             if name in BESIDE:
-                if not isinstance(args[0], Parted):
+                if not isinstance(args[0], ShardedParameter):
                     return _beside(func, name, args, kwargs)
                 if args[1:] and args[-1] is args[0] and torch.is_grad_enabled() and not args[0].is_whole():
                     refuse_edge(name, args[0].path)
@@ -104,17 +111,23 @@ class Parted(Partial):
                     return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
 
-    # As of any subclass that is asked before a function runs.
+    # By way of `__torch_function__`.
     detach = Tensor.detach
+
+    def set_(self, *source: Any, **more: Any) -> Tensor:
+        # torch does not ask the class. To set a parameter to itself, as spectral_norm does, changes nothing.
+        if not self.is_whole() and not (source and source[0] is self):
+            refuse_memory("p.set_(x)", self.path)
+        return super().set_(*source, **more)
 
     @property
     def of(self) -> Origin:
-        """Of what it is a part."""
+        """What it is a part of."""
         return Origin("the values", self.path, False, self.pieces, self.full)
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
         gradient = how in ("p.grad", "a gradient")
-        # Gradients from before are parts while the parameter is whole, too.
+        # A gradient from before is a part while the parameter is whole, too.
         if is_dynamo_compiling() or (self.is_whole() and not (gradient and x.shape != self.full)) or ours(frame):
             return x
         return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full, gradient and in_backward()))
@@ -122,27 +135,24 @@ class Parted(Partial):
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         if ours(frame) or self.is_whole():
             return plain(value)
-        if isinstance(value, Parted) and not value.is_whole():
+        if isinstance(value, ShardedParameter) and not value.is_whole():
             value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
         return own_rows(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
 
     def _moved(self, frame: FrameType) -> None:
-        # Its old memory is whose it was: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
+        # Its old memory is the user's: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
         if not ours(frame) and not self.is_whole():
             self.lent += 1
             self.asks.moved(self.path)
             self.adopted = Tensor.data_ptr(self)
 
     def to_local(self) -> Tensor:
-        """This rank's piece, flat, as a plain tensor over the same memory, out of any graph.
-
-        To write into it is to write into the parameter. While the parameter is the full one, all of it.
-        """
+        """This rank's part, flat: a plain tensor over the same memory, in no graph; the whole while that is there."""
         with torch.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
 
     def full_tensor(self) -> Tensor:
-        """The whole, gathered, a tensor of its own and differentiable."""
+        """The full parameter, gathered: a plain tensor of its own, differentiable."""
         return self.clone()
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
@@ -157,33 +167,27 @@ class Parted(Partial):
 
 
 def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
-    """What gives parts to others, who are told that they are."""
+    """A function of `GIVING`: what it gives says that it is a part."""
     if name == "detach":
         args[0]._check_new(frame)
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
     if name == "register_hook":
         p, hook = args
         return func(p, hook if ours(frame) else handed(hook, _of_hooks(p)))
-    found = func(*args, **kwargs)
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    inputs = inputs if isinstance(inputs, Sequence) else [inputs]
-    return tuple(
-        p._shown(g, "a gradient", frame) if isinstance(p, Parted) and isinstance(g, Tensor) else g
-        for p, g in zip(inputs, found, strict=True)
-    )
+    return shown_gradients(func, args, kwargs, frame)
 
 
-def _of_hooks(p: Parted) -> Origin:
+def _of_hooks(p: ShardedParameter) -> Origin:
     return Origin("what a hook is given", p.path, True, p.pieces, p.full)
 
 
-def tell_hooks(p: Parted) -> Callable[[], None]:
-    """Hooks from before are given parts as later ones are; what is returned gives all of them plain gradients again."""
+def wrap_existing_hooks(p: ShardedParameter) -> Callable[[], None]:
+    """Give parts to hooks from before `attach`, as to later ones; what is returned gives all plain gradients again."""
     hooks = gradient_hooks(p)
     hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
 
     def undo() -> None:
-        # Those that were registered in the meantime as well.
+        # Later ones too.
         hooks = gradient_hooks(p)
         hooks.update((number, hook.hook) for number, hook in hooks.items() if isinstance(hook, Handed))
 
@@ -199,41 +203,41 @@ def _looks(name: str, attribute: str) -> bool:
 def _print(func: Any, name: str, args: tuple, kwargs: dict) -> str:
     p = args[0]
     if p.is_whole() or any(args[1:]):
-        # Of a parameter torch itself refuses `f"{p:.3f}"`.
+        # torch refuses `f"{p:.3f}"` of a parameter.
         return func(*args, **kwargs)
     return printed(p, p.of)
 
 
 def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether a conversion gives what was there. `to("cpu:0")`, as accelerate writes it, is a copy to torch."""
+    """Whether a conversion gives the same tensor. torch makes a copy for `to("cpu:0")`, as accelerate writes it."""
     p = args[0]
     same = converted.dtype == p.dtype and converted.device == p.device and converted.stride() == p.stride()
-    # Of `to(..., non_blocking, copy)` the last.
+    # The last argument of `to(..., non_blocking, copy)`.
     wanted = kwargs.get("copy", len(args) > 3 and isinstance(args[-2], bool) and args[-1])
     return converted is p or (same and not wanted)
 
 
 def origin_of(x: Any) -> Origin | None:
-    """Of what something is a part; a parameter that is the full one for a while is of nothing."""
-    return (None if x.is_whole() else x.of) if isinstance(x, Parted) else of_part(x)
+    """What something is a part of; `None` of a parameter that is whole for a while."""
+    return (None if x.is_whole() else x.of) if isinstance(x, ShardedParameter) else of_part(x)
 
 
 def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What is written into where torch fills a parameter: of `nn.init.orthogonal_` another shape of it."""
+    """Another shape of a parameter that `nn.init.orthogonal_` fills: a part, so that the write is kept."""
     p = args[0]
     return kept(reshapes(func, name, (part_of(p.detach(), p.of), *args[1:]), kwargs, origin_of))
 
 
 def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What asks a parameter for its sizes alone, `x.view_as(p)`: those of the whole."""
-    p = args[1]
+    """A function of `BESIDE` with a parameter as its second argument: the sizes of the whole."""
+    p = args[1] if args[1:] else kwargs["other"]
     if of_part(args[0]) is not None:
         return kept(HANDLERS[kind_of(name)](func, name, args, kwargs, origin_of))
     return func(args[0], p if p.is_whole() else torch.empty(p.full, device="meta"))
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function of wholes, differentiable; `foreach` ones go through their lists, so that two are alive at a time."""
+    """A function of full tensors, differentiable; `foreach` ones one after the other, so that two wholes are alive."""
     if name.startswith(FOREACH):
         return tuple(func(*_wholes(name).of(column), **kwargs)[0] for column in columns_of(args))
     if pointwise(name) or name in BY_NAME[Kind.COMPARES]:
@@ -244,16 +248,14 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def _check_beside(name: str, args: list[Any]) -> None:
     for p in args:
-        if isinstance(p, Parted) and not p.is_whole():
+        if isinstance(p, ShardedParameter) and not p.is_whole():
             for x in args:
                 if isinstance(x, Tensor) and origin_of(x) is None:
                     check_sizes(name, p.of, p, x)
 
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function that writes, into a part or into what is none."""
-    if not args and kwargs.get("out") is None:
-        args, kwargs = named_first(kwargs)
+    """A function that writes, into a parameter or into another tensor."""
     if name.startswith(FOREACH):
         for column in columns_of(args):
             _write_one(func, name, column, kwargs)
@@ -273,10 +275,10 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _wholes(name: str) -> Wholes:
-    """What a function that computes is given, differentiable."""
+    """Exchanges parameters and parts among arguments for full tensors, differentiable."""
 
     def whole(x: Any) -> Tensor | None:
-        if isinstance(x, Parted):
+        if isinstance(x, ShardedParameter):
             return None if x.is_whole() else x.whole()
         of = of_part(x)
         return None if of is None else of.whole(x, name)

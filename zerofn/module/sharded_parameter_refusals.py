@@ -1,10 +1,12 @@
-"""What is refused of sharded parameters, and why: other data, copies, and views that look for an edge of a graph."""
+"""Refusals of sharded parameters: other memory, copies, and views that look for the edge of a graph."""
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import NoReturn
 
 from torch import Tensor
+from torch.nn.utils import parametrizations
 
 from .._errors import explain
 
@@ -24,7 +26,7 @@ def refuse_edge(name: str, path: str) -> NoReturn:
 
 
 def check_data(value: Tensor, mine: Tensor) -> None:
-    """What `model.half()`, `model.to(device)` and `p.data = full` do to this rank's part."""
+    """Refuse `model.half()`, `model.to(device)` and `p.data = full`, which exchange this rank's part."""
     if value.shape != mine.shape or value.dtype != mine.dtype or value.device != mine.device:
         got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, mine))
         raise RuntimeError(
@@ -34,6 +36,24 @@ def check_data(value: Tensor, mine: Tensor) -> None:
                 "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
             )
         )
+
+
+def check_parametrization(frame: FrameType, args: tuple) -> None:
+    """Refuse `orthogonal`, which writes by index into `torch.zeros_like(p)` before it exchanges the memory of `p`."""
+    if frame.f_globals.get("__name__") == parametrizations.__name__ and not args[0].is_whole():
+        refuse_memory(f"{parametrizations.__name__}.orthogonal(...)", args[0].path)
+
+
+def refuse_memory(how: str, path: str) -> NoReturn:
+    """Parametrizations with a `right_inverse` exchange a parameter's memory by `p.set_(x)`."""
+    raise RuntimeError(
+        explain(
+            f"{how} of the sharded parameter {path}",
+            "it gives the parameter other memory, and under shard this rank's part is stored in what it has",
+            "torch.nn.utils.parametrize and parametrizations before zf.attach, or after opt.detach();\n"
+            "to write values alone, with torch.no_grad(): p.copy_(x)",
+        )
+    )
 
 
 def refuse_copy(how: str) -> NoReturn:

@@ -1,17 +1,18 @@
-"""`model.state_dict()` of a sharded model: parts that are refused where they would be saved for the whole.
+"""State dicts of a sharded model: guarded parts, DTensors for torch's DCP, and loading of full tensors.
 
-Its tensors are this rank's flat parts. They serve within the run (the best weights so far, put back by
-`load_state_dict`), but a file of them is of no use to anybody, and whoever finds that out has lost the model. To
-gather instead would hang the many programs that save on one rank alone. Full tensors can be loaded: each rank
-takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, are given
-distributed tensors of the leaves' shapes, cut by rows; where ranks have other parts than torch would give them, of rows
-that are gathered first.
+The tensors of `model.state_dict()` are this rank's flat parts. They serve within the run (the best weights so far, put
+back by `load_state_dict`), but in a file they are of no use, and who finds that out has lost the model. So saving
+them is refused. To gather instead would hang the many programs that save on one rank alone. Full tensors can be loaded:
+each rank takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, are given
+DTensors of the leaves' shapes, cut by rows. Where ranks have other parts than torch would give them, the leaf is
+gathered first.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,53 +20,66 @@ from torch import Tensor, nn
 
 from .._compat.modules import registered
 from .._errors import explain
-from ..core.layout import Leaf
+from ..core.layout import Leaf, Leaves
 from ..core.nested_sharding import spans_of_all
 from ..core.pipeline import Pipeline
 from ..core.row_sharding import cut_by_rows, rows_between, span
+from ..ranks.dtensor_parameters import Form
 from ..ranks.dtensor_shards import as_distributed, as_local, in_full, mesh_of
-from ..sharded.part import Part
+from ..sharded.gather_on_use import Units
+from ..sharded.gather_part import Piece
+from ..sharded.part import Part, part_of
+from ..sharded.part_origin import Origin
 from .forward_hooks import Hook
 
-# Where `get_model_state_dict` lives, of which whoever does not use it need not load.
-BY_OPTIONS = "torch.distributed.checkpoint.state_dict"
+# The module of `get_model_state_dict`, which may not be loaded.
+DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
-def _asker() -> str:
-    """Which function of torch's asks for a state dict, to make distributed or whole tensors of it; or `""`."""
-    frame = sys._getframe(2) if BY_OPTIONS in sys.modules else None
+def _calling_function() -> str:
+    """The function of torch's DCP that asks for a state dict, to make distributed or whole tensors of it; or `""`."""
+    frame = sys._getframe(2) if DCP_STATE_DICT in sys.modules else None
     name = ""
     while frame is not None:
         # Of several the outermost, which the user has called.
-        if frame.f_globals.get("__name__") == BY_OPTIONS:
+        if frame.f_globals.get("__name__") == DCP_STATE_DICT:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name
 
 
-class Rows:
-    """Parts of one model's parameters as torch's distributed tensors, and back.
+class StateDictParts:
+    """The entries of one model's state dicts.
 
     Args:
         pipe: with a `shard`.
+        forms: by path, which DTensor a parameter was before it was attached.
+        pieces: by path, this rank's pieces.
     """
 
-    def __init__(self, pipe: Pipeline):
+    def __init__(self, pipe: Pipeline, forms: Mapping[str, Form], pieces: Mapping[str, tuple[Piece, ...]]):
         assert pipe.gathering is not None
         self.wire, self.road = pipe.gathering, pipe.road
+        self.forms, self.pieces = forms, pieces
 
-    def of(self, part: Tensor, leaf: Leaf, asker: str) -> Tensor:
-        """A part as a distributed tensor, over the same memory where ranks have the rows that torch would give them."""
+    def guarded(self, part: Tensor, leaf: Leaf) -> Part:
+        """A part that refuses to be saved for the whole."""
+        form = self.forms.get(leaf.path)
+        pieces, shape = (self.pieces[leaf.path], leaf.shape) if form is None else ((), form.shape)
+        return part_of(part, Origin("a part in the sharded model's state_dict()", leaf.path, False, pieces, shape))
+
+    def to_dtensor(self, part: Tensor, leaf: Leaf, caller: str) -> Tensor:
+        """A part as a DTensor, over the same memory where ranks have the rows that torch would give them."""
         if leaf.within is not None and leaf.within.cut:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
-            right = f"with opt.gathered(): {asker}(...), on every rank, or zf.save(directory, opt)"
-            raise RuntimeError(explain(f"{asker} of a sharded model that is itself cut over ranks", why, right))
+            right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
+            raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
         if not self.road.exact:
             raise RuntimeError(
                 explain(
-                    f"{asker} of a sharded model whose parameters are seen through a view of one's own",
+                    f"{caller} of a sharded model whose parameters are seen through a view of one's own",
                     f"what this rank has of {leaf.path} is what is stored, and not what the model sees",
-                    f"with opt.gathered(): {asker}(...), on every rank",
+                    f"with opt.gathered(): {caller}(...), on every rank",
                 )
             )
         mine, group = part.as_subclass(Tensor).detach(), self.wire.group
@@ -74,9 +88,9 @@ class Rows:
         else:
             whole = self.wire.view(mine, leaf)
             if not leaf.shape:
-                # A number has no rows: torch takes what is no distributed tensor for the same on all ranks.
+                # A number has no rows, and torch takes a plain tensor for the same on all ranks.
                 return whole
-            # By torch's chunks: of a leaf of few rows some ranks have none.
+            # torch's chunks of rows: of a leaf of few rows some ranks have none.
             each = -(-leaf.shape[0] // group.size) * leaf.shape[1:].numel()
             low, high = (min(i * each, leaf.numel) for i in (group.rank, group.rank + 1))
             mine = whole.reshape(-1)[low:high].clone()
@@ -84,11 +98,13 @@ class Rows:
         assert rows is not None
         return as_distributed({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
 
-    def part(self, given: Tensor, leaf: Leaf) -> Tensor:
-        """What this rank keeps of a whole or a distributed tensor."""
-        if mesh_of(given) == self.wire.group.ranks and self._cut_alike(leaf):
-            return as_local(given).reshape(-1)
-        return self.road.kept(in_full(given.detach()), leaf)
+    def from_full(self, given: Tensor, leaf: Leaf) -> Part:
+        """This rank's part of a whole tensor or a DTensor."""
+        form = self.forms.get(leaf.path)
+        full = given.detach() if form is None else form.local(given.detach())
+        if mesh_of(full) == self.wire.group.ranks and self._cut_alike(leaf):
+            return self.guarded(as_local(full).reshape(-1), leaf)
+        return self.guarded(self.road.kept(in_full(full), leaf), leaf)
 
     def _cut_alike(self, leaf: Leaf) -> bool:
         """Whether every rank has the rows that torch would give it; the same answer on all."""
@@ -97,46 +113,46 @@ class Rows:
         return cut_by_rows(leaf.shape, size) and list(spans_of_all([self.wire], leaf)) == chunks
 
 
-def mark(
+def hook_state_dicts(
     model: nn.Module,
-    leaves: dict[int, Leaf],
+    params: Leaves,
     pipe: Pipeline,
-    is_whole: Callable[[], bool],
-    local: Callable[[Tensor, Leaf], Tensor],
-    shown: Callable[[Tensor, Leaf], Tensor],
+    units: Units,
+    forms: Mapping[str, Form],
+    pieces: Mapping[str, tuple[Piece, ...]],
 ) -> list[Callable[[], None]]:
-    """Let a sharded model give parts that say so, and take full tensors; what is returned undoes it.
+    """Let a sharded model give guarded parts, and take full tensors; what is returned undoes it.
 
     Args:
         model: its parameters are this rank's parts.
-        leaves: `id(parameter)` to leaf.
+        params: they by path.
         pipe: its pipeline.
-        is_whole: whether the parameters are full ones for a while.
-        local: of what is given for a leaf that the model itself has cut the part of this rank; else what is given.
-        shown: a part of a leaf as one that says so.
+        units: tells whether parameters are full ones for a while.
+        forms: by path, which DTensor a parameter was before it was attached.
+        pieces: by path, this rank's pieces.
     """
+    parts = StateDictParts(pipe, forms, pieces)
+    leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
 
-    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        asker = _asker() if names[module] and not is_whole() else ""
-        for name, leaf in {} if is_whole() else names[module].items():
+    def give(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if units.suspended:
+            return
+        caller = _calling_function()
+        for name, leaf in own.items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor):
-                state[prefix + name] = rows.of(x, leaf, asker) if asker else shown(x, leaf)
+                state[prefix + name] = parts.to_dtensor(x, leaf, caller) if caller else parts.guarded(x, leaf)
 
-    def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, leaf in {} if is_whole() else names[module].items():
+    def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, leaf in {} if units.suspended else own.items():
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
-                state[prefix + name] = shown(rows.part(local(x.detach(), leaf), leaf), leaf)
+                state[prefix + name] = parts.from_full(x, leaf)
 
-    rows = Rows(pipe)
-    names: dict[nn.Module, dict[str, Leaf]] = {
-        module: {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
-        for module in model.modules()
-    }
     undo: list[Callable[[], None]] = []
-    for module, own in names.items():
+    for module in model.modules():
+        own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
         if own:
-            undo.append(module.register_state_dict_post_hook(Hook(give)).remove)
-            undo.append(module.register_load_state_dict_pre_hook(Hook(take)).remove)
+            undo.append(module.register_state_dict_post_hook(Hook(functools.partial(give, own))).remove)
+            undo.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(take, own))).remove)
     return undo
