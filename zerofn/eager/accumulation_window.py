@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .._errors import explain
 from ..core.pipeline import Pipeline
-from ..core.state import State
+from .current_state import CurrentState
 
 
 class Window:
@@ -14,7 +12,7 @@ class Window:
 
     Args:
         pipe: the pipeline.
-        state: its state now.
+        current: its state in force.
 
     Attributes:
         forced: what the user says of the next step; `None` where `accumulate` counts.
@@ -23,9 +21,9 @@ class Window:
         holds: whether any step is held at all.
     """
 
-    def __init__(self, pipe: Pipeline, state: Callable[[], State]):
+    def __init__(self, pipe: Pipeline, current: CurrentState):
         self.parts = [p for p in pipe.parts if p.facts.holds]
-        self.state = state
+        self.current = current
         self.forced: bool | None = None
         self.averaged: bool | None = None
         self.every = 1
@@ -39,7 +37,7 @@ class Window:
             return self.forced
         if not self.parts:
             return True
-        own = [(p, self.state().transforms[p.name]) for p in self.parts]
+        own = [(p, self.current.state.transforms[p.name]) for p in self.parts]
         return all(int(state["count"]) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:
@@ -62,7 +60,7 @@ class Window:
         Raises:
             ValueError: weights divide already, or the window has begun otherwise.
         """
-        if not scale_wrt_gas and any("weight" in self.state().transforms[p.name] for p in self.parts):
+        if not scale_wrt_gas and any("weight" in self.current.state.transforms[p.name] for p in self.parts):
             raise ValueError(
                 "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
             )

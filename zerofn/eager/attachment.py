@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -32,7 +30,7 @@ from ..ranks.rendezvous import together
 from . import unsupported
 from .averaged_parameters import Averaged
 from .param_groups import ParamGroups
-from .resident_params import Residence, Start, as_they_are
+from .resident_params import ResidentParams, Start, from_values
 from .state_dict_formats import Dicts
 from .steps import Steps
 
@@ -54,7 +52,7 @@ class Attachment:
         check_initialised(named, "attach")
         self.model, self.here = model, True
         self.distributed = DistributedModel(model, named)
-        self.distributed.check_attached(early, start is not as_they_are)
+        self.distributed.check_attached(early, start is not from_values)
         self.distributed.enter()
         try:
             self._bind(parameters_of(model) if self.distributed.named else named, tx, early, start)
@@ -75,7 +73,7 @@ class Attachment:
                 check_inner_hooks(model)
             context = (lambda: self.steps.context()) if early else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
-            self.home = Residence(model, pipe, self.params, context, unchanged, start, forms)
+            self.home = ResidentParams(model, pipe, self.params, context, unchanged, start, forms)
         self.pipe = self.home.pipe
         if self.home.channels.control is not None:
             # The last that is undone.
@@ -97,8 +95,8 @@ class Attachment:
         if self.home.channels.control is not None:
             together(call, self.home.channels.control.ranks, right)
 
-    def check(self, what: str, averaged: bool = False) -> None:
-        """That `opt.what()` can be called now; with `averaged` where averages stand for parameters, too."""
+    def check(self, what: str, inside: bool = False) -> None:
+        """That `opt.what()` can be called now; with `inside` within `opt.averaged()` and `opt.gathered()`, too."""
         if not self.here:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
@@ -107,8 +105,16 @@ class Attachment:
             why = "gradients are still arriving, so some parameters would be updated with half of theirs"
             right = "call it after loss.backward() has returned"
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
-        if self.averages.on and not averaged:
-            self.averages.refuse(f"opt.{what}()")
+        if not inside and (self.averages.on or self.home.is_full):
+            self._refuse_inside(what)
+
+    def _refuse_inside(self, what: str) -> None:
+        self.averages.refuse(f"opt.{what}()")
+        if self.home.is_full:
+            why = "the parameters are gathered ones there, and what was stored of them comes back at its end"
+            raise RuntimeError(
+                explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
+            )
 
     def check_at_rest(self, what: str) -> None:
         """That `opt.what()` would find parameters, and all of a step or nothing of it."""
@@ -117,67 +123,14 @@ class Attachment:
             raise unsupported.half_a_step()
         self.dicts.check_told()
 
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
-
-        On several ranks under `shard` every rank enters it, and one may then do inside what it likes.
-
-        Raises:
-            RuntimeError: only some ranks came, as for `zf.save`.
-        """
-        self.check("gathered", averaged=True)
-        if self.home.units is not None:
-            inside = "and inside of it `if rank == 0:` around what one rank does alone"
-            self.meet("opt.gathered()", f"with opt.gathered(): on every rank, {inside}")
-        with self.home.gathered() as model:
-            yield model
-
-    @contextmanager
-    def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
-        """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
-
-        They take the place of the parameters, which are copied and put back to the bit at the end; a rank copies its
-        own part. On ranks every one enters it where parameters are cut. `opt.gathered()` may be entered inside.
-
-        Args:
-            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one. What is
-                not averaged there stays.
-
-        Raises:
-            ValueError: there is no such average.
-            RuntimeError: inside, of a step, a save or a state dict, which would take averages for parameters.
-
-        >>> import torch, zerofn as zf
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
-        >>> model(torch.ones(1, 1)).sum().backward()
-        >>> opt.step()
-        >>> with opt.averaged():
-        ...     model(torch.ones(1, 1)).item()
-        -0.5
-        >>> model.weight.item()
-        -1.0
-        """
-        self.check("averaged")
-        with self.averages.during(self.home.settled(), of):
-            yield self.model
-
-    def load(self, state_dict: dict[str, Any]) -> None:
+    def load(self, state_dict: dict[str, Any], call: str = "load_state_dict") -> None:
         """Copy a state dict into the state, and into the model."""
-        self.check("load_state_dict")
+        self.check(call)
         self.dicts.load(state_dict)
 
-    def detach(self) -> nn.Module:
-        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
-
-        Channels between ranks that were opened for this model alone are closed; gradients on their way are lost.
-
-        Raises:
-            RuntimeError: on several ranks, only some of them came, as for `zf.save`.
-        """
-        self.averages.refuse("opt.detach()")
+    def detach(self) -> None:
+        """Make the model a plain module again, if it is not yet. All ranks call it."""
+        self._refuse_inside("detach")
         if self.here:
             self.home.micro_step.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
@@ -185,10 +138,9 @@ class Attachment:
                 del p._zerofn_owner  # type: ignore[attr-defined]
             self.leave()
             self.here = False
-        return self.model
 
 
-def _leave(home: Residence, distributed: DistributedModel) -> None:
+def _leave(home: ResidentParams, distributed: DistributedModel) -> None:
     """A plain model, with the parameters that it had."""
     home.leave()
     distributed.leave()

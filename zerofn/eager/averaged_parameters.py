@@ -1,4 +1,4 @@
-"""Averages in the place of parameters, for a while: what an evaluation computes with."""
+"""`opt.averaged()`: averages in the place of parameters, for an evaluation."""
 
 from __future__ import annotations
 

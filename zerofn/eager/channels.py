@@ -1,4 +1,4 @@
-"""The channels of an attached model: what ranks send each other in one of them waits for nothing in another."""
+"""Process groups of an attached model: what is sent in one of them waits for nothing in another."""
 
 from __future__ import annotations
 

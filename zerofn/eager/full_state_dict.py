@@ -1,4 +1,4 @@
-"""States of a sharded pipeline whole, as torch asks for them by `full_state_dict=True`, and the way back."""
+"""Full tensors of a sharded state, for torch's `full_state_dict=True`, and the way back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Full parameters in an attached model for a while, and what is written into them stored afterwards."""
+"""`opt.gathered()`: full parameters in an attached model, and what is written into them stored at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,23 +12,24 @@ from .._errors import explain
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read, write
+from .current_state import CurrentState
 from .resident_form import cut, put
 
 
 @contextmanager
-def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves]) -> Iterator[set[str]]:
+def full_for_a_while(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
     """Full parameters in the places of `params` inside; stored where they are other ones at the end.
 
     Args:
         pipe: the pipeline of the model.
         params: its parameters by path.
-        stored: what is stored of each now, by path.
+        current: the state in force.
 
     Yields:
         What paths were stored, once it has ended.
     """
     parts = {path: p.data for path, p in params.items()}
-    fulls = pipe.road.whole(stored())
+    fulls = pipe.road.whole(current.state.leaves)
     # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
@@ -37,7 +38,7 @@ def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves
     written: set[str] = set()
     try:
         yield written
-        written |= _store(pipe, params, stored(), before)
+        written |= _store(pipe, params, current.state.leaves, before)
     finally:
         for path, p in params.items():
             put(pipe, p, parts[path], "the end of opt.gathered()")

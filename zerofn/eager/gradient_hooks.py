@@ -1,4 +1,4 @@
-"""Where the gradients of an attached model go as they arrive: on to be reduced, into the update, or nowhere yet.
+"""Hooks on gradients as they arrive: on to be reduced, into the update, or left in `p.grad`.
 
 Under `reduce_scatter` and `all_reduce` they leave during backward; with `in_backward=True` each is used
 at once. Otherwise they stay in `p.grad`.
@@ -26,14 +26,14 @@ from .in_backward import InBackward
 
 
 @uncompiled
-def _hand_over(arrivals: weakref.ref[Arrivals], path: str, p: Tensor) -> None:
+def _hand_over(arrivals: weakref.ref[GradientHooks], path: str, p: Tensor) -> None:
     """A gradient has been added up in `p.grad`."""
     to = arrivals()
     if to is not None:
         to.hand_over(path, p)
 
 
-class Arrivals:
+class GradientHooks:
     """The gradients of one attached model's micro-step.
 
     Args:
@@ -72,7 +72,7 @@ class Arrivals:
         if self.stream is None and self.in_backward is None:
             return
         # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
-        mine: weakref.ref[Arrivals] = weakref.ref(self)
+        mine: weakref.ref[GradientHooks] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
             hook = functools.partial(_hand_over, mine, leaf.path)
             self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)

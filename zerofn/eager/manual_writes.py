@@ -1,4 +1,4 @@
-"""Whole parameters of which each rank stores a part: what is written into one by hand must be the same on all ranks.
+"""Writes by hand into whole parameters of which each rank stores a part: they must be equal on all ranks.
 
 Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along another
 axis of a mesh, its part of a part). What is written on one rank
@@ -19,18 +19,16 @@ from ..sharded.round_agreement import told_by_all
 from ..sharded.write_back import checksum
 
 
-class Wholes:
+class WholeParameters:
     """The whole parameters of an attached model that are stored in parts.
 
     Args:
         params: its parameters by path, in their resident form.
-        control: a group for the comparison, of those that have one and the same. None where all is stored, and where
-            updates run within backward: they write into parts before a step could look at wholes.
+        control: a group for the comparison, of the ranks that have the same whole parameters.
     """
 
-    def __init__(self, params: Leaves, control: Group | None):
-        self.control = control
-        self.params = params if self.control is not None else {}
+    def __init__(self, params: Leaves, control: Group):
+        self.params, self.control = params, control
         self.note()
 
     def note(self) -> None:
@@ -39,7 +37,7 @@ class Wholes:
 
     def noticed(self) -> bool:
         """Whether this rank has written into one, or has lent the memory of one, since."""
-        return bool(self.params) and writes(self.params.values()) != self.counts
+        return writes(self.params.values()) != self.counts
 
     def compare(self) -> None:
         """Every rank comes here if any has noticed something.
@@ -47,8 +45,6 @@ class Wholes:
         Raises:
             RuntimeError: on every rank, where values differ; each such parameter is named.
         """
-        if self.control is None:
-            return
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
         by_leaf = zip(*told_by_all(sums, self.control), strict=True)

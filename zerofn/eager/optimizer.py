@@ -1,4 +1,4 @@
-"""The eager route: an attached model is called as before, and backward is PyTorch's own."""
+"""The optimizer that `zf.attach` returns, under the names of `torch.optim`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,15 @@ from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
 from ..core.transform import Transform
-from . import properties, unsupported
 from . import step_hooks as _hooks
+from . import unsupported
 from .attachment import Attachment
-from .delegation import Shown, forwarded
-from .resident_params import Start, as_they_are
-
-_OTHER_STATE = (
-    "the pipeline has made its state for this model, and to assign another would leave the model's parameters",
-    "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for one made anew;\n"
-    "opt.load_state(state) for one of this pipeline and model",
-)
-_OTHER_TX = "the model is attached with another one, and has its state", "opt.detach(); opt = zf.attach(model, tx)"
+from .optimizer_base import OptimizerBase
+from .resident_params import Start, from_values
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OptimizerBase):
     """What `attach` returns: an `Attachment` under the names of `torch.optim`, and some of DeepSpeed's.
-
-    A subclass, since learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`; of the base
-    class only the hooks on steps and state dicts are used, and its constructor does not run.
 
     Attributes:
         metrics: those of the last `step`, as 0-d tensors of their own.
@@ -40,7 +30,7 @@ class Optimizer(torch.optim.Optimizer):
             `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = from_values):
         _hooks.prepare(self)
         self._tx = tx
         self._own = own = Attachment(model, tx, in_backward, start)
@@ -50,19 +40,6 @@ class Optimizer(torch.optim.Optimizer):
         self._groups, self._averages = own.groups, own.averages
         own.belongs_to(self)
         self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
-
-    state: Shown[State] = Shown(properties.state, *_OTHER_STATE)  # type: ignore[override]
-    tx = Shown(properties.tx, *_OTHER_TX)
-    global_steps = Shown(properties.global_steps)
-    micro_steps = Shown(properties.micro_steps)
-    skipped_steps = Shown(properties.skipped_steps)
-    overflow_leaf = Shown(properties.overflow_leaf)
-    is_boundary = Shown(properties.is_boundary, "it says what the next step does", "opt.set_boundary(True)")
-    _step_supports_amp_scaling = Shown(properties.supports_amp_scaling)
-
-    gathered = forwarded("_own", Attachment.gathered)
-    averaged = forwarded("_own", Attachment.averaged)
-    detach = forwarded("_own", Attachment.detach)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -126,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
         """
-        self._own.check("backward", averaged=True)
+        self._own.check("backward", inside=True)
         check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
         return self._own.steps.backward(loss, retain_graph, scale_wrt_gas)
 
@@ -155,7 +132,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`, whose hooks do not run.
         """
-        self._own.load(self._own.dicts.of(state, param_groups))
+        self._own.load(self._own.dicts.of(state, param_groups), "load_state")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`, of ours or in the form of `torch.optim`.

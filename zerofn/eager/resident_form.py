@@ -1,4 +1,4 @@
-"""The form in which an attached model keeps one parameter, the form that is stored of it, and the dtype of `p.grad`."""
+"""One parameter of an attached model: its resident form, its stored form, and the dtype of `p.grad`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read, write
 
 
-def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
+def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))

@@ -1,4 +1,4 @@
-"""`opt.state[p]` of a sharded parameter: what is cut as the parameter is, as parts that have the whole's sizes.
+"""`opt.state[p]` of a sharded parameter: shards of states, shown with the shape of the whole.
 
 So an average of squares stands beside `p.grad` there as in one process. What owners keep whole, and what is cut along
 another axis besides, is shown as it is kept.
@@ -18,7 +18,7 @@ from ..sharded.part import part_of
 from ..sharded.part_origin import Origin
 
 
-class ShownStates:
+class ShardedStateViews:
     """The states of one attached model to whoever asks for them by parameter.
 
     Args:

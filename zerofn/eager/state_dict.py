@@ -1,4 +1,4 @@
-"""A state as nested dicts of tensors, for `torch.save` and DCP, and whether one is that of a pipeline."""
+"""A state as nested dicts of tensors, for `torch.save` and DCP, and the check of one that is loaded."""
 
 from __future__ import annotations
 

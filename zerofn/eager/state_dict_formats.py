@@ -16,7 +16,7 @@ from ..ranks.dtensor_shards import as_local
 from . import torch_state_dict
 from .full_state_dict import gathered, rows
 from .param_groups import ParamGroups
-from .resident_params import Residence
+from .resident_params import ResidentParams
 from .state_dict import as_dict, pairs
 
 
@@ -30,13 +30,13 @@ class Dicts:
         groups: what has been set in `opt.param_groups`.
     """
 
-    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups):
+    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups):
         self.pipe, self.home, self.groups = pipe, home, groups
         self.paths = {id(p): path for path, p in params.items()}
 
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Any state of the pipeline; rates are those of now, or of `groups`."""
-        return as_dict(self.pipe, state, self.groups.told() if groups is None else groups)
+        return as_dict(self.pipe, state, self.groups.to_save() if groups is None else groups)
 
     def check_told(self) -> None:
         """In these forms a tensor is one of the chain's, and says nothing of a cut that the model has besides."""

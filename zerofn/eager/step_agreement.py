@@ -1,17 +1,15 @@
-"""What ranks of an attached model tell each other at a step: that it is the same one, and what only some have."""
+"""What ranks compare at a step of an attached model: counts, boundaries, settings, and who has gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from zlib import crc32
 
 from ..core.layout import Leaves
-from ..core.state import State
 from ..ranks.group import Group
 from ..sharded.flush import KEPT
 from ..sharded.round_agreement import check_marks, told_by_all
 from ..sharded.write_back import WRITTEN
-from .manual_writes import Wholes
+from .manual_writes import WholeParameters
 
 # What must be equal on all ranks at every step.
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
@@ -23,37 +21,42 @@ MARKS = (STEPS, CLOSES, DROPPED, SET, *NO_MORE)
 FIRST = 2
 
 
-class Agreement:
+class StepAgreement:
     """The agreement of one model's ranks.
 
     Args:
         control: their group; none on one process.
-        wholes: whole parameters of which each rank stores a part.
-        state: gives the state in force.
+        wholes: whole parameters of which each rank stores a part, where they are to be compared.
     """
 
-    def __init__(self, control: Group | None, wholes: Wholes, state: Callable[[], State]):
-        self.control, self.wholes, self.state = control, wholes, state
+    def __init__(self, control: Group | None, wholes: WholeParameters | None):
+        self.control, self.wholes = control, wholes
 
     def marks(
-        self, boundary: bool | None, dropped: bool = False, more: dict[str, int] = NO_MORE, given: str = ""
+        self,
+        steps: int,
+        boundary: bool | None,
+        given: str = "",
+        dropped: bool = False,
+        more: dict[str, int] = NO_MORE,
     ) -> dict[str, int]:
         """What must be equal on all ranks, by name.
 
         Args:
+            steps: micro-steps before this one.
             boundary: what `set_boundary` says.
-            dropped: whether the step is given up.
-            more: what rests tell of it.
             given: what `opt.param_groups` sets, as text.
+            dropped: whether the step is given up.
+            more: what `Rests.marks` tells, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
         has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
-        steps = int(self.state().micro_step)
         return {STEPS: steps, CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode()), **more}
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """What this rank tells: how many gradients it has, what it has noticed, and marks."""
-        return [len(grads), self.wholes.noticed(), *marks.values()]
+        noticed = self.wholes is not None and self.wholes.noticed()
+        return [len(grads), noticed, *marks.values()]
 
     def shared(self, rows: list[list[int]], marks: dict[str, int]) -> dict[str, int]:
         """Marks for all ranks, from those that rest together: only these share sums, of which each has its parts."""
@@ -75,6 +78,6 @@ class Agreement:
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
         some, noticed, *_ = map(max, zip(*rows, strict=True))
-        if noticed:
+        if noticed and self.wholes is not None:
             self.wholes.compare()
         return grads if some else {}

@@ -22,7 +22,7 @@ from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write
 from .accumulation_window import Window
 from .param_groups import ParamGroups, as_text
-from .resident_params import Residence
+from .resident_params import ResidentParams
 
 
 class Steps:
@@ -39,13 +39,13 @@ class Steps:
         window: what `accumulate` waits for.
     """
 
-    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups, watch: Watch):
+    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups, watch: Watch):
         self.pipe, self.home, self.params = pipe, home, params
         self.groups, self.watch = groups, watch
-        self.window = Window(pipe, lambda: home.state)
+        self.window = Window(pipe, home.current)
         self._writes = 0
         # What the last step has used up, to be told from gradients that arrived after it.
-        self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
 
     def context(self) -> Context:
         """What the update halves are told of a step that is made in backward."""
@@ -64,7 +64,8 @@ class Steps:
                 metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
             if bool(metrics["updated"]) or self.home.reads:
                 self.home.refresh()
-            self.groups.show(metrics)
+            if self.groups.scheduled:
+                self.groups.show(metrics)
             return metrics
         finally:
             self._writes += 1
@@ -94,8 +95,7 @@ class Steps:
             # Put there by hand: what backward has brought is gone.
             write(self.params[path], None)
             self.home.in_backward.arrived(path, grad)
-        self.home.state, metrics = self.home.in_backward.finish()
-        return metrics
+        return self.home.in_backward.finish()
 
     def _update(self, weight: Any) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
@@ -104,7 +104,7 @@ class Steps:
         grads = self.home.micro_step.collect(window.forced, partial(as_text, rates, numbers))
         if weight is not None:
             check_weight(self.pipe, weight)
-        closes, old = window.averaged is not None and window.closes(), self.home.state
+        closes, old = window.averaged is not None and window.closes(), self.home.current.state
         ctx = self.pipe.context(
             donate=True,
             recorded=recorded(),
@@ -121,12 +121,11 @@ class Steps:
                 for path, x in old.leaves.items():
                     if new.leaves[path] is not x:
                         new.leaves[path] = x.copy_(new.leaves[path])
-        self.home.state = new
+        self.home.current.state = new
         if window.holds:
             self._forget(grads)
-        with torch.DisableTorchFunctionSubclass():
-            params = self.params.values()
-            self._spent = [(x, weakref.ref(g), version(g)) for x in params if (g := read(x)) is not None]
+        held = grads.values()
+        self._spent = [*zip(grads, map(weakref.ref, held), map(version, held), strict=True)]
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics
@@ -168,7 +167,8 @@ class Steps:
             )
         self.window.average(scale_wrt_gas)
         self.home.micro_step.uncleared.clear(to_none=True)
-        for p, spent, count in self._spent:
+        for path, spent, count in self._spent:
+            p = self.params[path]
             if p.grad is not None and p.grad is spent() and version(p.grad) == count:
                 p.grad = None
         self._spent = []

@@ -76,12 +76,12 @@ def in_torch_form(
     """
     state: dict[int, dict[str, Any]] = {}
     listed: list[dict[str, Any]] = []
-    for group, (t, _) in zip(groups.groups, groups.optimizers.values(), strict=True):
+    for group, optimizer in zip(groups.groups, groups.optimizers, strict=True):
         numbers = range(len(state), len(state) + len(group["params"]))
         for number, p in zip(numbers, group["params"], strict=True):
             kept = LeafTensors(own["transforms"], paths[id(p)])
             state[number] = {_theirs(name, kept): x.float() if name == COUNT else x for name, x in kept.items()}
-        told = {k: v for k, v in t.config.items() if isinstance(v, int | float | tuple)}
+        told = {k: v for k, v in optimizer.transform.config.items() if isinstance(v, int | float | tuple)}
         listed.append({**told, **packed(group), "params": list(numbers)})
     numbers = dict(_counters(own, set(paths.values())))
     if form is Form.TO_LOAD:
@@ -198,8 +198,8 @@ def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str
     """Of each group the rate, and what schedulers have put there: hyperparameters are the chain's."""
     left_out = {NUMBERS, "params", *BESIDE, *HYPERPARAMETERS}
     return [
-        {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in t.config}}
-        for g, (t, _) in zip(given, groups.optimizers.values(), strict=True)
+        {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in optimizer.transform.config}}
+        for g, optimizer in zip(given, groups.optimizers, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a `torch.optim.Optimizer` does and that of an attached model does not: each with what to write instead."""
+"""Errors for what a `torch.optim.Optimizer` can do and that of an attached model cannot."""
 
 from __future__ import annotations
 

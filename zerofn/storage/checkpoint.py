@@ -111,7 +111,7 @@ def write(
 
     opt = state if isinstance(state, Optimizer) else None
     unchanged = None if opt is None else still(opt._own.steps.writes)
-    groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.told()]
+    groups = None if opt is None else [_numbers(packed(g)) for g in opt._groups.to_save()]
     given = state_of(state, "zf.save(directory, {})")
     unchanged = unchanged or unwritten(given)
     place = place_of("zf.save({}, state)", directory)
