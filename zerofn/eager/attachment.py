@@ -27,7 +27,6 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
-from . import unsupported
 from .averaged_parameters import Averaged
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams, Start, from_values
@@ -116,14 +115,20 @@ class Attachment:
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
 
-    def check_at_rest(self, what: str) -> None:
-        """That `opt.what()` would find parameters, and all of a step or nothing of it."""
-        self.averages.refuse(f"opt.{what}()")
+    def check_saved(self) -> None:
+        """That `opt.state_dict()` would find parameters, and all of a step or nothing of it."""
+        self.averages.refuse("opt.state_dict()")
         if self.steps.under_way:
-            raise unsupported.half_a_step()
+            raise RuntimeError(
+                explain(
+                    "opt.state_dict() between a backward and opt.step(), with in_backward=True",
+                    "leaves that had a gradient are updated and counters are not: another run would go on from that",
+                    "opt.state_dict() after opt.step()",
+                )
+            )
         self.dicts.check_told()
 
-    def load(self, state_dict: dict[str, Any], call: str = "load_state_dict") -> None:
+    def load(self, state_dict: dict[str, Any], call: str) -> None:
         """Copy a state dict into the state, and into the model."""
         self.check(call)
         self.dicts.load(state_dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.compiler import uncompiled
+from .._compat.modules import HOOKS_OF
+from .._errors import explain
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
 from ..core.transform import Transform
-from . import step_hooks as _hooks
-from . import unsupported
 from .attachment import Attachment
 from .optimizer_base import OptimizerBase
 from .resident_params import Start, from_values
@@ -31,7 +32,9 @@ class Optimizer(OptimizerBase):
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = from_values):
-        _hooks.prepare(self)
+        # Torch's lists of hooks, which the constructor of its class would make. It runs those of steps itself.
+        for name in HOOKS_OF.values():
+            setattr(self, name, OrderedDict())
         self._tx = tx
         self._own = own = Attachment(model, tx, in_backward, start)
         self.metrics: dict[str, Tensor] = {}
@@ -118,9 +121,10 @@ class Optimizer(OptimizerBase):
         any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit, and keeps
         the module's buffers, which are in no optimizer's dict but in `model.state_dict()`.
         """
-        self._own.check_at_rest("state_dict")
-        asks = sys._getframe(1)
-        return _hooks.saved(self, lambda: self._own.dicts.asked_by(asks))
+        self._own.check_saved()
+        caller = sys._getframe(1)
+        _run_hooks(self, "state_dict", "pre")
+        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save(caller))
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -144,14 +148,33 @@ class Optimizer(OptimizerBase):
                 is changed.
         """
         self._own.dicts.check_told()
-        _hooks.loaded(self, state_dict, self._own.load)
+        self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
+        _run_hooks(self, "load_state_dict", "post")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""
-        raise unsupported.another_group()
+        why = "the state is made once, for the model as it was attached"
+        right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
+        raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
 
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise unsupported.copied()
+        wrong = "a copy or a pickle of what zf.attach returned"
+        why = "it is bound to its model by hooks, and a copy would be bound to nothing"
+        right = "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)"
+        raise TypeError(explain(wrong, why, right))
+
+
+def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
+    """Run the hooks that the user has registered `pre` or `post` a method: one may return another state dict."""
+    hooks = list(getattr(opt, HOOKS_OF[method, when]).values())
+    if hooks and when == "pre" and state_dict:
+        # Of the caller, who is not to see what hooks write into it.
+        state_dict = (state_dict[0].copy(),)
+    for hook in hooks:
+        other = hook(opt, *state_dict)
+        if state_dict and other is not None:
+            state_dict = (other,)
+    return state_dict[0] if state_dict else None

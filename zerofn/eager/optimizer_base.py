@@ -8,10 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .._errors import explain
 from ..core.state import State
 from ..core.transform import Transform
-from . import unsupported
 from .attachment import Attachment
+
+
+def _not_assigned(name: str, why: str, right: str) -> AttributeError:
+    return AttributeError(explain(f"opt.{name} = ...", why, right))
 
 
 class OptimizerBase(torch.optim.Optimizer):
@@ -37,7 +41,7 @@ class OptimizerBase(torch.optim.Optimizer):
 
     @state.setter
     def state(self, _: object) -> None:
-        raise unsupported.replaced(
+        raise _not_assigned(
             "state",
             "the pipeline has made its state for this model, and to assign another would leave the model's parameters",
             "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for one made anew;\n"
@@ -52,7 +56,7 @@ class OptimizerBase(torch.optim.Optimizer):
     @tx.setter
     def tx(self, _: object) -> None:
         why = "the model is attached with another one, and has its state"
-        raise unsupported.replaced("tx", why, "opt.detach(); opt = zf.attach(model, tx)")
+        raise _not_assigned("tx", why, "opt.detach(); opt = zf.attach(model, tx)")
 
     @property
     def is_boundary(self) -> bool:
@@ -61,7 +65,7 @@ class OptimizerBase(torch.optim.Optimizer):
 
     @is_boundary.setter
     def is_boundary(self, _: object) -> None:
-        raise unsupported.replaced("is_boundary", "it says what the next step does", "opt.set_boundary(True)")
+        raise _not_assigned("is_boundary", "it says what the next step does", "opt.set_boundary(True)")
 
     @property
     def global_steps(self) -> int:
@@ -89,7 +93,13 @@ class OptimizerBase(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
         if self._own.pipe.every_group:
-            raise unsupported.scaler_over_ranks()
+            raise RuntimeError(
+                explain(
+                    "torch.amp.GradScaler with a pipeline over ranks",
+                    "each rank looks for overflow in what it has alone, and some would skip a step that others make",
+                    'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler',
+                )
+            )
         return False
 
     @contextmanager

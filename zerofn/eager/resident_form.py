@@ -41,24 +41,20 @@ def cut(pipe: Pipeline) -> bool:
 
 
 def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
-    """`p.data = x`; where parts are kept, or were, as `resize` says."""
-    if cut(pipe):
-        resize(p, x, since)
-    else:
-        p.data = x
+    """`p.data = x`. Where parameters are cut `x` has another size, and graphs of the old size may be alive.
 
-
-def resize(p: Tensor, x: Tensor, since: str | None) -> None:
-    """`p.data = x` of other sizes, so that backward goes on where graphs of the old sizes are still alive.
-
-    torch keeps the node at which gradients of `p` end as long as any graph has it, and holds gradients of later graphs
-    against the sizes that it had: an output that a notebook keeps would be enough. It makes another for another dtype.
+    torch keeps the AccumulateGrad node of `p` as long as any graph has it, and checks gradients of later graphs against
+    the size that it had: an output that a notebook keeps would be enough. It makes a new node for another dtype.
 
     Args:
+        pipe: the pipeline of the model.
         p: the parameter.
         x: what it is to hold.
-        since: what has changed it, for who goes backward through such a graph; `None` where its sizes come back.
+        since: what has changed it, for who goes backward through such a graph; `None` where its size comes back.
     """
+    if not cut(pipe):
+        p.data = x
+        return
 
     def refuse(grads: Any) -> None:
         raise RuntimeError(

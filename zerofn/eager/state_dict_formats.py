@@ -14,10 +14,11 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..ranks.dtensor_shards import as_local
 from . import torch_state_dict
-from .full_state_dict import gathered, rows
+from .full_state_dict import empty_rows, full_state
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams
 from .state_dict import as_dict, pairs
+from .torch_state_dict import Form, in_torch_form
 
 
 class Dicts:
@@ -45,21 +46,15 @@ class Dicts:
             right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
-    def ours(self) -> dict[str, Any]:
-        return self.of(self.home.settled())
-
-    def asked_by(self, asks: FrameType) -> dict[str, Any]:
-        """In our form, but for the function of torch that wants its own."""
-        return self.in_torch_form(asks) if asks.f_globals.get("__name__") == torch_state_dict.ASKS else self.ours()
-
-    def in_torch_form(self, asks: FrameType) -> dict[str, Any]:
-        """As the function of torch wants it that asks."""
-        form = torch_state_dict.asked_for(asks)
-        if form is torch_state_dict.Form.PARTS:
-            return torch_state_dict.in_torch_form(self.ours(), self.groups, self.paths)
-        state = (gathered if form is torch_state_dict.Form.FULL else rows)(self.home.settled(), self.pipe.road.cutting)
+    def to_save(self, caller: FrameType) -> dict[str, Any]:
+        """In our form; in that of `torch.optim` where a function of torch calls `opt.state_dict()` that needs it."""
+        state, form = self.home.settled(), torch_state_dict.form_for(caller)
+        if form is None or form is Form.PARTS:
+            own = self.of(state)
+            return own if form is None else in_torch_form(own, self.groups, self.paths)
+        state = (full_state if form is Form.FULL else empty_rows)(state, self.pipe.road.cutting)
         own = {"transforms": state.transforms, "step": state.step, "micro_step": state.micro_step}
-        return torch_state_dict.in_torch_form(own, self.groups, self.paths, form)
+        return in_torch_form(own, self.groups, self.paths, form)
 
     @torch.no_grad()
     def load(self, given: dict[str, Any]) -> None:
@@ -73,7 +68,7 @@ class Dicts:
             for mine, theirs in torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting):
                 mine.copy_(theirs)
             return self.groups.load(torch_state_dict.groups_of(self.groups, given["param_groups"]))
-        for mine, theirs in pairs(self.ours(), given):
+        for mine, theirs in pairs(self.of(self.home.settled()), given):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))
         self.home.refresh()

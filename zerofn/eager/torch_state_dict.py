@@ -53,8 +53,10 @@ class Form(Enum):
     TO_LOAD = "torch puts into it what it loads, which may be full, and hands it back"
 
 
-def asked_for(frame: FrameType) -> Form:
-    """By the function of torch that wants a state dict."""
+def form_for(frame: FrameType) -> Form | None:
+    """What the function of torch wants that calls `opt.state_dict()`; `None` for all other callers."""
+    if frame.f_globals.get("__name__") != ASKS:
+        return None
     if getattr(frame.f_locals.get("info"), "full_state_dict", False):
         return Form.FULL
     above: FrameType | None = frame
