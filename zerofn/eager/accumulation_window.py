@@ -7,7 +7,7 @@ from ..core.pipeline import Pipeline
 from .current_state import CurrentState
 
 
-class Window:
+class AccumulationWindow:
     """What the accumulations of a pipeline wait for.
 
     Args:

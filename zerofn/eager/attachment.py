@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat.autograd import in_backward
+from .._compat import autograd
 from .._errors import explain
 from ..core.layout import make_layout
 from ..core.parameter_checks import parameters_of
@@ -27,39 +27,39 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
-from .averaged_parameters import Averaged
+from .averaged_parameters import AveragedParameters
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams, Start, from_values
-from .state_dict_formats import Dicts
+from .state_dict_formats import StateDicts
 from .steps import Steps
 
 
 class Attachment:
-    """A model, its pipeline, and all that stands between them.
+    """A model that is bound to a pipeline.
 
     Args:
         model: the model.
         tx: the pipeline's transform.
-        early: whether leaves are updated in backward.
+        in_backward: whether leaves are updated in backward.
         start: where first values of parameters come from.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, early: bool, start: Start):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start):
         check_hookable(model)
         named = parameters_of(model)
         check_free(named)
         check_initialised(named, "attach")
         self.model, self.here = model, True
         self.distributed = DistributedModel(model, named)
-        self.distributed.check_attached(early, start is not from_values)
+        self.distributed.check_attached(in_backward, start is not from_values)
         self.distributed.enter()
         try:
-            self._bind(parameters_of(model) if self.distributed.named else named, tx, early, start)
+            self._bind(parameters_of(model) if self.distributed.named else named, tx, in_backward, start)
         except BaseException:
             self.distributed.leave()
             raise
 
-    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, early: bool, start: Start) -> None:
+    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, in_backward: bool, start: Start) -> None:
         model, model_groups = self.model, self.distributed.groups
         layout, self.params = make_layout(named, lambda path: named[path].requires_grad, self.distributed.within)
         check_trainable(layout)
@@ -70,19 +70,20 @@ class Attachment:
             check_alone(model, bool(pipe.every_group))
             if pipe.scaled:
                 check_inner_hooks(model)
-            context = (lambda: self.steps.context()) if early else None
+            # Before the model is changed: a schedule is asked for its first rate, and may raise.
+            self.groups = ParamGroups(pipe, self.params)
+            context = (lambda: self.steps.context()) if in_backward else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
             self.home = ResidentParams(model, pipe, self.params, context, unchanged, start, forms)
         self.pipe = self.home.pipe
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
-        self.averages = Averaged(self.home.refresh)
-        self.groups = ParamGroups(self.pipe, self.params)
+        self.averages = AveragedParameters(self.home.refresh)
         self.watch = Watch(model, layout, self.params)
         self.leave = functools.partial(_leave, self.home, self.distributed)
         self.steps = Steps(self.pipe, self.home, self.params, self.groups, self.watch)
-        self.dicts = Dicts(self.pipe, self.home, self.params, self.groups)
+        self.dicts = StateDicts(self.pipe, self.home, self.params, self.groups)
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
@@ -100,7 +101,7 @@ class Attachment:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
             )
-        if in_backward():
+        if autograd.in_backward():
             why = "gradients are still arriving, so some parameters would be updated with half of theirs"
             right = "call it after loss.backward() has returned"
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
@@ -115,7 +116,7 @@ class Attachment:
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
 
-    def check_saved(self) -> None:
+    def check_state_dict(self) -> None:
         """That `opt.state_dict()` would find parameters, and all of a step or nothing of it."""
         self.averages.refuse("opt.state_dict()")
         if self.steps.under_way:
@@ -126,7 +127,7 @@ class Attachment:
                     "opt.state_dict() after opt.step()",
                 )
             )
-        self.dicts.check_told()
+        self.dicts.check_complete()
 
     def load(self, state_dict: dict[str, Any], call: str) -> None:
         """Copy a state dict into the state, and into the model."""

@@ -13,11 +13,14 @@ from ..core.parameter_averages import averages_of
 from ..core.state import State
 
 
-class Averaged:
-    """Whether the parameters of a model are averages at the moment.
+class AveragedParameters:
+    """Puts averages in the place of an attached model's parameters.
 
     Args:
-        refresh: makes what the model has of stored parameters anew.
+        refresh: makes the model's parameters from the stored ones.
+
+    Attributes:
+        on: whether parameters are averages at the moment.
     """
 
     def __init__(self, refresh: Callable[[], None]):

@@ -13,10 +13,10 @@ from .resident_form import cut
 
 
 class ExistingGradients:
-    """Gradients that parameters had before they were attached and cut.
+    """Gradients that parameters had before they were attached and cut into shards.
 
-    Left in place they would be whole beside parts, which a fused kernel reads without a word. At the other stages whole
-    gradients are in their place, and are reduced with what is added to them.
+    Left in place they would be whole beside shards, and a fused kernel reads them without an error. At the other stages
+    whole gradients stay in `p.grad`, and are reduced with what is added to them.
 
     Attributes:
         grads: by path, taken out of the parameters.

@@ -1,7 +1,7 @@
 """The update in backward: each leaf is updated as soon as its gradient is there, and the gradient is freed.
 
-Only where every update half treats leaves alone. It is asked for, never a consequence of the pipeline: an
-exception half-way through backward then leaves some leaves updated and others not, and `p.grad` is never seen.
+Only where every update half treats leaves alone. It is an argument, never a consequence of the pipeline: an
+exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen.
 
 After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
 their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
@@ -75,7 +75,7 @@ def _reason(part: Transform) -> str | None:
 
 
 class InBackward:
-    """The step of one attached model, spread over its backward.
+    """Updates each leaf of one attached model in backward; a step then closes what backward began.
 
     Args:
         pipe: a pipeline of leafwise updates.
@@ -89,7 +89,7 @@ class InBackward:
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
         self.done: set[str] = set()
-        # Whether the step is being given up: of what is still on its way, second gradients of a leaf are let go.
+        # Whether the step is being given up: of gradients still on their way, second ones of a leaf are dropped.
         self.closing = False
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class InBackward:
         self.current.state = replace(state, transforms=kept)
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Drop the step that is under way."""
         self.ctx = self.under_way = None
         self.done.clear()
 

@@ -1,10 +1,9 @@
 """Writes by hand into whole parameters of which each rank stores a part: they must be equal on all ranks.
 
 Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along another
-axis of a mesh, its part of a part). What is written on one rank
-alone (`if rank == 0: model.load_state_dict(...)`) would become a mixture after the next step: the part of
-that rank new, those of the others old. Every rank knows of its own writes; whether anybody wrote rides on the
-exchange of each step, and only then are the values compared.
+axis of a mesh, its part of a part). What is written on one rank alone (`if rank == 0: model.load_state_dict(...)`)
+would become a mixture after the next step: the part of that rank new, those of the others old. Each rank counts its
+own writes. At a step ranks tell each other whether any of them has written, and only then are values compared.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class WholeParameters:
         self.note()
 
     def note(self) -> None:
-        """They are what is stored."""
+        """Count writes from now on: parameters are what is stored."""
         self.counts = writes(self.params.values())
 
     def noticed(self) -> bool:
-        """Whether this rank has written into one, or has lent the memory of one, since."""
+        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`)."""
         return writes(self.params.values()) != self.counts
 
     def compare(self) -> None:
-        """Every rank comes here if any has noticed something.
+        """Compare the values of all ranks. All ranks call it, if any has noticed a write.
 
         Raises:
             RuntimeError: on every rank, where values differ; each such parameter is named.

@@ -23,7 +23,7 @@ class MicroStep:
 
     Args:
         pipe: its pipeline.
-        arrivals: its gradients.
+        hooks: what its gradients come by.
         agreement: what ranks tell each other at a step.
         masters: what is stored of parameters that are copies.
         current: the state in force.
@@ -36,21 +36,20 @@ class MicroStep:
     def __init__(
         self,
         pipe: Pipeline,
-        arrivals: GradientHooks,
+        hooks: GradientHooks,
         agreement: StepAgreement,
         masters: MasterWeights,
         current: CurrentState,
         refresh: Callable[[], None],
     ):
-        self.pipe, self.arrivals, self.agreement, self.masters = pipe, arrivals, agreement, masters
+        self.pipe, self.hooks, self.agreement, self.masters = pipe, hooks, agreement, masters
         self.current, self.refresh = current, refresh
-        self.trainable = {leaf.path: arrivals.params[leaf.path] for leaf in pipe.layout.trainable}
+        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in pipe.layout.trainable}
         self.uncleared = Uncleared(self._zero)
 
     def _zero(self, path: str) -> Tensor:
-        leaf = next(leaf for leaf in self.pipe.layout.leaves if leaf.path == path)
-        stored = self.current.state.leaves[path]
-        return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
+        dtype, shape = self.hooks.forms[path]
+        return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
 
     def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
@@ -61,7 +60,7 @@ class MicroStep:
         """
         if self.masters.leaves:
             self.masters.carry_over()
-        agreement, units = self.agreement, self.arrivals.units
+        agreement, units = self.agreement, self.hooks.units
         if agreement.control is None:
             return self._grads()
         steps, text = int(self.current.state.micro_step), given()
@@ -71,37 +70,36 @@ class MicroStep:
         marks: dict[str, int] = {}
 
         def told() -> list[int]:
-            # Asked again after each collective that this rank joins meanwhile, which may bring gradients.
+            # Called again after each collective that this rank joins meanwhile, which may bring gradients.
             nonlocal grads, marks
             grads, marks = self._grads(), agreement.marks(steps, boundary, text, more=units.rests.marks())
             return agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)
-        self.arrivals.release()
-        if self.arrivals.stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
-            # All that step together rest together, and have told each other all.
-            return agreement.found(rows, marks, grads)
+        self.hooks.release()
+        if self.hooks.stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
+            # All ranks that step together were in that exchange.
+            return agreement.checked(rows, marks, grads)
         return self._agreed(agreement.shared(rows, marks))
 
     def _agreed(self, marks: dict[str, int]) -> Leaves:
-        """What has arrived, once ranks have told each other by a message of its own."""
-        return self.agreement.ask(marks, self._grads()) if self.arrivals.stream is None else self._streamed(marks)
-
-    def _streamed(self, marks: dict[str, int]) -> Leaves:
-        arrivals, stream = self.arrivals, self.arrivals.stream
-        assert stream is not None
-        for path, p in arrivals.params.items():
+        """The gradients, once ranks have compared marks in a message of its own."""
+        hooks, stream = self.hooks, self.hooks.stream
+        if stream is None:
+            return self.agreement.exchange(marks, self._grads())
+        for path, p in hooks.params.items():
             if read(p) is not None:
                 # Put there by hand.
-                arrivals.hand_over(path, p)
+                hooks.hand_over(path, p)
         wholes = self.agreement.wholes
         if stream.settle(marks, wholes is not None and wholes.noticed()) and wholes is not None:
             wholes.compare()
-        grads, arrivals.reduced = arrivals.reduced, {}
+        grads, hooks.reduced = hooks.reduced, {}
         rest = self.pipe.road.behind_reduction
         return self.uncleared.take(self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads)
 
     def _grads(self) -> Leaves:
+        """What this rank has in `p.grad`."""
         grads: Leaves = {}
         with torch.DisableTorchFunctionSubclass():
             for path, p in self.trainable.items():
@@ -113,21 +111,21 @@ class MicroStep:
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
 
-        Where they are used as they arrive that is too late: the step is given up half done (`eager.in_backward`).
+        With `in_backward=True` some are used already: the step is given up half done (`eager.in_backward`).
         """
-        self.uncleared.clear(to_none, self.arrivals.reduced)
+        self.uncleared.clear(to_none, self.hooks.reduced)
         self.give_up_backward()
         self.forget(always=False)
 
     def cleared(self, to_none: bool = True) -> None:
         """The user has cleared gradients by hand, or by `model.zero_grad()`."""
-        if self.arrivals.units is not None:
-            self.arrivals.units.rounds.kept = 0
+        if self.hooks.units is not None:
+            self.hooks.units.rounds.kept = 0
         self.uncleared.clear(to_none)
 
     def give_up_backward(self) -> None:
-        """Take no part in a backward of this rank that did not come to its end."""
-        units = self.arrivals.units
+        """End this rank's part in a backward that an exception has stopped; other ranks may still be in it."""
+        units = self.hooks.units
         if units is not None:
             units.rests.for_unfinished()
             units.rounds.kept = 0
@@ -136,26 +134,29 @@ class MicroStep:
         """Forget the gradients of this micro-step.
 
         Args:
-            always: settle what is on its way also where nothing is here, for something may be elsewhere.
+            always: wait for reductions also where this rank has begun none, since another rank may have.
         """
-        arrivals = self.arrivals
-        if arrivals.in_backward is not None:
-            self._give_up(arrivals.in_backward, always)
+        hooks = self.hooks
+        if hooks.in_backward is not None:
+            self._give_up(hooks.in_backward, always)
             return
-        if arrivals.stream is not None and (always or not arrivals.stream.idle):
-            arrivals.stream.discard(self._dropped())
-        arrivals.forget()
+        if hooks.stream is not None and (always or not hooks.stream.idle):
+            hooks.stream.discard(self._dropped())
+        hooks.forget()
 
     def _dropped(self) -> dict[str, int]:
         """The marks of a micro-step that is given up."""
         return self.agreement.marks(int(self.current.state.micro_step), None, dropped=True)
 
     def _give_up(self, step: InBackward, always: bool) -> None:
-        """Use what is still on its way, or ranks that had it earlier would differ; and count no step."""
-        stream = self.arrivals.stream
+        """End a step in backward without counting it.
+
+        Gradients still on their way are used: other ranks may have used theirs already.
+        """
+        stream = self.hooks.stream
         step.closing = True
         try:
-            self.arrivals.release()
+            self.hooks.release()
             if stream is not None and (always or not stream.idle):
                 self.masters.carry_over()
                 stream.settle(self._dropped())

@@ -79,7 +79,7 @@ class Optimizer(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         with ranged(PHASE, "update"):
-            self.metrics = self._own.steps.make(weight)
+            self.metrics = self._own.steps.run(weight)
         if self.lr_scheduler is not None and bool(self.metrics["updated"]):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
@@ -121,7 +121,7 @@ class Optimizer(OptimizerBase):
         any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit, and keeps
         the module's buffers, which are in no optimizer's dict but in `model.state_dict()`.
         """
-        self._own.check_saved()
+        self._own.check_state_dict()
         caller = sys._getframe(1)
         _run_hooks(self, "state_dict", "pre")
         return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save(caller))
@@ -147,7 +147,7 @@ class Optimizer(OptimizerBase):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is named, and nothing
                 is changed.
         """
-        self._own.dicts.check_told()
+        self._own.dicts.check_complete()
         self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
         _run_hooks(self, "load_state_dict", "post")
 

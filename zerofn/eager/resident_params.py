@@ -38,7 +38,7 @@ from .master_weights import MasterWeights
 from .micro_step import MicroStep
 from .resident_form import make_whole, move_out, to_resident
 from .sharded_state_views import ShardedStateViews
-from .step_agreement import MARKS, StepAgreement
+from .step_agreement import StepAgreement
 
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.
@@ -105,11 +105,11 @@ class ResidentParams:
             raise
         self.current.state = first_state(pipe, stored, states)
         self.masters = MasterWeights(pipe, params, self.current, context is None)
-        self.arrivals = GradientHooks(pipe, params, channels, MARKS, self.in_backward, self.masters.carry_leaf)
+        self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, self.masters.carry_leaf)
         # Buffers before modules are hooked, which look at the dtypes of their buffers.
-        self.undo: list[Callable[[], Any]] = [*self.arrivals.undo, cast_buffers(model, buffers)]
+        self.undo: list[Callable[[], Any]] = [*hooks.undo, cast_buffers(model, buffers)]
         self.units, blocks = _units(self)
-        self.arrivals.units = self.units
+        hooks.units = self.units
         self.sight: Sight | None = None
         if forms or needs_sight(pipe):
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
@@ -118,8 +118,8 @@ class ResidentParams:
         equals = channels.equals if context is None else None
         self.wholes = None if equals is None else WholeParameters(params, equals)
         agreement = StepAgreement(channels.control, self.wholes)
-        self.micro_step = ends = MicroStep(pipe, self.arrivals, agreement, self.masters, self.current, self.refresh)
-        asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed, self._moved)
+        self.micro_step = ends = MicroStep(pipe, hooks, agreement, self.masters, self.current, self.refresh)
+        asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         self.state_views = ShardedStateViews(gathering)
         self.undo += label(model, pipe, params, gathering, self.units, self.in_backward is not None, asks, forms)
@@ -177,7 +177,7 @@ class ResidentParams:
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""
         self.masters.carry_over()
-        if self.arrivals.stream is not None:
+        if self.gradient_hooks.stream is not None:
             self.micro_step.forget(always=True)
         if self.units is not None:
             # A gather that was begun for nobody ends before its channel is closed.
@@ -198,7 +198,7 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
     wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
     units, blocks = split(home.model, pipe.layout.leaves, home.params)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    takes, ended = home.arrivals.accept, home.arrivals.release
+    takes, ended = home.gradient_hooks.accept, home.gradient_hooks.release
     return Units(plans, pipe, home.params, channels.wanted, home.scale, takes, ended), blocks
 
 

@@ -18,10 +18,10 @@ from .full_state_dict import empty_rows, full_state
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams
 from .state_dict import as_dict, pairs
-from .torch_state_dict import Form, in_torch_form
+from .torch_state_dict import Purpose, in_torch_form
 
 
-class Dicts:
+class StateDicts:
     """The state of one attached model as nested dicts of its tensors.
 
     Args:
@@ -39,7 +39,7 @@ class Dicts:
         """Any state of the pipeline; rates are those of now, or of `groups`."""
         return as_dict(self.pipe, state, self.groups.to_save() if groups is None else groups)
 
-    def check_told(self) -> None:
+    def check_complete(self) -> None:
         """In these forms a tensor is one of the chain's, and says nothing of a cut that the model has besides."""
         if any(leaf.within is not None and leaf.within.cut for leaf in self.pipe.layout.leaves):
             why = "its states are of parts, over ranks that this form does not know"
@@ -48,13 +48,13 @@ class Dicts:
 
     def to_save(self, caller: FrameType) -> dict[str, Any]:
         """In our form; in that of `torch.optim` where a function of torch calls `opt.state_dict()` that needs it."""
-        state, form = self.home.settled(), torch_state_dict.form_for(caller)
-        if form is None or form is Form.PARTS:
+        state, purpose = self.home.settled(), torch_state_dict.purpose_of(caller)
+        if purpose is None or purpose is Purpose.PARTS:
             own = self.of(state)
-            return own if form is None else in_torch_form(own, self.groups, self.paths)
-        state = (full_state if form is Form.FULL else empty_rows)(state, self.pipe.road.cutting)
+            return own if purpose is None else in_torch_form(own, self.groups, self.paths)
+        state = (full_state if purpose is Purpose.FULL else empty_rows)(state, self.pipe.road.cutting)
         own = {"transforms": state.transforms, "step": state.step, "micro_step": state.micro_step}
-        return in_torch_form(own, self.groups, self.paths, form)
+        return in_torch_form(own, self.groups, self.paths, purpose)
 
     @torch.no_grad()
     def load(self, given: dict[str, Any]) -> None:

@@ -45,28 +45,28 @@ def is_torch_form(d: Any) -> bool:
     return isinstance(d, Mapping) and "state" in d and "param_groups" in d and "transforms" not in d
 
 
-class Form(Enum):
-    """What a state dict is for."""
+class Purpose(Enum):
+    """What torch wants a state dict for."""
 
     PARTS = "each rank has its parts"
     FULL = "all of it"
     TO_LOAD = "torch puts into it what it loads, which may be full, and hands it back"
 
 
-def form_for(frame: FrameType) -> Form | None:
+def purpose_of(frame: FrameType) -> Purpose | None:
     """What the function of torch wants that calls `opt.state_dict()`; `None` for all other callers."""
     if frame.f_globals.get("__name__") != ASKS:
         return None
     if getattr(frame.f_locals.get("info"), "full_state_dict", False):
-        return Form.FULL
+        return Purpose.FULL
     above: FrameType | None = frame
     while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS_STATES, ASKS):
         above = above.f_back
-    return Form.PARTS if above is None else Form.TO_LOAD
+    return Purpose.PARTS if above is None else Purpose.TO_LOAD
 
 
 def in_torch_form(
-    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], form: Form = Form.PARTS
+    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], purpose: Purpose = Purpose.PARTS
 ) -> dict[str, Any]:
     """A state dict of ours in the form of `torch.optim`; tensors are the same ones, but for counts.
 
@@ -74,7 +74,7 @@ def in_torch_form(
         own: `transforms`, `step` and `micro_step`, as `eager.state_dict.as_dict` gives them.
         groups: of the optimizer.
         paths: `id(parameter)` to path.
-        form: what it is for.
+        purpose: what it is for.
     """
     state: dict[int, dict[str, Any]] = {}
     listed: list[dict[str, Any]] = []
@@ -86,11 +86,11 @@ def in_torch_form(
         told = {k: v for k, v in optimizer.transform.config.items() if isinstance(v, int | float | tuple)}
         listed.append({**told, **packed(group), "params": list(numbers)})
     numbers = dict(_counters(own, set(paths.values())))
-    if form is Form.TO_LOAD:
+    if purpose is Purpose.TO_LOAD:
         # Of what other ranks alone are given, torch loads no key that is not here.
         listed = [{**dict.fromkeys(BESIDE), **group} for group in listed]
         numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items() if not x.ndim}
-    if form is Form.FULL:
+    if purpose is Purpose.FULL:
         # Of full ones it loads none that its own optimizers do not have.
         listed = [{k: x for k, x in group.items() if k != "name"} for group in listed]
         most = max((int(x) for kept in state.values() for k, x in kept.items() if k == STEP), default=0)
