@@ -8,7 +8,7 @@ from .current_state import CurrentState
 
 
 class AccumulationWindow:
-    """What the accumulations of a pipeline wait for.
+    """The window of all accumulations of a pipeline together.
 
     Args:
         pipe: the pipeline.

@@ -27,11 +27,11 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
-from .averaged_parameters import AveragedParameters
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams, Start, from_values
 from .state_dict_formats import StateDicts
 from .steps import Steps
+from .temporary_parameters import AveragedParameters
 
 
 class Attachment:
@@ -96,7 +96,7 @@ class Attachment:
             together(call, self.home.channels.control.ranks, right)
 
     def check(self, what: str, inside: bool = False) -> None:
-        """That `opt.what()` can be called now; with `inside` within `opt.averaged()` and `opt.gathered()`, too."""
+        """Refuse `opt.what()` after `detach` and in a backward; within `averaged` and `gathered`, but for `inside`."""
         if not self.here:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
@@ -117,7 +117,7 @@ class Attachment:
             )
 
     def check_state_dict(self) -> None:
-        """That `opt.state_dict()` would find parameters, and all of a step or nothing of it."""
+        """Refuse `opt.state_dict()` where parameters are averages, or a step in backward is half made."""
         self.averages.refuse("opt.state_dict()")
         if self.steps.under_way:
             raise RuntimeError(
@@ -147,7 +147,7 @@ class Attachment:
 
 
 def _leave(home: ResidentParams, distributed: DistributedModel) -> None:
-    """A plain model, with the parameters that it had."""
+    """Make the model plain again, with the classes of parameters that it had."""
     home.leave()
     distributed.leave()
 

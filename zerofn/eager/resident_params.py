@@ -30,7 +30,6 @@ from ..sharded.unit_plans import UnitPlans
 from .channels import open_channels
 from .current_state import CurrentState
 from .existing_gradients import ExistingGradients, first_states
-from .gathered import full_for_a_while
 from .gradient_hooks import GradientHooks
 from .in_backward import InBackward
 from .manual_writes import WholeParameters
@@ -39,6 +38,7 @@ from .micro_step import MicroStep
 from .resident_form import make_whole, move_out, to_resident
 from .sharded_state_views import ShardedStateViews
 from .step_agreement import StepAgreement
+from .temporary_parameters import full_parameters
 
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.
@@ -169,7 +169,7 @@ class ResidentParams:
             yield
             self.masters.carry_over()
             return
-        with _suspended(self), full_for_a_while(self.pipe, self.params, self.current) as written:
+        with _suspended(self), full_parameters(self.pipe, self.params, self.current) as written:
             yield
         if written:
             self.refresh()

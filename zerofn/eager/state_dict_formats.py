@@ -22,7 +22,7 @@ from .torch_state_dict import Purpose, in_torch_form
 
 
 class StateDicts:
-    """The state of one attached model as nested dicts of its tensors.
+    """Makes and loads the state dicts of one attached model.
 
     Args:
         pipe: its pipeline.
@@ -36,11 +36,11 @@ class StateDicts:
         self.paths = {id(p): path for path, p in params.items()}
 
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Any state of the pipeline; rates are those of now, or of `groups`."""
+        """A state dict of any state of the pipeline, with the rates of now, or of `groups`."""
         return as_dict(self.pipe, state, self.groups.to_save() if groups is None else groups)
 
     def check_complete(self) -> None:
-        """In these forms a tensor is one of the chain's, and says nothing of a cut that the model has besides."""
+        """Refuse models that are themselves cut over ranks: these formats know the chain's shards only."""
         if any(leaf.within is not None and leaf.within.cut for leaf in self.pipe.layout.leaves):
             why = "its states are of parts, over ranks that this form does not know"
             right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"

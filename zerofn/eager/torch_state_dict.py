@@ -34,7 +34,7 @@ UNSET = -1
 COUNT, STEP = "count", "step"
 # Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
 COUNTED = (STEP, "micro_step")
-# Who wants this form, and no other. To give it to everybody would change what files of `torch.save` hold.
+# The module of torch that needs this form. To give it to every caller would change what files of `torch.save` hold.
 ASKS = "torch.distributed.checkpoint.state_dict"
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
