@@ -148,3 +148,11 @@ def test_what_cannot_be_set_is_an_error(tx: Any, name: str, value: Any, why: str
     with pytest.raises(ValueError, match=why):
         opt.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_rate_that_is_a_tensor_is_not_shared_with_the_optimizer_whose_state_was_loaded():
+    opt, other = (zf.attach(net(), zf.sgd(torch.tensor(0.5))) for _ in range(2))
+    other.load_state_dict(opt.state_dict())
+    # As a scheduler of torch does.
+    other.param_groups[0]["lr"].fill_(0.25)
+    assert float(opt.param_groups[0]["lr"]) == 0.5

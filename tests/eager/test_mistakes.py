@@ -420,3 +420,13 @@ def test_load_state_dict_of_another_pipeline():
         opt.load_state_dict(other.state_dict())
     assert "exp_avg" in str(caught.value)
     assert all(torch.equal(v, before["params"][k]) for k, v in opt.state_dict()["params"].items())
+
+
+def test_a_schedule_that_fails_at_once_leaves_the_model_as_it_was():
+    model = nn.Linear(2, 2)
+    before = [(p.dtype, id(p), p.data_ptr()) for p in model.parameters()]
+    tx = zf.chain(zf.precision(store_dtype=torch.float64), zf.scale_loss(), zf.adamw(lambda step: 1 / step))
+    with pytest.raises(ZeroDivisionError):
+        zf.attach(model, tx)
+    assert [(p.dtype, id(p), p.data_ptr()) for p in model.parameters()] == before
+    assert not any(hooks for name, hooks in vars(model).items() if "hook" in name)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .._errors import explain
 from ..core.facts import COUNT
 from ..core.pipeline import Pipeline
-from ..core.state import State
 from ..core.transform import Transform, TransformState
+from .current_state import CurrentState
 
 
-class Window:
-    """What the accumulations of a pipeline wait for.
+class AccumulationWindow:
+    """The window of all accumulations of a pipeline together.
 
     Args:
         pipe: the pipeline.
-        state: its state now.
+        current: its state in force.
 
     Attributes:
         forced: what the user says of the next step; `None` where `accumulate` counts.
@@ -25,9 +23,9 @@ class Window:
         holds: whether any step is held at all.
     """
 
-    def __init__(self, pipe: Pipeline, state: Callable[[], State]):
+    def __init__(self, pipe: Pipeline, current: CurrentState):
         self.parts = [p for p in pipe.parts if p.facts.holds]
-        self.state = state
+        self.current = current
         self.forced: bool | None = None
         self.averaged: bool | None = None
         self.every = 1
@@ -41,7 +39,7 @@ class Window:
             return self.forced
         if not self.parts:
             return True
-        own = [(p, self.state().transforms[p.name]) for p in self.parts]
+        own = [(p, self.current.state.transforms[p.name]) for p in self.parts]
         return all(_counted(p, state) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:

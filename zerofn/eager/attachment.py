@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from .._compat.autograd import in_backward
+from .._compat import autograd
 from .._errors import explain
 from ..core.layout import make_layout
 from ..core.parameter_checks import parameters_of
@@ -29,40 +27,39 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
-from . import unsupported
-from .averaged_parameters import Averaged
 from .param_groups import ParamGroups
-from .resident_params import Residence, Start, as_they_are
-from .state_dict_formats import Dicts
+from .resident_params import ResidentParams, Start, from_values
+from .state_dict_formats import StateDicts
 from .steps import Steps
+from .temporary_parameters import AveragedParameters
 
 
 class Attachment:
-    """A model, its pipeline, and all that stands between them.
+    """A model that is bound to a pipeline.
 
     Args:
         model: the model.
         tx: the pipeline's transform.
-        early: whether leaves are updated in backward.
+        in_backward: whether leaves are updated in backward.
         start: where first values of parameters come from.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, early: bool, start: Start):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start):
         check_hookable(model)
         named = parameters_of(model)
         check_free(named)
         check_initialised(named, "attach")
         self.model, self.here = model, True
         self.distributed = DistributedModel(model, named)
-        self.distributed.check_attached(early, start is not as_they_are)
+        self.distributed.check_attached(in_backward, start is not from_values)
         self.distributed.enter()
         try:
-            self._bind(parameters_of(model) if self.distributed.named else named, tx, early, start)
+            self._bind(parameters_of(model) if self.distributed.named else named, tx, in_backward, start)
         except BaseException:
             self.distributed.leave()
             raise
 
-    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, early: bool, start: Start) -> None:
+    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, in_backward: bool, start: Start) -> None:
         model, model_groups = self.model, self.distributed.groups
         layout, self.params = make_layout(named, lambda path: named[path].requires_grad, self.distributed.within)
         check_trainable(layout)
@@ -73,19 +70,20 @@ class Attachment:
             check_alone(model, bool(pipe.every_group))
             if pipe.scaled:
                 check_inner_hooks(model)
-            context = (lambda: self.steps.context()) if early else None
+            # Before the model is changed: a schedule is asked for its first rate, and may raise.
+            self.groups = ParamGroups(pipe, self.params)
+            context = (lambda: self.steps.context()) if in_backward else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
-            self.home = Residence(model, pipe, self.params, context, unchanged, start, forms)
+            self.home = ResidentParams(model, pipe, self.params, context, unchanged, start, forms)
         self.pipe = self.home.pipe
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
-        self.averages = Averaged(self.home.refresh)
-        self.groups = ParamGroups(self.pipe, self.params)
+        self.averages = AveragedParameters(self.home.refresh)
         self.watch = Watch(model, layout, self.params)
         self.leave = functools.partial(_leave, self.home, self.distributed)
         self.steps = Steps(self.pipe, self.home, self.params, self.groups, self.watch)
-        self.dicts = Dicts(self.pipe, self.home, self.params, self.groups)
+        self.dicts = StateDicts(self.pipe, self.home, self.params, self.groups)
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
@@ -97,87 +95,48 @@ class Attachment:
         if self.home.channels.control is not None:
             together(call, self.home.channels.control.ranks, right)
 
-    def check(self, what: str, averaged: bool = False) -> None:
-        """That `opt.what()` can be called now; with `averaged` where averages stand for parameters, too."""
+    def check(self, what: str, inside: bool = False) -> None:
+        """Refuse `opt.what()` after `detach` and in a backward; within `averaged` and `gathered`, but for `inside`."""
         if not self.here:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
             )
-        if in_backward():
+        if autograd.in_backward():
             why = "gradients are still arriving, so some parameters would be updated with half of theirs"
             right = "call it after loss.backward() has returned"
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
-        if self.averages.on and not averaged:
-            self.averages.refuse(f"opt.{what}()")
+        if not inside and (self.averages.on or self.home.is_full):
+            self._refuse_inside(what)
 
-    def check_at_rest(self, what: str) -> None:
-        """That `opt.what()` would find parameters, and all of a step or nothing of it."""
+    def _refuse_inside(self, what: str) -> None:
         self.averages.refuse(f"opt.{what}()")
+        if self.home.is_full:
+            why = "the parameters are gathered ones there, and what was stored of them comes back at its end"
+            raise RuntimeError(
+                explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
+            )
+
+    def check_state_dict(self) -> None:
+        """Refuse `opt.state_dict()` where parameters are averages, or a step in backward is half made."""
+        self.averages.refuse("opt.state_dict()")
         if self.steps.under_way:
-            raise unsupported.half_a_step()
-        self.dicts.check_told()
+            raise RuntimeError(
+                explain(
+                    "opt.state_dict() between a backward and opt.step(), with in_backward=True",
+                    "leaves that had a gradient are updated and counters are not: another run would go on from that",
+                    "opt.state_dict() after opt.step()",
+                )
+            )
+        self.dicts.check_complete()
 
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
-
-        On several ranks under `shard` every rank enters it, and one may then do inside what it likes.
-
-        Raises:
-            RuntimeError: only some ranks came, as for `zf.save`.
-        """
-        self.check("gathered", averaged=True)
-        if self.home.units is not None:
-            inside = "and inside of it `if rank == 0:` around what one rank does alone"
-            self.meet("opt.gathered()", f"with opt.gathered(): on every rank, {inside}")
-        with self.home.gathered() as model:
-            yield model
-
-    @contextmanager
-    def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
-        """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
-
-        They take the place of the parameters, which are copied and put back to the bit at the end; a rank copies its
-        own part. On ranks every one enters it where parameters are cut. `opt.gathered()` may be entered inside.
-
-        Args:
-            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one. What is
-                not averaged there stays.
-
-        Raises:
-            ValueError: there is no such average.
-            RuntimeError: inside, of a step, a save or a state dict, which would take averages for parameters.
-
-        >>> import torch, zerofn as zf
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
-        >>> model(torch.ones(1, 1)).sum().backward()
-        >>> opt.step()
-        >>> with opt.averaged():
-        ...     model(torch.ones(1, 1)).item()
-        -0.5
-        >>> model.weight.item()
-        -1.0
-        """
-        self.check("averaged")
-        with self.averages.during(self.home.settled(), of):
-            yield self.model
-
-    def load(self, state_dict: dict[str, Any]) -> None:
+    def load(self, state_dict: dict[str, Any], call: str) -> None:
         """Copy a state dict into the state, and into the model."""
-        self.check("load_state_dict")
+        self.check(call)
         self.dicts.load(state_dict)
 
-    def detach(self) -> nn.Module:
-        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
-
-        Channels between ranks that were opened for this model alone are closed; gradients on their way are lost.
-
-        Raises:
-            RuntimeError: on several ranks, only some of them came, as for `zf.save`.
-        """
-        self.averages.refuse("opt.detach()")
+    def detach(self) -> None:
+        """Make the model a plain module again, if it is not yet. All ranks call it."""
+        self._refuse_inside("detach")
         if self.here:
             self.home.micro_step.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
@@ -185,11 +144,10 @@ class Attachment:
                 del p._zerofn_owner  # type: ignore[attr-defined]
             self.leave()
             self.here = False
-        return self.model
 
 
-def _leave(home: Residence, distributed: DistributedModel) -> None:
-    """A plain model, with the parameters that it had."""
+def _leave(home: ResidentParams, distributed: DistributedModel) -> None:
+    """Make the model plain again, with the classes of parameters that it had."""
     home.leave()
     distributed.leave()
 

@@ -1,4 +1,4 @@
-"""The channels of an attached model: what ranks send each other in one of them waits for nothing in another."""
+"""Process groups of an attached model: what is sent in one of them waits for nothing in another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ranks.process_groups import channels
 
 
 class Channels(NamedTuple):
-    """Those of one model; none on one process.
+    """The process groups that are opened for one attached model; none on one process.
 
     Attributes:
-        groups: for what is gathered and reduced, one for each group of the pipeline.
-        control: for what ranks tell each other at a step.
-        wanted: for what they say of parameters that they want next, where these are gathered on use.
-        more: for whether they have more gradients, where these leave as they arrive.
-        equals: between ranks that have one and the same parameter, of which each stores a part.
+        groups: for all-gathers and reductions, one for each group of the pipeline.
+        control: for what ranks compare at a step.
+        wanted: for which parameters ranks gather next, where these are gathered on use.
+        more: for whether ranks have more gradients, where these are reduced as they arrive.
+        equals: between ranks that have the same whole parameter, of which each stores a part.
     """
 
     groups: tuple[Group, ...] = ()
@@ -31,7 +31,7 @@ class Channels(NamedTuple):
 
 
 def open_channels(pipe: Pipeline) -> Channels:
-    """Those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
+    """Open those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
     if not pipe.every_group:
         return Channels()
     joining: dict[str, Sequence[Group]] = {"control": pipe.every_group}

@@ -1,27 +1,28 @@
-"""Gradients that parameters had before they were attached and cut: their mean over ranks, cut as parameters are."""
+"""First states at `attach`, on all ranks or none; gradients from before become shards of their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
+from ..core import rank_agreement
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
+from ..core.transform import TransformState
+from ..ranks.group import Group
 from ..sharded.guarded_parameter import read, write
+from ..sharded.round_agreement import told_by_all
 from .resident_form import cut
 
 
-class Earlier:
-    """Those of one model. Left in place they would be whole beside parts, which a fused kernel reads without a word.
+class ExistingGradients:
+    """Gradients that parameters had before they were attached and cut into shards.
 
-    At the other stages whole gradients are in their place, and are reduced with what is added to them.
+    Left in place they would be whole beside shards, and a fused kernel reads them without an error. At the other stages
+    whole gradients stay in `p.grad`, and are reduced with what is added to them.
 
     Attributes:
         grads: by path, taken out of the parameters.
     """
 
-    def __init__(self, pipe: Pipeline, params: Mapping[str, Tensor]):
+    def __init__(self, pipe: Pipeline, params: Leaves):
         self.pipe, self.params = pipe, params
         self.grads: Leaves = {}
         if cut(pipe):
@@ -29,8 +30,8 @@ class Earlier:
             for path in self.grads:
                 write(params[path], None)
 
-    def cut(self, stored: Leaves) -> None:
-        """Each rank has its part of their mean. A call of every rank, of those that have none too."""
+    def shard(self, stored: Leaves) -> None:
+        """Give each parameter this rank's part of the mean. All ranks call it, those without gradients too."""
         road = self.pipe.road
         mine = {leaf.path: self.grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in self.grads}
         parts = road.pull(road.at_use, mine, stored)
@@ -42,3 +43,30 @@ class Earlier:
         """As they were: the model was not attached."""
         for path, g in self.grads.items():
             write(self.params[path], g)
+
+
+def first_states(
+    pipe: Pipeline, stored: Leaves, control: Group | None, existing: ExistingGradients
+) -> dict[str, TransformState]:
+    """The first states of all transforms, by name. Existing gradients are cut once all ranks have them.
+
+    Ranks exchange one message, so that after an error on one rank no other rank keeps an attached model.
+
+    Raises:
+        Exception: what a transform raised on this rank.
+        RuntimeError: on the others.
+    """
+    any_grads = False
+
+    def tell(failed: bool) -> list[int]:
+        nonlocal any_grads
+        if control is None:
+            return []
+        rows = told_by_all([int(failed), int(bool(existing.grads))], control)
+        any_grads = any(grads for _, grads in rows)
+        return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]
+
+    states = rank_agreement.first_states(pipe, stored, tell, "zf.attach(model, tx)")
+    if any_grads:
+        existing.shard(stored)
+    return states

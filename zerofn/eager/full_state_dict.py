@@ -1,4 +1,4 @@
-"""States of a sharded pipeline whole, as torch asks for them by `full_state_dict=True`, and the way back."""
+"""Full tensors of a sharded state, for torch's `full_state_dict=True`, and the way back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ranks.dtensor_shards import as_rows
 from ..ranks.group import Group
 
 
-def gathered(state: State, cutting: Sequence[Group]) -> State:
+def full_state(state: State, cutting: Sequence[Group]) -> State:
     """The same state with every tensor whole, on every rank; all ranks call it.
 
     Args:
@@ -40,7 +40,7 @@ def gathered(state: State, cutting: Sequence[Group]) -> State:
     return rebuild(replace(state, leaves={}), moved, elsewhere=True)
 
 
-def rows(state: State, cutting: Sequence[Group]) -> State:
+def empty_rows(state: State, cutting: Sequence[Group]) -> State:
     """The same state with what is cut as unset distributed tensors of whole shapes, into which torch puts full ones.
 
     This rank's own flat parts, which end in the middle of rows, torch would fill with others' elements.

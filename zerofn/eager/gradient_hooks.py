@@ -1,6 +1,6 @@
-"""Where the gradients of an attached model go as they arrive: on to be reduced, into the update, or nowhere yet.
+"""Hooks on gradients as they arrive: on to be reduced, into the update, or left in `p.grad`.
 
-Under `reduce_scatter` and `all_reduce` they leave during backward; with `in_backward=True` each is used
+Under `reduce_scatter` and `all_reduce` they are reduced during backward; with `in_backward=True` each leaf is updated
 at once. Otherwise they stay in `p.grad`.
 """
 
@@ -23,31 +23,33 @@ from ..sharded.guarded_parameter import read, write
 from ..sharded.reducer import Stream
 from .channels import Channels, reduction
 from .in_backward import InBackward
+from .step_agreement import MARKS
 
 
 @uncompiled
-def _hand_over(arrivals: weakref.ref[Arrivals], path: str, p: Tensor) -> None:
+def _hand_over(arrivals: weakref.ref[GradientHooks], path: str, p: Tensor) -> None:
     """A gradient has been added up in `p.grad`."""
     to = arrivals()
     if to is not None:
         to.hand_over(path, p)
 
 
-class Arrivals:
-    """The gradients of one attached model's micro-step.
+class GradientHooks:
+    """Hooks on the parameters of one attached model, and where its gradients are until a step.
 
     Args:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
-        channels: of this model.
-        marks: what must be equal on all ranks at every step.
+        channels: its process groups.
         in_backward: uses gradients as they arrive, if they are to be.
         carry: stores what was written by hand into a parameter that is a copy.
 
     Attributes:
-        reduced: what has come back reduced, by path.
-        held: parts of gradients of which those of other ranks have not come, by path.
-        units: what gathers sharded parameters, once it is there.
+        reduced: reduced gradients by path.
+        held: gradients, by path, to which other ranks' backward may still add.
+        units: gathers sharded parameters on use; set once it is made.
+        stream: reduces gradients as they arrive; `None` where they stay, or are used, as they are.
+        forms: dtype and shape of reduced gradients by path.
         undo: takes the hooks off.
     """
 
@@ -56,7 +58,6 @@ class Arrivals:
         pipe: Pipeline,
         params: Leaves,
         channels: Channels,
-        marks: tuple[str, ...],
         in_backward: InBackward | None,
         carry: Callable[[Leaf], object],
     ):
@@ -64,21 +65,20 @@ class Arrivals:
         self.reduced: Leaves = {}
         self.held: Leaves = {}
         self.units: Units | None = None
-        self.stream = self._stream(channels, marks)
-        # What has come back reduced is to be, by path.
+        self.stream = self._stream(channels)
         kept = () if self.stream is None else pipe.layout.trainable
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
         self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
         # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
-        mine: weakref.ref[Arrivals] = weakref.ref(self)
+        mine: weakref.ref[GradientHooks] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
             hook = functools.partial(_hand_over, mine, leaf.path)
             self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
-    def _stream(self, channels: Channels, marks: tuple[str, ...]) -> Stream | None:
-        """What reduces gradients as they arrive, where the first update half is a reduction."""
+    def _stream(self, channels: Channels) -> Stream | None:
+        """What puts gradients into buckets and reduces them, where the first update half is a reduction."""
         pipe = self.pipe
         view = reduction(pipe)
         if view is None or view.wire is None or channels.more is None:
@@ -92,14 +92,14 @@ class Arrivals:
             for p in [self.params[leaf.path]]
         }
         on = wire.on(group, wire.reduce_dtype)
-        return Stream(on, channels.more, leaves, like, self._take, marks, view.name)
+        return Stream(on, channels.more, leaves, like, self._take, MARKS, view.name)
 
     def left(self) -> bool:
-        """Whether gradients of this micro-step have left to be reduced."""
+        """Whether gradients of this micro-step have been taken out of `p.grad` to be reduced."""
         return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
 
     def gone(self) -> bool:
-        """Whether gradients of this micro-step are no longer where they were put."""
+        """Whether gradients of this micro-step have been taken out of `p.grad`, to be reduced or used."""
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
     def hand_over(self, path: str, p: Tensor) -> None:
@@ -117,7 +117,7 @@ class Arrivals:
             self._pass_on(path, grad)
 
     def accept(self, leaf: Leaf, g: Tensor) -> None:
-        """A gradient that other ranks' backward brought about."""
+        """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun."""
         if self.in_backward is not None:
             self._hold(leaf.path, g)
             return
@@ -128,7 +128,7 @@ class Arrivals:
         p.grad = g if p.grad is None else p.grad.add_(g)
 
     def release(self) -> None:
-        """All parts have come, on all ranks."""
+        """Backward has ended on all ranks: gradients that were held are complete."""
         for leaf in self.pipe.layout.leaves if self.held else ():
             if leaf.path in self.held:
                 self._pass_on(leaf.path, self.held.pop(leaf.path))
@@ -136,7 +136,7 @@ class Arrivals:
             self.units.rounds.partial.clear()
 
     def forget(self) -> None:
-        """Let go of what is here; what is under way is the stream's."""
+        """Drop gradients that are here; reductions under way are the stream's."""
         if self.units is not None:
             self.units.rounds.partial.clear()
         self.held.clear()
@@ -149,12 +149,12 @@ class Arrivals:
             self.in_backward.arrived(path, grad)
 
     def _hold(self, path: str, grad: Tensor) -> None:
-        """Keep a part of a gradient until those of the other ranks' have come: what has been used is not added to."""
+        """Keep a gradient until backward has ended on all ranks: one that has been used cannot be added to."""
         old = self.held.get(path)
         self.held[path] = grad if old is None else old.add_(grad)
 
     def _take(self, leaf: Leaf, g: Tensor) -> None:
-        """A reduced gradient: those of several backwards add up."""
+        """Take a reduced gradient from the stream; those of several backwards add up."""
         dtype, shape = self.forms[leaf.path]
         if not self.pipe.road.behind_reduction:
             # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.

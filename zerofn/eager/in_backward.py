@@ -1,7 +1,7 @@
-"""The update while gradients arrive: each leaf is updated the moment its gradient is there, and the gradient is let go.
+"""The update in backward: each leaf is updated as soon as its gradient is there, and the gradient is freed.
 
-Only where every update half treats leaves alone. It is asked for, never a consequence of the pipeline: an
-exception half-way through backward then leaves some leaves updated and others not, and `p.grad` is never seen.
+Only where every update half treats leaves alone. It is an argument, never a consequence of the pipeline: an
+exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen.
 
 After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
 their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
@@ -29,6 +29,7 @@ from ..core.segments import stretch
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.update_context import Context
+from .current_state import CurrentState
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
@@ -74,21 +75,21 @@ def _reason(part: Transform) -> str | None:
 
 
 class InBackward:
-    """The step of one attached model, spread over its backward.
+    """Updates each leaf of one attached model in backward; a step then closes what backward began.
 
     Args:
         pipe: a pipeline of leafwise updates.
-        state: gives the state in force.
+        current: the state in force.
         context: gives the context of a step; called once for each.
     """
 
-    def __init__(self, pipe: Pipeline, state: Callable[[], State], context: Callable[[], Context]):
+    def __init__(self, pipe: Pipeline, current: CurrentState, context: Callable[[], Context]):
         self.parts = stretch(leafwise_updates(pipe))
-        self.state, self.context = state, context
+        self.current, self.context = current, context
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
         self.done: set[str] = set()
-        # Whether the step is being given up: of what is still on its way, second gradients of a leaf are let go.
+        # Whether the step is being given up: of gradients still on their way, second ones of a leaf are dropped.
         self.closing = False
 
     @torch.no_grad()
@@ -108,7 +109,7 @@ class InBackward:
                     "one backward for each step (add the losses), or attach without in_backward",
                 )
             )
-        state = self.state()
+        state = self.current.state
         if self.under_way is None:
             self.ctx = self.context()
             leaves = {path: state.leaves[path] for path in state.layout.trained}
@@ -124,9 +125,9 @@ class InBackward:
         if self.ctx is not None:
             self.ctx.settle()
 
-    def finish(self) -> tuple[State, dict[str, Tensor]]:
-        """Close the step: counters, and the state entries that the leaves left behind."""
-        state = self.state()
+    def finish(self) -> dict[str, Tensor]:
+        """Close the step: counters, and the state entries that the leaves left behind. Returns its metrics."""
+        state = self.current.state
         if self.ctx is None or self.under_way is None:
             raise ValueError(
                 explain(
@@ -142,25 +143,25 @@ class InBackward:
         self.settle()
         transforms, _ = self.under_way.states()
         step = state.step + 1
-        new = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
+        self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
         self.forget()
-        return new, metrics
+        return metrics
 
-    def give_up(self) -> State:
-        """Close the step without counting it: what is updated is updated, with all that the leaf has of its own."""
-        state = self.state()
+    def give_up(self) -> None:
+        """Close the step without counting it: a leaf that is updated keeps its update, with its moments and count."""
         if self.under_way is None:
-            return state
+            return
+        state = self.current.state
         self.settle()
         found, _ = self.under_way.states()
         old = state.transforms
         kept = {n: {slot: _by_leaf(old[n][slot], x, self.done) for slot, x in own.items()} for n, own in found.items()}
         self.forget()
-        return replace(state, transforms=kept)
+        self.current.state = replace(state, transforms=kept)
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Drop the step that is under way."""
         self.ctx = self.under_way = None
         self.done.clear()
 

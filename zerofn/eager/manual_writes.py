@@ -1,10 +1,9 @@
-"""Whole parameters of which each rank stores a part: what is written into one by hand must be the same on all ranks.
+"""Writes by hand into whole parameters of which each rank stores a part: they must be equal on all ranks.
 
 Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along another
-axis of a mesh, its part of a part). What is written on one rank
-alone (`if rank == 0: model.load_state_dict(...)`) would become a mixture after the next step: the part of
-that rank new, those of the others old. Every rank knows of its own writes; whether anybody wrote rides on the
-exchange of each step, and only then are the values compared.
+axis of a mesh, its part of a part). What is written on one rank alone (`if rank == 0: model.load_state_dict(...)`)
+would become a mixture after the next step: the part of that rank new, those of the others old. Each rank counts its
+own writes. At a step ranks tell each other whether any of them has written, and only then are values compared.
 """
 
 from __future__ import annotations
@@ -19,36 +18,32 @@ from ..sharded.round_agreement import told_by_all
 from ..sharded.write_back import checksum
 
 
-class Wholes:
+class WholeParameters:
     """The whole parameters of an attached model that are stored in parts.
 
     Args:
         params: its parameters by path, in their resident form.
-        control: a group for the comparison, of those that have one and the same. None where all is stored, and where
-            updates run within backward: they write into parts before a step could look at wholes.
+        control: a group for the comparison, of the ranks that have the same whole parameters.
     """
 
-    def __init__(self, params: Leaves, control: Group | None):
-        self.control = control
-        self.params = params if self.control is not None else {}
+    def __init__(self, params: Leaves, control: Group):
+        self.params, self.control = params, control
         self.note()
 
     def note(self) -> None:
-        """They are what is stored."""
+        """Count writes from now on: parameters are what is stored."""
         self.counts = writes(self.params.values())
 
     def noticed(self) -> bool:
-        """Whether this rank has written into one, or has lent the memory of one, since."""
-        return bool(self.params) and writes(self.params.values()) != self.counts
+        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`)."""
+        return writes(self.params.values()) != self.counts
 
     def compare(self) -> None:
-        """Every rank comes here if any has noticed something.
+        """Compare the values of all ranks. All ranks call it, if any has noticed a write.
 
         Raises:
             RuntimeError: on every rank, where values differ; each such parameter is named.
         """
-        if self.control is None:
-            return
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
         by_leaf = zip(*told_by_all(sums, self.control), strict=True)

@@ -1,4 +1,4 @@
-"""`materialize`: a model on the meta device comes to life in each rank's parts."""
+"""`materialize`: parameters of a model on the meta device are made, and each rank keeps its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..core.transform import Transform
 from ..module.attach_checks import check_memory
 from ..module.meta_modules import Made, by_function, by_reset, check_resets
 from .optimizer import Optimizer
-from .resident_form import settle_in
+from .resident_form import to_resident
 
 
 def materialize(
@@ -82,7 +82,7 @@ def materialize(
 def _start(
     pipe: Pipeline, params: dict[str, Tensor], model: nn.Module, made: Iterator[Made]
 ) -> Callable[[], dict[str, Tensor]]:
-    """As `as_they_are`, of parameters that are made meanwhile, beside the model."""
+    """As `from_values`, of parameters that are made meanwhile, beside the model."""
     there = {path: p for path, p in params.items() if is_wrapper(p) or not p.is_meta}
     check_memory(there)
     check_finite(there)
@@ -102,7 +102,7 @@ def _start(
 
     def keep(leaf: Leaf, x: Tensor) -> Tensor:
         settled[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=leaf.trainable)
-        return settle_in(pipe, leaf, new)
+        return to_resident(pipe, leaf, new)
 
     stored = first_values(pipe, whole(), keep, "zf.materialize(model, tx)")
 

@@ -1,4 +1,4 @@
-"""The end of a micro-step of an attached model: its gradients are collected on all ranks, or given up on all."""
+"""The end of a micro-step of an attached model: gradients are collected, or dropped, on all ranks."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from torch import Tensor
 
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..core.state import State
-from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import read
 from ..sharded.uncleared_gradients import Uncleared
-from .gradient_hooks import Arrivals
+from .current_state import CurrentState
+from .gradient_hooks import GradientHooks
 from .in_backward import InBackward
-from .master_weights import Copies
-from .step_agreement import Agreement
+from .master_weights import MasterWeights
+from .step_agreement import StepAgreement
 
 
 class MicroStep:
-    """What ends the micro-steps of one attached model.
+    """Ends the micro-steps of one attached model.
 
     Args:
         pipe: its pipeline.
-        arrivals: its gradients.
+        hooks: what its gradients come by.
         agreement: what ranks tell each other at a step.
-        copies: parameters that are copies of what is stored.
-        state: gives the state in force.
-        gave_up: takes the state after a step that was given up half done.
+        masters: what is stored of parameters that are copies.
+        current: the state in force.
+        refresh: makes parameters anew from the state, after a step that was given up half done.
+
+    Attributes:
+        uncleared: what `p.grad` would keep between steps, where gradients have left.
     """
 
     def __init__(
         self,
         pipe: Pipeline,
-        arrivals: Arrivals,
-        agreement: Agreement,
-        copies: Copies,
-        state: Callable[[], State],
-        gave_up: Callable[[State], None],
+        hooks: GradientHooks,
+        agreement: StepAgreement,
+        masters: MasterWeights,
+        current: CurrentState,
+        refresh: Callable[[], None],
     ):
-        self.pipe, self.arrivals, self.agreement, self.copies = pipe, arrivals, agreement, copies
-        self.state, self.gave_up = state, gave_up
+        self.pipe, self.hooks, self.agreement, self.masters = pipe, hooks, agreement, masters
+        self.current, self.refresh = current, refresh
+        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in pipe.layout.trainable}
         self.uncleared = Uncleared(self._zero)
 
     def _zero(self, path: str) -> Tensor:
-        leaf = next(leaf for leaf in self.pipe.layout.leaves if leaf.path == path)
-        stored = self.state().leaves[path]
-        return stored.new_zeros(self.pipe.road.stored_shape(leaf), dtype=self.pipe.dtypes.gradient(leaf))
+        dtype, shape = self.hooks.forms[path]
+        return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
 
     def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
@@ -56,72 +58,74 @@ class MicroStep:
             boundary: what `set_boundary` says of this step; ranks must say the same.
             given: tells what `opt.param_groups` sets; ranks must set the same.
         """
-        self.copies.carry_over()
-        if self.agreement.control is None:
+        if self.masters.leaves:
+            self.masters.carry_over()
+        agreement, units = self.agreement, self.hooks.units
+        if agreement.control is None:
             return self._grads()
-        if self.arrivals.units is not None:
-            return self._at_rest(self.arrivals.units, boundary, given())
-        return self._agreed(self.agreement.marks(boundary, given=given()))
-
-    def _at_rest(self, units: Units, boundary: bool | None, given: str) -> Leaves:
-        """Where ranks rest at a step: what they agree on is told there, if all that step together rest together."""
-        agreement, control = self.agreement, self.agreement.control
+        steps, text = int(self.current.state.micro_step), given()
+        if units is None:
+            return self._agreed(agreement.marks(steps, boundary, text))
         grads: Leaves = {}
         marks: dict[str, int] = {}
 
         def told() -> list[int]:
+            # Called again after each collective that this rank joins meanwhile, which may bring gradients.
             nonlocal grads, marks
-            grads, marks = self._grads(), agreement.marks(boundary, more=units.rests.marks(), given=given)
+            grads, marks = self._grads(), agreement.marks(steps, boundary, text, more=units.rests.marks())
             return agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)
-        self.arrivals.release()
-        resting = units.rounds.protocol.control.ranks
-        if self.arrivals.stream is None and control is not None and resting == control.ranks:
-            return agreement.found(rows, marks, grads)
+        self.hooks.release()
+        if self.hooks.stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
+            # All ranks that step together were in that exchange.
+            return agreement.checked(rows, marks, grads)
         return self._agreed(agreement.shared(rows, marks))
 
     def _agreed(self, marks: dict[str, int]) -> Leaves:
-        """What has arrived, once ranks have told each other by a message of its own."""
-        return self.agreement.ask(marks, self._grads()) if self.arrivals.stream is None else self._streamed(marks)
-
-    def _streamed(self, marks: dict[str, int]) -> Leaves:
-        arrivals, stream = self.arrivals, self.arrivals.stream
-        assert stream is not None
-        for path, p in arrivals.params.items():
+        """The gradients, once ranks have compared marks in a message of its own."""
+        hooks, stream = self.hooks, self.hooks.stream
+        if stream is None:
+            return self.agreement.exchange(marks, self._grads())
+        for path, p in hooks.params.items():
             if read(p) is not None:
                 # Put there by hand.
-                arrivals.hand_over(path, p)
+                hooks.hand_over(path, p)
         wholes = self.agreement.wholes
-        if stream.settle(marks, wholes.noticed()):
+        if stream.settle(marks, wholes is not None and wholes.noticed()) and wholes is not None:
             wholes.compare()
-        grads, arrivals.reduced = arrivals.reduced, {}
+        grads, hooks.reduced = hooks.reduced, {}
         rest = self.pipe.road.behind_reduction
-        return self.uncleared.take(self.pipe.road.pull(rest, grads, self.state().leaves) if rest else grads)
+        return self.uncleared.take(self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads)
 
     def _grads(self) -> Leaves:
+        """What this rank has in `p.grad`."""
+        grads: Leaves = {}
         with torch.DisableTorchFunctionSubclass():
-            params = self.arrivals.params.items()
-            return {path: g for path, p in params if p.requires_grad and (g := read(p)) is not None}
+            for path, p in self.trainable.items():
+                grad = read(p)
+                if grad is not None:
+                    grads[path] = grad
+        return grads
 
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
 
-        Where they are used as they arrive that is too late: the step is given up half done (`eager.in_backward`).
+        With `in_backward=True` some are used already: the step is given up half done (`eager.in_backward`).
         """
-        self.uncleared.clear(to_none, self.arrivals.reduced)
+        self.uncleared.clear(to_none, self.hooks.reduced)
         self.give_up_backward()
         self.forget(always=False)
 
     def cleared(self, to_none: bool = True) -> None:
         """The user has cleared gradients by hand, or by `model.zero_grad()`."""
-        if self.arrivals.units is not None:
-            self.arrivals.units.rounds.kept = 0
+        if self.hooks.units is not None:
+            self.hooks.units.rounds.kept = 0
         self.uncleared.clear(to_none)
 
     def give_up_backward(self) -> None:
-        """Take no part in a backward of this rank that did not come to its end."""
-        units = self.arrivals.units
+        """End this rank's part in a backward that an exception has stopped; other ranks may still be in it."""
+        units = self.hooks.units
         if units is not None:
             units.rests.for_unfinished()
             units.rounds.kept = 0
@@ -130,26 +134,34 @@ class MicroStep:
         """Forget the gradients of this micro-step.
 
         Args:
-            always: settle what is on its way also where nothing is here, for something may be elsewhere.
+            always: wait for reductions also where this rank has begun none, since another rank may have.
         """
-        arrivals = self.arrivals
-        if arrivals.in_backward is not None:
-            self._give_up(arrivals.in_backward, always)
+        hooks = self.hooks
+        if hooks.in_backward is not None:
+            self._give_up(hooks.in_backward, always)
             return
-        if arrivals.stream is not None and (always or not arrivals.stream.idle):
-            arrivals.stream.discard(self.agreement.marks(None, dropped=True))
-        arrivals.forget()
+        if hooks.stream is not None and (always or not hooks.stream.idle):
+            hooks.stream.discard(self._dropped())
+        hooks.forget()
+
+    def _dropped(self) -> dict[str, int]:
+        """The marks of a micro-step that is given up."""
+        return self.agreement.marks(int(self.current.state.micro_step), None, dropped=True)
 
     def _give_up(self, step: InBackward, always: bool) -> None:
-        """Use what is still on its way, or ranks that had it earlier would differ; and count no step."""
-        stream = self.arrivals.stream
+        """End a step in backward without counting it.
+
+        Gradients still on their way are used: other ranks may have used theirs already.
+        """
+        stream = self.hooks.stream
         step.closing = True
         try:
-            self.arrivals.release()
+            self.hooks.release()
             if stream is not None and (always or not stream.idle):
-                self.copies.carry_over()
-                stream.settle(self.agreement.marks(None, dropped=True))
+                self.masters.carry_over()
+                stream.settle(self._dropped())
         finally:
             step.closing = False
         if step.under_way is not None:
-            self.gave_up(step.give_up())
+            step.give_up()
+            self.refresh()

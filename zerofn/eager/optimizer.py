@@ -1,8 +1,9 @@
-"""The eager route: an attached model is called as before, and backward is PyTorch's own."""
+"""The optimizer that `zf.attach` returns, under the names of `torch.optim`."""
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,29 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.compiler import uncompiled
+from .._compat.modules import HOOKS_OF
+from .._errors import explain
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
 from ..core.transform import Transform
-from . import properties, unsupported
-from . import step_hooks as _hooks
 from .attachment import Attachment
-from .delegation import Shown, forwarded
-from .resident_params import Start, as_they_are
-
-_OTHER_STATE = (
-    "the pipeline has made its state for this model, and to assign another would leave the model's parameters",
-    "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for one made anew;\n"
-    "opt.load_state(state) for one of this pipeline and model",
-)
-_OTHER_TX = "the model is attached with another one, and has its state", "opt.detach(); opt = zf.attach(model, tx)"
+from .optimizer_base import OptimizerBase
+from .resident_params import Start, from_values
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OptimizerBase):
     """What `attach` returns: an `Attachment` under the names of `torch.optim`, and some of DeepSpeed's.
-
-    A subclass, since learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`; of the base
-    class only the hooks on steps and state dicts are used, and its constructor does not run.
 
     Attributes:
         metrics: those of the last `step`, as 0-d tensors of their own.
@@ -40,8 +31,10 @@ class Optimizer(torch.optim.Optimizer):
             `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = as_they_are):
-        _hooks.prepare(self)
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = from_values):
+        # Torch's lists of hooks, which the constructor of its class would make. It runs those of steps itself.
+        for name in HOOKS_OF.values():
+            setattr(self, name, OrderedDict())
         self._tx = tx
         self._own = own = Attachment(model, tx, in_backward, start)
         self.metrics: dict[str, Tensor] = {}
@@ -50,19 +43,6 @@ class Optimizer(torch.optim.Optimizer):
         self._groups, self._averages = own.groups, own.averages
         own.belongs_to(self)
         self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
-
-    state: Shown[State] = Shown(properties.state, *_OTHER_STATE)  # type: ignore[override]
-    tx = Shown(properties.tx, *_OTHER_TX)
-    global_steps = Shown(properties.global_steps)
-    micro_steps = Shown(properties.micro_steps)
-    skipped_steps = Shown(properties.skipped_steps)
-    overflow_leaf = Shown(properties.overflow_leaf)
-    is_boundary = Shown(properties.is_boundary, "it says what the next step does", "opt.set_boundary(True)")
-    _step_supports_amp_scaling = Shown(properties.supports_amp_scaling)
-
-    gathered = forwarded("_own", Attachment.gathered)
-    averaged = forwarded("_own", Attachment.averaged)
-    detach = forwarded("_own", Attachment.detach)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -99,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with ranged(PHASE, "update"):
-            self.metrics = self._own.steps.make(weight)
+            self.metrics = self._own.steps.run(weight)
         if self.lr_scheduler is not None and bool(self.metrics["updated"]):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
@@ -126,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
         """
-        self._own.check("backward", averaged=True)
+        self._own.check("backward", inside=True)
         check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
         return self._own.steps.backward(loss, retain_graph, scale_wrt_gas)
 
@@ -141,9 +121,10 @@ class Optimizer(torch.optim.Optimizer):
         any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit, and keeps
         the module's buffers, which are in no optimizer's dict but in `model.state_dict()`.
         """
-        self._own.check_at_rest("state_dict")
-        asks = sys._getframe(1)
-        return _hooks.saved(self, lambda: self._own.dicts.asked_by(asks))
+        self._own.check_state_dict()
+        caller = sys._getframe(1)
+        _run_hooks(self, "state_dict", "pre")
+        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save(caller))
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
@@ -155,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as `load_state_dict`, whose hooks do not run.
         """
-        self._own.load(self._own.dicts.of(state, param_groups))
+        self._own.load(self._own.dicts.of(state, param_groups), "load_state")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`, of ours or in the form of `torch.optim`.
@@ -166,15 +147,34 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is named, and nothing
                 is changed.
         """
-        self._own.dicts.check_told()
-        _hooks.loaded(self, state_dict, self._own.load)
+        self._own.dicts.check_complete()
+        self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
+        _run_hooks(self, "load_state_dict", "post")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""
-        raise unsupported.another_group()
+        why = "the state is made once, for the model as it was attached"
+        right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
+        raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
 
     def __repr__(self) -> str:
         return f"attach({type(self._model).__name__}, {self.tx!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise unsupported.copied()
+        wrong = "a copy or a pickle of what zf.attach returned"
+        why = "it is bound to its model by hooks, and a copy would be bound to nothing"
+        right = "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)"
+        raise TypeError(explain(wrong, why, right))
+
+
+def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
+    """Run the hooks that the user has registered `pre` or `post` a method: one may return another state dict."""
+    hooks = list(getattr(opt, HOOKS_OF[method, when]).values())
+    if hooks and when == "pre" and state_dict:
+        # Of the caller, who is not to see what hooks write into it.
+        state_dict = (state_dict[0].copy(),)
+    for hook in hooks:
+        other = hook(opt, *state_dict)
+        if state_dict and other is not None:
+            state_dict = (other,)
+    return state_dict[0] if state_dict else None

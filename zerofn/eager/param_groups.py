@@ -1,4 +1,4 @@
-"""`param_groups`, one for each optimizer of a pipeline: what learning-rate schedulers of torch.optim see and set."""
+"""`opt.param_groups`, one group for each optimizer of a pipeline: what schedulers of torch.optim read and set."""
 
 from __future__ import annotations
 
@@ -27,23 +27,77 @@ HYPERPARAMETERS = (
 NOT_PLAIN = object()
 
 
+class _GroupOptimizer:
+    """The optimizer of one group, and what of the group has been looked at.
+
+    Attributes:
+        prefix: under which its optimizer runs.
+        transform: that optimizer.
+        params: its parameters.
+        settable: the hyperparameters that may be set, as the pipeline has them.
+        owns_rate: whether the learning rate is the group's: neither a schedule's nor none.
+        rate: the learning rate as this library set it: another one has been set by somebody else.
+        names: the keys that have been looked at, so that new ones are looked at once.
+        checked: the hyperparameters that have been looked at, so that a change is looked at once.
+    """
+
+    def __init__(self, prefix: str, transform: Transform, params: list[Tensor]):
+        self.prefix, self.transform, self.params = prefix, transform, params
+        self.settable = self.checked = dict(transform.facts.settable)
+        rate = transform.facts.rate
+        self.owns_rate = rate is not None and not callable(rate)
+        rate = NO_RATE if rate is None else rate
+        self.rate: Any = float(learning_rate(transform.name, rate, 0)) if callable(rate) else rate
+        self.names: set[str] = set()
+
+    def group(self) -> dict[str, Any]:
+        """The group as it is at first."""
+        name = self.prefix.rstrip(".") or self.transform.name
+        return {"params": list(self.params), "lr": self.rate, "name": name, **self.settable}
+
+    def check_names(self, group: dict[str, Any]) -> None:
+        """Refuse what was put into the group and could have no effect."""
+        if "lr" not in group:
+            raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
+        t = self.transform
+        fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
+        if useless := [k for k in fixed if k not in (*OWN, "params", *self.settable)]:
+            can = " and ".join(["lr", *self.settable])
+            has = t.factory is not None and useless[0] in inspect.signature(t.factory).parameters
+            right = f"{t.name}({useless[0]}=...)" if has else "an optimizer that has it,"
+            raise ValueError(
+                explain(
+                    f"param_groups with {useless[0]} = {group[useless[0]]!r}",
+                    f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
+                    f"{right} before zf.attach",
+                )
+            )
+        self.names = set(group)
+
+    def changed(self, values: list[Any]) -> dict[str, Any]:
+        """Of all hyperparameters that may be set, those that have another value than the pipeline has."""
+        now = dict(zip(self.settable, values, strict=True))
+        if any(now[k] is not x and not _same(now[k], x) for k, x in self.checked.items()):
+            t = self.transform
+            assert t.factory is not None
+            t.factory(**{**t.config, **now})
+            self.checked = now
+        return {k: now[k] for k, x in self.settable.items() if not _same(now[k], x)}
+
+
 class ParamGroups:
     """The groups of one attached model, and who owns their learning rates.
 
     Attributes:
         groups: what `opt.param_groups` is.
+        optimizers: what is known of each.
+        scheduled: whether a schedule of the pipeline sets any of the rates.
     """
 
     def __init__(self, pipe: Pipeline, params: Leaves):
-        self.optimizers = _optimizers(pipe)
-        self.groups = [_group(pre, t, [params[p] for p in paths]) for pre, (t, paths) in self.optimizers.items()]
-        # The rates as zerofn set them: others have been set by somebody else.
-        self.shown = [g["lr"] for g in self.groups]
-        self.params = [list(g["params"]) for g in self.groups]
-        # The names in each that have been looked at, so that new ones are looked at once.
-        self.names: list[set[str]] = [set() for _ in self.groups]
-        # The hyperparameters that have been looked at, so that a change is looked at once.
-        self.checked = [dict(t.facts.settable) for t, _ in self.optimizers.values()]
+        self.optimizers = [_GroupOptimizer(pre, t, [params[p] for p in paths]) for pre, t, paths in _optimizers(pipe)]
+        self.groups = [optimizer.group() for optimizer in self.optimizers]
+        self.scheduled = any(callable(optimizer.transform.facts.rate) for optimizer in self.optimizers)
 
     def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """By prefix: learning rates, where the groups and not a schedule own them, and hyperparameters that have been
@@ -52,60 +106,73 @@ class ParamGroups:
         Raises:
             ValueError: what is set would have no effect, or the optimizer does not take it.
         """
-        _check_params(self.groups, self.params)
         rates: dict[str, float] = {}
         numbers: dict[str, dict[str, Any]] = {}
-        for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
-            if group.keys() != self.names[i]:
-                _check_names(group, t)
-                self.names[i] = set(group)
-            if t.facts.rate is not None and not callable(t.facts.rate):
-                rates[prefix] = group["lr"]
-            elif group["lr"] != self.shown[i]:
-                _refuse_rate(group["lr"], t)
-            known = dict(t.facts.settable)
+        if len(self.groups) != len(self.optimizers):
+            self._refuse_params()
+        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+            params = group.get("params", ())
+            if len(params) != len(optimizer.params) or not all(map(is_, params, optimizer.params)):
+                self._refuse_params()
+            if group.keys() != optimizer.names:
+                optimizer.check_names(group)
+            if optimizer.owns_rate:
+                rates[optimizer.prefix] = group["lr"]
+            elif group["lr"] != optimizer.rate:
+                _refuse_rate(group["lr"], optimizer.transform)
+            known = optimizer.settable
             # One that somebody has taken out is that of the pipeline.
             values = list(map(group.get, known, known.values()))
-            if all(map(is_, values, known.values())):
-                continue
-            now = dict(zip(known, values, strict=True))
-            if any(now[k] is not x and not _same(now[k], x) for k, x in self.checked[i].items()):
-                assert t.factory is not None
-                t.factory(**{**t.config, **now})
-                self.checked[i] = now
-            if own := {k: now[k] for k, x in known.items() if not _same(now[k], x)}:
-                numbers[prefix] = own
+            if not all(map(is_, values, known.values())) and (changed := optimizer.changed(values)):
+                numbers[optimizer.prefix] = changed
         return rates, numbers
 
-    def told(self) -> list[dict[str, Any]]:
+    def to_save(self) -> list[dict[str, Any]]:
         """The groups without hyperparameters that are the pipeline's, which another pipeline may have otherwise."""
-        entries = zip(self.groups, self.optimizers.values(), strict=True)
-        settable = ((group, dict(t.facts.settable)) for group, (t, _) in entries)
-        return [{k: v for k, v in g.items() if k not in own or not _same(v, own[k])} for g, own in settable]
+        pairs = [(group, optimizer.settable) for group, optimizer in zip(self.groups, self.optimizers, strict=True)]
+        return [{k: v for k, v in g.items() if k not in own or not _same(v, own[k])} for g, own in pairs]
 
     def show(self, metrics: dict[str, Tensor]) -> None:
-        """The rates that the pipeline has used, where groups do not own them."""
-        for i, (group, (prefix, (t, _))) in enumerate(zip(self.groups, self.optimizers.items(), strict=True)):
-            if callable(t.facts.rate) and prefix + "lr" in metrics:
-                group["lr"] = self.shown[i] = float(metrics[prefix + "lr"])
+        """The rates that the schedules of the pipeline have given."""
+        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+            if callable(optimizer.transform.facts.rate) and optimizer.prefix + "lr" in metrics:
+                group["lr"] = optimizer.rate = float(metrics[optimizer.prefix + "lr"])
 
     def load(self, saved: list[dict[str, Any]]) -> None:
         """Go on with the rates of a `state_dict`, and with what schedulers had put beside them.
 
         What is not in there stays: a scheduler that was made before has put it here.
         """
-        for group, there, (t, _) in zip(self.groups, saved, self.optimizers.values(), strict=True):
-            group["lr"] = NO_RATE if t.facts.rate is None else there["lr"]
+        for group, there, optimizer in zip(self.groups, saved, self.optimizers, strict=True):
+            rate = NO_RATE if optimizer.transform.facts.rate is None else there["lr"]
+            # A copy of a tensor: schedulers write into it, and it may be that of another optimizer.
+            group["lr"] = optimizer.rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
             group.update(_others(there))
             # JSON knows no tuples.
-            given = {k: there.get(k, x) for k, x in t.facts.settable}
+            given = {k: there.get(k, x) for k, x in optimizer.settable.items()}
             group.update({k: tuple(x) if isinstance(x, list) else x for k, x in given.items()})
-        self.shown = [g["lr"] for g in self.groups]
+
+    def _refuse_params(self) -> NoReturn:
+        """Groups have other parameters: which there are, and what updates each, the pipeline says."""
+        there = [g.get("params", ()) for g in self.groups]
+        own = [optimizer.params for optimizer in self.optimizers]
+        has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, own))
+        raise ValueError(
+            explain(
+                f"param_groups of {has} parameters while the pipeline has {mine}, or others than these",
+                "what is added, taken out or exchanged there would have no effect: every parameter stays with its\n"
+                "part of the pipeline",
+                "p.requires_grad_(False), or zf.partition({'a': zf.adamw(1e-3), 'b': zf.sgd(1e-2)}, labels), before "
+                "zf.attach;\nopt.detach() and another zf.attach later on",
+            )
+        )
 
 
 def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]]) -> str:
     """What groups set, the same text for the same numbers; a rate on another device is not waited for."""
-    told = [f"{prefix}lr={_number(rate)}" for prefix, rate in rates.items()]
+    told = []
+    for prefix, rate in rates.items():
+        told.append(f"{prefix}lr={_number(rate)}")
     for prefix, own in numbers.items():
         told += [f"{prefix}{name}={_number(x)}" for name, x in own.items()]
     return ", ".join(told)
@@ -118,28 +185,6 @@ def _number(x: Any) -> Any:
         return tuple(map(_number, x))
     # Those of numpy print otherwise.
     return float(x) if isinstance(x, Real) else x
-
-
-def _check_params(groups: list[dict[str, Any]], params: list[list[Tensor]]) -> None:
-    """Refuse groups of other parameters: which there are, and what updates each, the pipeline says."""
-    same = len(groups) == len(params)
-    for group, mine in zip(groups, params, strict=False):
-        there = group.get("params", ())
-        same = same and len(there) == len(mine) and all(map(is_, there, mine))
-        if "lr" not in group:
-            raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
-    if not same:
-        there = [g.get("params", ()) for g in groups]
-        has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, params))
-        raise ValueError(
-            explain(
-                f"param_groups of {has} parameters while the pipeline has {mine}, or others than these",
-                "what is added, taken out or exchanged there would have no effect: every parameter stays with its\n"
-                "part of the pipeline",
-                "p.requires_grad_(False), or zf.partition({'a': zf.adamw(1e-3), 'b': zf.sgd(1e-2)}, labels), before "
-                "zf.attach;\nopt.detach() and another zf.attach later on",
-            )
-        )
 
 
 def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
@@ -155,22 +200,6 @@ def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
         right = "adamw(lr=1e-3) with a torch.optim.lr_scheduler, or the schedule alone"
     wrong = f"param_groups lr was set to {rate!r} while the pipeline has {t!r}"
     raise ValueError(explain(wrong, f"{why}, so what is set here would have no effect", right))
-
-
-def _check_names(group: dict[str, Any], t: Transform) -> None:
-    """Refuse what was put into a group and could have no effect."""
-    settable = dict(t.facts.settable)
-    fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
-    if useless := [k for k in fixed if k not in (*OWN, "params", *settable)]:
-        can = " and ".join(["lr", *settable])
-        has = t.factory is not None and useless[0] in inspect.signature(t.factory).parameters
-        raise ValueError(
-            explain(
-                f"param_groups with {useless[0]} = {group[useless[0]]!r}",
-                f"of this group only {can} can be set; {useless[0]} is part of the pipeline or of none: {t!r}",
-                f"{t.name}({useless[0]}=...) before zf.attach" if has else "an optimizer that has it, before zf.attach",
-            )
-        )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -207,33 +236,20 @@ def _plain(x: Any) -> Any:
     return NOT_PLAIN
 
 
-def _group(prefix: str, t: Transform, params: list[Tensor]) -> dict[str, Any]:
-    lr = NO_RATE if t.facts.rate is None else t.facts.rate
-    return {
-        "params": params,
-        "lr": float(learning_rate(t.name, lr, 0)) if callable(lr) else lr,
-        "name": prefix.rstrip(".") or t.name,
-        **dict(t.facts.settable),
-    }
-
-
-def _optimizers(pipe: Pipeline) -> dict[str, tuple[Transform, list[str]]]:
-    """Each optimizer of the pipeline by the prefix under which it runs, with its leaves."""
-    found: dict[str, tuple[Transform, list[str]]] = {}
-    trainable = list(pipe.layout.trained)
+def _optimizers(pipe: Pipeline) -> list[tuple[str, Transform, list[str]]]:
+    """Each optimizer of the pipeline: the prefix under which it runs, the transform, and the paths of its leaves."""
+    found: list[tuple[str, Transform, list[str]]] = []
 
     def visit(t: Transform, prefix: str, paths: list[str]) -> None:
-        if not t.facts.optimizes and not t.in_turn:
+        if t.members_fn is not None and (t.facts.optimizes or t.in_turn):
+            for label, (member, own) in t.members_fn(pipe.layout).items():
+                visit(member, prefix + label, [p for p in paths if p in own])
             return
-        if t.members_fn is None:
-            for part in t.parts if t.in_turn else ():
-                visit(part, prefix, paths)
-            if t.facts.optimizes:
-                found[prefix] = (t.parts[0] if t.parts else t, paths)
-            return
-        for label, (member, own) in t.members_fn(pipe.layout).items():
-            visit(member, prefix + label, [p for p in paths if p in own])
+        for part in t.parts if t.in_turn else ():
+            visit(part, prefix, paths)
+        if t.facts.optimizes:
+            found.append((prefix, t.parts[0] if t.parts else t, paths))
 
     for part in pipe.parts:
-        visit(part, "", trainable)
+        visit(part, "", list(pipe.layout.trained))
     return found

@@ -1,4 +1,4 @@
-"""The form in which an attached model keeps one parameter, the form that is stored of it, and the dtype of `p.grad`."""
+"""One parameter of an attached model: its resident form, its stored form, and the dtype of `p.grad`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read, write
 
 
-def settle_in(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
-    """Give a parameter its resident form, and return the stored one, over the same memory where it can be."""
+def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
+    """Give a parameter its resident form, and return its stored one, in the same memory where possible."""
     full = p.detach()
     wide = full.to(pipe.dtypes.stored(leaf))
     resident = pipe.road.kept(wide, leaf)
@@ -41,24 +41,20 @@ def cut(pipe: Pipeline) -> bool:
 
 
 def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
-    """`p.data = x`; where parts are kept, or were, as `resize` says."""
-    if cut(pipe):
-        resize(p, x, since)
-    else:
-        p.data = x
+    """`p.data = x`. Where parameters are cut `x` has another size, and graphs of the old size may be alive.
 
-
-def resize(p: Tensor, x: Tensor, since: str | None) -> None:
-    """`p.data = x` of other sizes, so that backward goes on where graphs of the old sizes are still alive.
-
-    torch keeps the node at which gradients of `p` end as long as any graph has it, and holds gradients of later graphs
-    against the sizes that it had: an output that a notebook keeps would be enough. It makes another for another dtype.
+    torch keeps the AccumulateGrad node of `p` as long as any graph has it, and checks gradients of later graphs against
+    the size that it had: an output that a notebook keeps would be enough. It makes a new node for another dtype.
 
     Args:
+        pipe: the pipeline of the model.
         p: the parameter.
         x: what it is to hold.
-        since: what has changed it, for who goes backward through such a graph; `None` where its sizes come back.
+        since: what has changed it, for who goes backward through such a graph; `None` where its size comes back.
     """
+    if not cut(pipe):
+        p.data = x
+        return
 
     def refuse(grads: Any) -> None:
         raise RuntimeError(
@@ -83,19 +79,19 @@ def resize(p: Tensor, x: Tensor, since: str | None) -> None:
 
 @torch.no_grad()
 def make_whole(pipe: Pipeline, params: Leaves, stored: Leaves, since: str) -> None:
-    """Full parameters, to be left so: in memory of their own where they are not yet. Ranks gather them together."""
+    """Put full parameters in the model for good, in memory of their own. All ranks call it."""
     for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
         if cut(pipe) or full.dtype != params[path].dtype or not pipe.road.exact:
             put(pipe, params[path], full.detach().clone(), since)
 
 
 def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dtype | None]) -> None:
-    """Leave full parameters, each with a gradient of its form or none, in the dtype that it was to have.
+    """Give `p.grad` of full parameters the dtype that it had before `attach`, and drop gradients that are shards.
 
     Args:
         pipe: the pipeline.
         params: by path.
-        grad_dtypes: of gradients, by path, where they were to have another one than parameters.
+        grad_dtypes: dtypes of gradients by path, where they are not those of parameters.
     """
     for leaf in pipe.layout.leaves:
         p = params[leaf.path]
@@ -108,7 +104,7 @@ def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dty
 
 
 def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
-    """Let `p.grad` be kept in `dtype`; in any that comes, for `None`. What is there already is cast.
+    """Set `p.grad_dtype`: the dtype of `p.grad`, any for `None`. A gradient that is there is cast.
 
     That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
     detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.

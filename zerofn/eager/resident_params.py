@@ -1,13 +1,12 @@
-"""Where an attached model's parameters live: the stored form, the resident form, and the way between them.
+"""The parameters of an attached model: stored form, resident form, and what goes between them.
 
 On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the
-model keeps full parameters, whose gradients are streamed during backward, and which are gathered
+model keeps full parameters, whose gradients are reduced during backward, and which are gathered
 again after an update. Under `shard` its parameters are flat shards.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_start
 from ..core.state import State
-from ..core.transform import TransformState
 from ..core.update_context import Context
 from ..module.attach_checks import check_memory
 from ..module.boundary import Sight
@@ -30,33 +28,32 @@ from ..sharded.guarded_parameter import Asks
 from ..sharded.unit_assignment import split
 from ..sharded.unit_plans import UnitPlans
 from .channels import open_channels
-from .existing_gradients import Earlier
-from .gathered import full_for_a_while
-from .gradient_hooks import Arrivals
+from .current_state import CurrentState
+from .existing_gradients import ExistingGradients, first_states
+from .gradient_hooks import GradientHooks
 from .in_backward import InBackward
-from .initial_state import first_states
-from .manual_writes import Wholes
-from .master_weights import Copies
+from .manual_writes import WholeParameters
+from .master_weights import MasterWeights
 from .micro_step import MicroStep
-from .refresh_params import Anew
-from .resident_form import make_whole, move_out, settle_in
-from .sharded_state_views import ShownStates
-from .step_agreement import MARKS, Agreement
+from .resident_form import make_whole, move_out, to_resident
+from .sharded_state_views import ShardedStateViews
+from .step_agreement import StepAgreement
+from .temporary_parameters import full_parameters
 
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.
 Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
 
 
-def as_they_are(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """Parameters that have their first values: each rank takes its part of them."""
+def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A `Start` of parameters that have their first values: each rank takes its part of them."""
     check_memory(params)
     agree_on_start(pipe, params, "zf.attach(model, tx)")
-    return lambda: {leaf.path: settle_in(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+    return lambda: {leaf.path: to_resident(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
 
 
-class Residence:
-    """The parameters of one attached model.
+class ResidentParams:
+    """The parameters of one attached model, its state, and the hooks on both.
 
     Args:
         model: the model.
@@ -66,6 +63,12 @@ class Residence:
         unchanged: raises if the model is no longer what was attached.
         start: where their first values come from.
         forms: by path, what distributed tensors the model itself has made of them.
+
+    Attributes:
+        current: the state in force.
+        is_full: whether full parameters are in the places of shards or copies, within `gathered`.
+        units: gathers sharded parameters on use; `None` where they are not sharded.
+        undo: takes off what was put on the model; the last one first.
     """
 
     def __init__(
@@ -78,48 +81,47 @@ class Residence:
         start: Start,
         forms: Mapping[str, Form],
     ):
-        mine = weakref.ref(self)
-        # What the model keeps of views that read a state follows a held step, too.
-        self.reads, pipe = pipe.reads, pipe.reading(lambda name: _state_now(mine(), name))
+        self.current, self.is_full = CurrentState(), False
+        # Views that read a state change with a held step, too.
+        self.reads, pipe = pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
+        # Before parameters are changed: it refuses pipelines that cannot run in backward.
+        self.in_backward = None if context is None else InBackward(pipe, self.current, context)
         buffers = dtypes_of_buffers(model, pipe.dtypes)
         settle = start(pipe, params)
         self.channels = channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
-        earlier = Earlier(pipe, params)
+        existing = ExistingGradients(pipe, params)
         stored = settle()
         try:
-            states = first_states(pipe, stored, channels.control, earlier)
+            states = first_states(pipe, stored, channels.control, existing)
         except Exception:
-            if start is as_they_are:
+            if start is from_values:
                 # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
                 make_whole(pipe, params, stored, "zf.attach failed")
                 move_out(pipe, params, self.grad_dtypes)
-                earlier.put_back()
+                existing.put_back()
             raise
-        self.state = first_state(pipe, stored, states)
-        self.in_backward = None if context is None else InBackward(pipe, lambda: self.state, context)
-        carry = lambda leaf: self.copies.carry_leaf(leaf)  # noqa: E731
-        self.arrivals = Arrivals(pipe, params, channels, MARKS, self.in_backward, carry)
-        # Before modules are hooked, which look at the dtypes of their buffers.
-        self.undo: list[Callable[[], Any]] = [*self.arrivals.undo, cast_buffers(model, buffers)]
+        self.current.state = first_state(pipe, stored, states)
+        self.masters = MasterWeights(pipe, params, self.current, context is None)
+        self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, self.masters.carry_leaf)
+        # Buffers before modules are hooked, which look at the dtypes of their buffers.
+        self.undo: list[Callable[[], Any]] = [*hooks.undo, cast_buffers(model, buffers)]
         self.units, blocks = _units(self)
-        self.arrivals.units = self.units
+        hooks.units = self.units
         self.sight: Sight | None = None
         if forms or needs_sight(pipe):
             self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
             self.undo.append(install(model, self.sight, {id(p): path for path, p in params.items()}, blocks))
-        self.anew = Anew(pipe, params)
-        self.copies = Copies(pipe, params, lambda: self.state.leaves, context is None)
-        self.wholes = Wholes(params, channels.equals if context is None else None)
-        now = lambda: self.state  # noqa: E731
-        agreement = Agreement(channels.control, self.wholes, now)
-        self.micro_step = MicroStep(pipe, self.arrivals, agreement, self.copies, now, self._gave_up)
-        ends = self.micro_step
-        asks = Asks(self.arrivals.left, self.arrivals.gone, ends.cleared, ends.uncleared.missed, self._moved)
+        # Updates within backward write into parts before a step could look at whole parameters.
+        equals = channels.equals if context is None else None
+        self.wholes = None if equals is None else WholeParameters(params, equals)
+        agreement = StepAgreement(channels.control, self.wholes)
+        self.micro_step = ends = MicroStep(pipe, hooks, agreement, self.masters, self.current, self.refresh)
+        asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
-        self.shown_states = ShownStates(gathering)
+        self.state_views = ShardedStateViews(gathering)
         self.undo += label(model, pipe, params, gathering, self.units, self.in_backward is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
@@ -127,82 +129,68 @@ class Residence:
 
     def scale(self) -> Tensor | None:
         """The loss scale in force."""
-        return self.pipe.scale_of(self.state.transforms)
+        return self.pipe.scale_of(self.current.state.transforms)
 
     def settled(self) -> State:
         """The state, once what was written by hand and what a backward has updated is in it."""
-        self.copies.carry_over()
+        self.masters.carry_over()
         if self.in_backward is not None:
             self.in_backward.settle()
-        return self.state
+        return self.current.state
 
     def _moved(self, path: str) -> None:
         """A sharded parameter has other memory: it is stored there from now on, and who kept the old one has that."""
-        if self.units is not None and path not in self.copies.copies:
+        if self.units is not None and path not in self.masters.copies:
             # What is stored elsewhere than in parameters is carried over.
             (leaf,) = self.units.units[self.units.plans.alone[path]]
             mine = self.params[path].detach().as_subclass(Tensor)
-            self.state.leaves[path].data = self.pipe.road.own(mine, leaf)
+            self.current.state.leaves[path].data = self.pipe.road.own(mine, leaf)
 
     def refresh(self) -> None:
-        """Resident parameters from the stored ones."""
+        """Make the model's parameters from the stored ones."""
         if self.in_backward is not None:
             # Of a step under way when a state was loaded nothing is left in what is stored.
             self.in_backward.forget()
         if self.units is not None:
             self.units.gathered.renew()
-        if self.anew.buckets:
-            self.anew.make(self.state.leaves)
-            self.copies.note()
-            self.wholes.note()
-
-    def _gave_up(self, state: State) -> None:
-        self.state = state
-        self.refresh()
+        if self.masters.buckets:
+            self.masters.refresh()
+            if self.wholes is not None:
+                self.wholes.note()
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[None]:
         """Full parameters in the model. What is written to them inside is stored afterwards."""
-        if self.units is None and self.pipe.road.exact:
-            yield self.model
-            self.copies.carry_over()
+        if self.is_full:
+            # Within another one, which stores what is written.
+            yield
             return
-        with self._suspended(), full_for_a_while(self.pipe, self.params, lambda: self.state.leaves) as written:
-            yield self.model
+        if self.units is None and self.pipe.road.exact:
+            yield
+            self.masters.carry_over()
+            return
+        with _suspended(self), full_parameters(self.pipe, self.params, self.current) as written:
+            yield
         if written:
             self.refresh()
 
-    @contextmanager
-    def _suspended(self) -> Iterator[None]:
-        """The model's parameters are what it sees, inside."""
-        seers: list[Any] = [x for x in (self.units, None if self.sight is None else self.sight.views) if x is not None]
-        for x in seers:
-            x.suspended = True
-        try:
-            yield
-        finally:
-            for x in seers:
-                x.suspended = False
-            if self.units is not None:
-                self.units.gathered.drop()
-
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""
-        self.copies.carry_over()
-        if self.arrivals.stream is not None:
+        self.masters.carry_over()
+        if self.gradient_hooks.stream is not None:
             self.micro_step.forget(always=True)
         if self.units is not None:
             # A gather that was begun for nobody ends before its channel is closed.
             self.units.gathered.drop()
             self.units.suspended = self.units.left = True
-        make_whole(self.pipe, self.params, self.state.leaves, "opt.detach()")
+        make_whole(self.pipe, self.params, self.current.state.leaves, "opt.detach()")
         for action in reversed(self.undo):
             action()
         self.undo.clear()
         move_out(self.pipe, self.params, self.grad_dtypes)
 
 
-def _units(home: Residence) -> tuple[Units | None, list[nn.Module]]:
+def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
     """What gathers sharded parameters on use, if it is to be, and the modules that they are parameters of."""
     pipe, channels, wire = home.pipe, home.channels, home.pipe.gathering
     if wire is None or channels.wanted is None:
@@ -210,11 +198,22 @@ def _units(home: Residence) -> tuple[Units | None, list[nn.Module]]:
     wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
     units, blocks = split(home.model, pipe.layout.leaves, home.params)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    takes, ended = home.arrivals.accept, home.arrivals.release
+    takes, ended = home.gradient_hooks.accept, home.gradient_hooks.release
     return Units(plans, pipe, home.params, channels.wanted, home.scale, takes, ended), blocks
 
 
-def _state_now(home: Residence | None, name: str) -> TransformState:
-    """What a view that reads its transform's state is given: what it is when a leaf is seen."""
-    assert home is not None
-    return home.state.transforms[name]
+@contextmanager
+def _suspended(home: ResidentParams) -> Iterator[None]:
+    """Inside, the model computes with its parameters as they are: nothing is gathered or cast on use."""
+    views: list[Any] = [x for x in (home.units, None if home.sight is None else home.sight.views) if x is not None]
+    for x in views:
+        x.suspended = True
+    home.is_full = True
+    try:
+        yield
+    finally:
+        home.is_full = False
+        for x in views:
+            x.suspended = False
+        if home.units is not None:
+            home.units.gathered.drop()

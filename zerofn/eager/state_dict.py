@@ -1,4 +1,4 @@
-"""A state as nested dicts of tensors, for `torch.save` and DCP, and whether one is that of a pipeline."""
+"""A state as nested dicts of tensors, for `torch.save` and DCP, and the check of one that is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[
     return {
         "format": FORMAT_OF_DICTS,
         "params": dict(state.leaves),
-        "transforms": {k: _nested(v) for k, v in state.transforms.items()},
+        "transforms": {k: dict(v) if isinstance(v, dict) else v for k, v in state.transforms.items()},
         "step": state.step,
         "micro_step": state.micro_step,
         "param_groups": [packed(g) for g in groups],
@@ -97,10 +97,6 @@ def _required(d: Any) -> Any:
     if not isinstance(groups, list | tuple):
         return d
     return {**d, "param_groups": [{k: g[k] for k in OWN if k in g} if isinstance(g, dict) else g for g in groups]}
-
-
-def _nested(entry: Any) -> Any:
-    return dict(entry) if isinstance(entry, dict) else entry
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

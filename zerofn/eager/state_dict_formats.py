@@ -14,14 +14,15 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..ranks.dtensor_shards import as_local
 from . import torch_state_dict
-from .full_state_dict import gathered, rows
+from .full_state_dict import empty_rows, full_state
 from .param_groups import ParamGroups
-from .resident_params import Residence
+from .resident_params import ResidentParams
 from .state_dict import as_dict, pairs
+from .torch_state_dict import Purpose, in_torch_form
 
 
-class Dicts:
-    """The state of one attached model as nested dicts of its tensors.
+class StateDicts:
+    """Makes and loads the state dicts of one attached model.
 
     Args:
         pipe: its pipeline.
@@ -30,36 +31,30 @@ class Dicts:
         groups: what has been set in `opt.param_groups`.
     """
 
-    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups):
+    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups):
         self.pipe, self.home, self.groups = pipe, home, groups
         self.paths = {id(p): path for path, p in params.items()}
 
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Any state of the pipeline; rates are those of now, or of `groups`."""
-        return as_dict(self.pipe, state, self.groups.told() if groups is None else groups)
+        """A state dict of any state of the pipeline, with the rates of now, or of `groups`."""
+        return as_dict(self.pipe, state, self.groups.to_save() if groups is None else groups)
 
-    def check_told(self) -> None:
-        """In these forms a tensor is one of the chain's, and says nothing of a cut that the model has besides."""
+    def check_complete(self) -> None:
+        """Refuse models that are themselves cut over ranks: these formats know the chain's shards only."""
         if any(leaf.within is not None and leaf.within.cut for leaf in self.pipe.layout.leaves):
             why = "its states are of parts, over ranks that this form does not know"
             right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
-    def ours(self) -> dict[str, Any]:
-        return self.of(self.home.settled())
-
-    def asked_by(self, asks: FrameType) -> dict[str, Any]:
-        """In our form, but for the function of torch that wants its own."""
-        return self.in_torch_form(asks) if asks.f_globals.get("__name__") == torch_state_dict.ASKS else self.ours()
-
-    def in_torch_form(self, asks: FrameType) -> dict[str, Any]:
-        """As the function of torch wants it that asks."""
-        form = torch_state_dict.asked_for(asks)
-        if form is torch_state_dict.Form.PARTS:
-            return torch_state_dict.in_torch_form(self.ours(), self.groups, self.paths)
-        state = (gathered if form is torch_state_dict.Form.FULL else rows)(self.home.settled(), self.pipe.road.cutting)
+    def to_save(self, caller: FrameType) -> dict[str, Any]:
+        """In our form; in that of `torch.optim` where a function of torch calls `opt.state_dict()` that needs it."""
+        state, purpose = self.home.settled(), torch_state_dict.purpose_of(caller)
+        if purpose is None or purpose is Purpose.PARTS:
+            own = self.of(state)
+            return own if purpose is None else in_torch_form(own, self.groups, self.paths)
+        state = (full_state if purpose is Purpose.FULL else empty_rows)(state, self.pipe.road.cutting)
         own = {"transforms": state.transforms, "step": state.step, "micro_step": state.micro_step}
-        return torch_state_dict.in_torch_form(own, self.groups, self.paths, form)
+        return in_torch_form(own, self.groups, self.paths, purpose)
 
     @torch.no_grad()
     def load(self, given: dict[str, Any]) -> None:
@@ -73,7 +68,7 @@ class Dicts:
             for mine, theirs in torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting):
                 mine.copy_(theirs)
             return self.groups.load(torch_state_dict.groups_of(self.groups, given["param_groups"]))
-        for mine, theirs in pairs(self.ours(), given):
+        for mine, theirs in pairs(self.of(self.home.settled()), given):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))
         self.home.refresh()

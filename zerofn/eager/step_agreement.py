@@ -1,72 +1,80 @@
-"""What ranks of an attached model tell each other at a step: that it is the same one, and what only some have."""
+"""What ranks compare at a step of an attached model: counts, boundaries, settings, and who has gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from zlib import crc32
 
 from ..core.layout import Leaves
-from ..core.state import State
 from ..ranks.group import Group
 from ..sharded.flush import KEPT
 from ..sharded.round_agreement import check_marks, told_by_all
 from ..sharded.write_back import WRITTEN
-from .manual_writes import Wholes
+from .manual_writes import WholeParameters
 
-# What must be equal on all ranks at every step.
+# Names of the numbers that must be equal on all ranks at every step.
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
 SET = "what opt.param_groups sets"
 SET_ALIKE = "Set the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
 NO_MORE = {KEPT: 0, WRITTEN: 0}
 MARKS = (STEPS, CLOSES, DROPPED, SET, *NO_MORE)
-# Of the numbers that a rank tells, where marks begin.
+# Where marks begin among the numbers that a rank sends.
 FIRST = 2
 
 
-class Agreement:
-    """The agreement of one model's ranks.
+class StepAgreement:
+    """Compares numbers of the ranks of one attached model at a step.
 
     Args:
-        control: their group; none on one process.
-        wholes: whole parameters of which each rank stores a part.
-        state: gives the state in force.
+        control: the group of all ranks that step together; none on one process.
+        wholes: whole parameters of which each rank stores a part, where they are to be compared.
     """
 
-    def __init__(self, control: Group | None, wholes: Wholes, state: Callable[[], State]):
-        self.control, self.wholes, self.state = control, wholes, state
+    def __init__(self, control: Group | None, wholes: WholeParameters | None):
+        self.control, self.wholes = control, wholes
 
     def marks(
-        self, boundary: bool | None, dropped: bool = False, more: dict[str, int] = NO_MORE, given: str = ""
+        self,
+        steps: int,
+        boundary: bool | None,
+        given: str = "",
+        dropped: bool = False,
+        more: dict[str, int] = NO_MORE,
     ) -> dict[str, int]:
-        """What must be equal on all ranks, by name.
+        """The numbers that must be equal on all ranks, by name.
 
         Args:
+            steps: micro-steps before this one.
             boundary: what `set_boundary` says.
-            dropped: whether the step is given up.
-            more: what rests tell of it.
             given: what `opt.param_groups` sets, as text.
+            dropped: whether the step is given up.
+            more: what `Rests.marks` tells, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
         has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
-        steps = int(self.state().micro_step)
         return {STEPS: steps, CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode()), **more}
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
-        """What this rank tells: how many gradients it has, what it has noticed, and marks."""
-        return [len(grads), self.wholes.noticed(), *marks.values()]
+        """What this rank sends: how many gradients it has, whether whole parameters were written, and marks."""
+        noticed = self.wholes is not None and self.wholes.noticed()
+        return [len(grads), noticed, *marks.values()]
 
     def shared(self, rows: list[list[int]], marks: dict[str, int]) -> dict[str, int]:
-        """Marks for all ranks, from those that rest together: only these share sums, of which each has its parts."""
+        """Marks to compare among all ranks, from the rows of those that gather together and share sums of gradients."""
         alike = len({row[FIRST + MARKS.index(KEPT)] for row in rows}) == 1
         return {**marks, KEPT: 0 if alike else 1 + marks[KEPT]}
 
-    def ask(self, marks: dict[str, int], grads: Leaves) -> Leaves:
-        """As `found`, by a message of its own."""
+    def exchange(self, marks: dict[str, int], grads: Leaves) -> Leaves:
+        """Send this rank's numbers in an all-gather of their own; as `checked`."""
         assert self.control is not None
-        return self.found(told_by_all(self.numbers(grads, marks), self.control), marks, grads)
+        return self.checked(told_by_all(self.numbers(grads, marks), self.control), marks, grads)
 
-    def found(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
-        """The gradients of a step, if any rank has some, once all ranks have told the same marks.
+    def checked(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
+        """The gradients of a step, once marks are equal on all ranks; none if no rank has any.
+
+        Args:
+            rows: what each rank has sent.
+            marks: of this rank.
+            grads: of this rank.
 
         Raises:
             RuntimeError: on every rank, if a mark differs, or what was written by hand into whole parameters.
@@ -75,6 +83,6 @@ class Agreement:
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
         some, noticed, *_ = map(max, zip(*rows, strict=True))
-        if noticed:
+        if noticed and self.wholes is not None:
             self.wholes.compare()
         return grads if some else {}

@@ -1,4 +1,4 @@
-"""Steps of an attached model: gradients that have arrived go through the update halves."""
+"""Steps of an attached model: gradients go through the update halves, and into the stored parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..core.update_context import Context
 from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write
-from .accumulation_window import Window
+from .accumulation_window import AccumulationWindow
 from .param_groups import ParamGroups, as_text
-from .resident_params import Residence
+from .resident_params import ResidentParams
 
 
 class Steps:
-    """What ends and begins the micro-steps of one attached model.
+    """Runs the micro-steps of one attached model: `opt.step`, `opt.zero_grad` and `opt.backward`.
 
     Args:
         pipe: its pipeline.
@@ -36,41 +36,57 @@ class Steps:
         watch: tells whether the model has changed.
 
     Attributes:
-        window: what `accumulate` waits for.
+        window: when `accumulate` lets a step through.
     """
 
-    def __init__(self, pipe: Pipeline, home: Residence, params: Leaves, groups: ParamGroups, watch: Watch):
+    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups, watch: Watch):
         self.pipe, self.home, self.params = pipe, home, params
         self.groups, self.watch = groups, watch
-        self.window = Window(pipe, lambda: home.state)
+        self.window = AccumulationWindow(pipe, home.current)
         self._writes = 0
-        # What the last step has used up, to be told from gradients that arrived after it.
-        self._spent: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        # Gradients that the last step has used, with their versions: those that arrived after it differ.
+        self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
 
     def context(self) -> Context:
-        """What the update halves are told of a step that is made in backward."""
+        """The context of a step that is made in backward."""
         self._writes += 2
         rates, numbers = self.groups.given()
         return self.pipe.context(donate=True, lr=rates, numbers=numbers)
 
-    def make(self, weight: Any) -> dict[str, Tensor]:
+    def run(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
         self.watch.check()
+        early = self.home.in_backward
+        if early is not None and weight is not None:
+            raise ValueError(
+                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
+            )
         self._writes += 1
         try:
-            metrics = self._update(weight) if self.home.in_backward is None else self._finish(weight)
+            # What was set may be refused, and what is collected cannot be put back.
+            rates, numbers = self.groups.given()
+            grads = self.home.micro_step.collect(self.window.forced, partial(as_text, rates, numbers))
+            if early is None:
+                metrics = self._update(grads, weight, rates, numbers)
+            else:
+                for path, grad in grads.items():
+                    # Put there by hand: what backward has brought is gone.
+                    write(self.params[path], None)
+                    early.arrived(path, grad)
+                metrics = early.finish()
             with torch.set_grad_enabled(False):
                 # Some are entries of the state, into which `load_state_dict` writes.
                 metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
             if bool(metrics["updated"]) or self.home.reads:
                 self.home.refresh()
-            self.groups.show(metrics)
+            if self.groups.scheduled:
+                self.groups.show(metrics)
             return metrics
         finally:
             self._writes += 1
 
     def writes(self) -> int:
-        """How often writing into the state has begun or ended; odd while a step is made. A save beside it looks.
+        """How often writing into the state has begun or ended; odd while a step is made. A save beside it compares.
 
         A step within backward is made from the first gradient on: leaves are updated, and counters are not.
         """
@@ -82,29 +98,12 @@ class Steps:
         step = self.home.in_backward
         return step is not None and step.under_way is not None
 
-    def _finish(self, weight: Any) -> dict[str, Tensor]:
-        """What is left to do where each leaf was updated in backward."""
-        if weight is not None:
-            raise ValueError(
-                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
-            )
-        left = self.home.micro_step.collect(self.window.forced, partial(as_text, *self.groups.given()))
-        assert self.home.in_backward is not None
-        for path, grad in left.items():
-            # Put there by hand: what backward has brought is gone.
-            write(self.params[path], None)
-            self.home.in_backward.arrived(path, grad)
-        self.home.state, metrics = self.home.in_backward.finish()
-        return metrics
-
-    def _update(self, weight: Any) -> dict[str, Tensor]:
+    def _update(self, grads: Leaves, weight: Any, rates: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
-        # What was set may be refused, and what is collected cannot be put back.
-        window, (rates, numbers) = self.window, self.groups.given()
-        grads = self.home.micro_step.collect(window.forced, partial(as_text, rates, numbers))
         if weight is not None:
             check_weight(self.pipe, weight)
-        closes, old = window.averaged is not None and window.closes(), self.home.state
+        window = self.window
+        closes, old = window.averaged is not None and window.closes(), self.home.current.state
         ctx = self.pipe.context(
             donate=True,
             recorded=recorded(),
@@ -121,19 +120,20 @@ class Steps:
                 for path, x in old.leaves.items():
                     if new.leaves[path] is not x:
                         new.leaves[path] = x.copy_(new.leaves[path])
-        self.home.state = new
+        self.home.current.state = new
         if window.holds:
             self._forget(grads)
-        with torch.DisableTorchFunctionSubclass():
-            params = self.params.values()
-            self._spent = [(x, weakref.ref(g), version(g)) for x in params if (g := read(x)) is not None]
+        held = grads.values()
+        self._spent = [*zip(grads, map(weakref.ref, held), map(version, held), strict=True)]
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics
 
     def _forget(self, grads: Leaves) -> None:
-        """The sum has them now. Left in place they would be counted again by a loop that, as DeepSpeed's do, never
-        clears gradients."""
+        """Clear gradients that `accumulate` has added up.
+
+        A loop that, as DeepSpeed's, never clears gradients would count them twice.
+        """
         self.home.micro_step.uncleared.clear(to_none=True)
         for path in grads:
             self.params[path].grad = None
@@ -168,7 +168,8 @@ class Steps:
             )
         self.window.average(scale_wrt_gas)
         self.home.micro_step.uncleared.clear(to_none=True)
-        for p, spent, count in self._spent:
+        for path, spent, count in self._spent:
+            p = self.params[path]
             if p.grad is not None and p.grad is spent() and version(p.grad) == count:
                 p.grad = None
         self._spent = []

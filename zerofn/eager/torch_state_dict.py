@@ -35,7 +35,7 @@ UNSET = -1
 STEP = "step"
 # Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
 COUNTED = (STEP, "micro_step")
-# Who wants this form, and no other. To give it to everybody would change what files of `torch.save` hold.
+# The module of torch that needs this form. To give it to every caller would change what files of `torch.save` hold.
 ASKS = "torch.distributed.checkpoint.state_dict"
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
@@ -46,26 +46,28 @@ def is_torch_form(d: Any) -> bool:
     return isinstance(d, Mapping) and "state" in d and "param_groups" in d and "transforms" not in d
 
 
-class Form(Enum):
-    """What a state dict is for."""
+class Purpose(Enum):
+    """What torch wants a state dict for."""
 
     PARTS = "each rank has its parts"
     FULL = "all of it"
     TO_LOAD = "torch puts into it what it loads, which may be full, and hands it back"
 
 
-def asked_for(frame: FrameType) -> Form:
-    """By the function of torch that wants a state dict."""
+def purpose_of(frame: FrameType) -> Purpose | None:
+    """What the function of torch wants that calls `opt.state_dict()`; `None` for all other callers."""
+    if frame.f_globals.get("__name__") != ASKS:
+        return None
     if getattr(frame.f_locals.get("info"), "full_state_dict", False):
-        return Form.FULL
+        return Purpose.FULL
     above: FrameType | None = frame
     while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS_STATES, ASKS):
         above = above.f_back
-    return Form.PARTS if above is None else Form.TO_LOAD
+    return Purpose.PARTS if above is None else Purpose.TO_LOAD
 
 
 def in_torch_form(
-    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], form: Form = Form.PARTS
+    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], purpose: Purpose = Purpose.PARTS
 ) -> dict[str, Any]:
     """A state dict of ours in the form of `torch.optim`; tensors are the same ones, but for counts.
 
@@ -73,23 +75,23 @@ def in_torch_form(
         own: `transforms`, `step` and `micro_step`, as `eager.state_dict.as_dict` gives them.
         groups: of the optimizer.
         paths: `id(parameter)` to path.
-        form: what it is for.
+        purpose: what it is for.
     """
     state: dict[int, dict[str, Any]] = {}
     listed: list[dict[str, Any]] = []
-    for group, (t, _) in zip(groups.groups, groups.optimizers.values(), strict=True):
+    for group, optimizer in zip(groups.groups, groups.optimizers, strict=True):
         numbers = range(len(state), len(state) + len(group["params"]))
         for number, p in zip(numbers, group["params"], strict=True):
             kept = LeafTensors(own["transforms"], paths[id(p)])
             state[number] = {_theirs(name, kept): x.float() if name == COUNT else x for name, x in kept.items()}
-        told = {k: v for k, v in t.config.items() if isinstance(v, int | float | tuple)}
+        told = {k: v for k, v in optimizer.transform.config.items() if isinstance(v, int | float | tuple)}
         listed.append({**told, **packed(group), "params": list(numbers)})
     numbers = dict(_counters(own, set(paths.values())))
-    if form is Form.TO_LOAD:
+    if purpose is Purpose.TO_LOAD:
         # Of what other ranks alone are given, torch loads no key that is not here.
         listed = [{**dict.fromkeys(BESIDE), **group} for group in listed]
         numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items() if not x.ndim}
-    if form is Form.FULL:
+    if purpose is Purpose.FULL:
         # Of full ones it loads none that its own optimizers do not have.
         listed = [{k: x for k, x in group.items() if k != "name"} for group in listed]
         most = max((int(x) for kept in state.values() for k, x in kept.items() if k == STEP), default=0)
@@ -199,8 +201,8 @@ def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str
     """Of each group the rate, and what schedulers have put there: hyperparameters are the chain's."""
     left_out = {NUMBERS, "params", *BESIDE, *HYPERPARAMETERS}
     return [
-        {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in t.config}}
-        for g, (t, _) in zip(given, groups.optimizers.values(), strict=True)
+        {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in optimizer.transform.config}}
+        for g, optimizer in zip(given, groups.optimizers, strict=True)
     ]
 
 

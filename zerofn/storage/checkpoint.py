@@ -110,7 +110,7 @@ def write_checkpoint(
     opt = state if isinstance(state, Optimizer) else None
     # The counter of steps is read before anything else is.
     check = None if opt is None else check_no_step_since(opt._own.steps.writes)
-    groups = None if opt is None else [_as_json(packed(g)) for g in opt._groups.told()]
+    groups = None if opt is None else [_as_json(packed(g)) for g in opt._groups.to_save()]
     given = state_of(state, "zf.save(directory, {})")
     check = check or check_not_written_since(given)
     path = absolute_path("zf.save({}, state)", directory)

@@ -1,4 +1,4 @@
-"""Full parameters in an attached model for a while, and what is written into them stored afterwards."""
+"""Other values in the place of parameters for a while: `opt.gathered()` and `opt.averaged()`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.layout import Leaves
+from ..core.parameter_averages import averages_of
 from ..core.pipeline import Pipeline
+from ..core.state import State
 from ..sharded.guarded_parameter import read, write
+from .current_state import CurrentState
 from .resident_form import cut, put
 
 
 @contextmanager
-def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves]) -> Iterator[set[str]]:
-    """Full parameters in the places of `params` inside; stored where they are other ones at the end.
+def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
+    """Put full parameters in the place of shards or copies, and store those that have changed at the end.
 
     Args:
         pipe: the pipeline of the model.
         params: its parameters by path.
-        stored: what is stored of each now, by path.
+        current: the state in force.
 
     Yields:
-        What paths were stored, once it has ended.
+        The paths that were stored, once it has ended.
     """
     parts = {path: p.data for path, p in params.items()}
-    fulls = pipe.road.whole(stored())
+    fulls = pipe.road.whole(current.state.leaves)
     # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
@@ -37,7 +40,7 @@ def full_for_a_while(pipe: Pipeline, params: Leaves, stored: Callable[[], Leaves
     written: set[str] = set()
     try:
         yield written
-        written |= _store(pipe, params, stored(), before)
+        written |= _store(pipe, params, current.state.leaves, before)
     finally:
         for path, p in params.items():
             put(pipe, p, parts[path], "the end of opt.gathered()")
@@ -62,7 +65,7 @@ def _check_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> Non
 
 @torch.no_grad()
 def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None) -> set[str]:
-    """Store what full parameters hold, where it is not what it was; of which of them it is something new."""
+    """Store full parameters that have changed; the paths of those that differ from what was stored."""
     written = set()
     for leaf in pipe.layout.leaves:
         if before is not None and torch.equal(before[leaf.path], params[leaf.path]):
@@ -72,3 +75,42 @@ def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None
             written.add(leaf.path)
         home.copy_(mine)
     return written
+
+
+class AveragedParameters:
+    """Puts averages in the place of an attached model's parameters.
+
+    Args:
+        refresh: makes the model's parameters from the stored ones.
+
+    Attributes:
+        on: whether parameters are averages at the moment.
+    """
+
+    def __init__(self, refresh: Callable[[], None]):
+        self.refresh, self.on = refresh, False
+
+    @contextmanager
+    def during(self, state: State, of: str | None) -> Iterator[None]:
+        """Write averages over the stored parameters, and these back at the end."""
+        averages = averages_of(state, of, "opt.averaged({})")
+        kept = {path: state.leaves[path].clone() for path in averages}
+        self.on = True
+        try:
+            self._write(state, averages)
+            yield
+        finally:
+            self._write(state, kept)
+            self.on = False
+
+    @torch.no_grad()
+    def _write(self, state: State, leaves: Leaves) -> None:
+        for path, x in leaves.items():
+            state.leaves[path].copy_(x)
+        self.refresh()
+
+    def refuse(self, what: str) -> None:
+        """An error where averages would be taken for parameters."""
+        if self.on:
+            why = "the parameters are averages there, and would be taken for what is trained"
+            raise RuntimeError(explain(f"{what} inside of `with opt.averaged():`", why, f"{what} behind it"))

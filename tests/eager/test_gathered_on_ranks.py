@@ -1,0 +1,95 @@
+"""Inside of `opt.gathered()` on ranks: it may be entered again, and what would be undone at its end is an error."""
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+
+X = torch.linspace(-1, 1, 12).view(2, 6)
+REFUSED = {
+    "step": lambda opt, saved: opt.step(),
+    "detach": lambda opt, saved: opt.detach(),
+    "load_state_dict": lambda opt, saved: opt.load_state_dict(saved),
+    "load_state": lambda opt, saved: opt.load_state(opt.state),
+    "averaged": lambda opt, saved: opt.averaged().__enter__(),
+}
+
+
+def attached():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    tx = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.sgd(0.1), zf.ema(0.5))
+    return model, zf.attach(model, tx)
+
+
+def entered_twice():
+    model, opt = attached()
+    outside = model(X)
+    with opt.gathered():
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        with opt.gathered():
+            inner = model(X)
+            with torch.no_grad():
+                model[2].bias.add_(1)
+        again = model(X)
+    after = model(X)
+    return [x.detach().tolist() for x in (outside, inner, again, after)]
+
+
+def refused():
+    model, opt = attached()
+    saved, told = opt.state_dict(), {}
+    for name, act in REFUSED.items():
+        model(X).square().mean().backward()
+        before = model(X)
+        with opt.gathered():
+            try:
+                act(opt, saved)
+            except RuntimeError as error:
+                told[name] = str(error)
+        assert torch.equal(model(X), before), name
+        opt.step()
+        opt.zero_grad()
+    return told, opt.global_steps
+
+
+def failed():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    before = [(p.shape, type(p), p.detach().clone()) for p in model.parameters()]
+    tx = zf.chain(zf.shard(), zf.precision(store_dtype=torch.float64), zf.clip_by_global_norm(1.0), zf.sgd(0.1))
+    with pytest.raises(ValueError, match="attach without in_backward"):
+        zf.attach(model, tx, in_backward=True)
+    now = [(p.shape, type(p), p.detach()) for p in model.parameters()]
+    return all(
+        a[:2] == b[:2] and a[2].dtype == b[2].dtype and torch.equal(a[2], b[2])
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def programs():
+    return entered_twice(), refused(), failed()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return zf.launch(programs, 2, timeout=limit())
+
+
+def test_it_may_be_entered_again(ranks):
+    for (outside, inner, again, after), *_ in ranks:
+        assert outside != inner and inner != again and again == after
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_undone_at_its_end_is_refused(ranks, name):
+    for _, (told, steps), _ in ranks:
+        assert f"opt.{name}() inside of `with opt.gathered():`" in told[name]
+        assert steps == len(REFUSED)
+
+
+def test_a_model_that_cannot_be_attached_stays_as_it_was(ranks):
+    assert all(same for *_, same in ranks)
