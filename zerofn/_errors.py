@@ -51,11 +51,11 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
 def kind_of(x: Any) -> str:
     """What `x` is, with an article.
 
-    >>> kind_of(3), kind_of("3")
-    ('an int', 'a str')
+    >>> kind_of("3"), kind_of(3), kind_of(OSError())
+    ('a str', 'an int', 'an OSError')
     """
     name = type(x).__name__
-    return f"a{'n' * (name[0] in 'aeiou')} {name}"
+    return f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
 
 
 def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:
