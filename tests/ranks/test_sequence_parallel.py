@@ -163,6 +163,9 @@ def attend():
         rows, columns = mask.tensor_split(n, dim=0)[r], mask[:1].tensor_split(n, dim=1)[r]
         near(parallel(*part(whole), rows), *part([plain(*whole, mask)]))
         near(parallel(*part(whole), attn_mask=columns), *part([plain(*whole, mask[:1])]))
+        near(parallel(*part(whole), attn_mask=columns[0]), *part([plain(*whole, mask[0])]))
+        near(parallel(*part(whole), attn_mask=mask[0]), *part([plain(*whole, mask[0])]))
+        near(parallel(*part(whole), attn_mask=mask[0, 0]), *part([plain(*whole, mask[0, 0])]))
         by_head = draw(heads, long, keys, seed=10)
         near(parallel(*part(whole), attn_mask=by_head), *part([plain(*whole, by_head)])) if few == heads else None
         if n > 1 and long > n:

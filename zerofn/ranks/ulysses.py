@@ -75,7 +75,7 @@ def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
 
 def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
     """A mask (..., queries, keys) for whole sequences: as given, or gathered where ranks have that of their parts."""
-    shape = mask.shape[-2:] if mask.dim() > 1 else (-1, *mask.shape)
+    shape = (1, 1, *mask.shape)[-2:]
     here = torch.tensor([*shape, *own, *whole], dtype=torch.int64, device=group.device)
     every = here.new_empty(6 * group.size)
     all_gather_into(every, here, group, what="match")
