@@ -64,7 +64,7 @@ def all_gather_tree(
     """
     if group.size == 1:
         return {name: all_gather(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()}
-    check_rows(tree, 1, "all_gather", group)
+    _check_rows(tree, 1, "all_gather", group)
     return _coalesced(tree, 1, group.size, lambda x, cut: gather(x, group, dtype, reduce_dtype, cut))
 
 
@@ -76,15 +76,16 @@ def reduce_scatter_tree(
         return {
             name: reduce_scatter(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()
         }
-    check_rows(tree, group.size, "reduce_scatter", group)
+    _check_rows(tree, group.size, "reduce_scatter", group)
     return _coalesced(tree, group.size, 1, lambda x, cut: scatter(x, group, dtype, reduce_dtype, cut))
 
 
-def check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
-    """Raise on every rank where a leaf here cannot be cut in `size` parts along its first axis."""
+def _check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
+    """Raise on every rank where a leaf here cannot be cut in `size` parts, or where only other ranks have leaves."""
     bad = [leaf for leaf in tree.values() if leaf.dim() == 0 or leaf.shape[0] % size]
-    if bad:
+    if bad or not tree:
         match(op, torch.zeros((), device=group.device), group, _about(tree))
+    if bad:
         check_axis(bad[0], size, op)
 
 
@@ -138,6 +139,9 @@ def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None
 
 def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """`all_reduce` of every leaf, of any shape, in one collective per dtype."""
-    if group.size == 1 or not tree:
+    if group.size == 1:
         return dict(tree)
+    if not tree:
+        _check_rows(tree, 1, "all_reduce", group)
+        return {}
     return dict(zip(tree, _ReduceAll.apply(group, reduce_dtype, _about(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
