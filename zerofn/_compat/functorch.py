@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,12 +21,9 @@ functorch = torch._C._functorch  # type: ignore[attr-defined]
 innermost_transform = functorch.peek_interpreter_stack
 
 
-_forward = torch.autograd.forward_ad
-
-
-def forward_mode() -> bool:
-    """Whether derivatives forwards are under way: `torch.autograd.forward_ad`, torch.func.jvp, or linearize."""
-    return _forward._current_level >= 0
+# The level of forward-mode AD under way, from 0 on: of `torch.autograd.forward_ad`, torch.func.jvp or linearize.
+forward_level: Callable[[], int] = functools.partial(attrgetter("_current_level"), torch.autograd.forward_ad)
+NO_LEVEL = -1
 
 
 @while_traced
@@ -35,7 +35,7 @@ def functorch_active() -> bool:
 @while_traced
 def differentiating() -> bool:
     """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap, or in plain forward mode."""
-    if forward_mode():
+    if forward_level() != NO_LEVEL:
         return True
     if functorch.peek_interpreter_stack() is None:
         return False
@@ -44,7 +44,7 @@ def differentiating() -> bool:
 
 def only_reverse() -> bool:
     """Whether nothing but derivatives backwards is under way: plain autograd, torch.func.grad and vjp, in any depth."""
-    if torch.compiler.is_compiling() or forward_mode():
+    if torch.compiler.is_compiling() or forward_level() != NO_LEVEL:
         return False
     stack = functorch.get_interpreter_stack() if functorch_active() else ()
     return all(level.key().name == "Grad" for level in stack)
@@ -58,7 +58,7 @@ def only_vmap() -> int | None:
 @while_traced
 def vmap_level() -> int | None:
     """As `only_vmap`, while the compiler traces too."""
-    if not functorch_active() or forward_mode():
+    if not functorch_active() or forward_level() != NO_LEVEL:
         return None
     levels = functorch.get_interpreter_stack()
     return levels[0].level() if len(levels) == 1 and levels[0].key().name == "Vmap" else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._compat.compiler import makes_proxies
-from .._compat.functorch import forward_mode, functorch_active, innermost_transform, is_wrapped
+from .._compat.functorch import NO_LEVEL, forward_level, functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
 from .._ranges import VIEW, ranged
 from .layout import Leaf
@@ -102,7 +102,7 @@ def untracked() -> bool:
     """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return innermost_transform() is None and not forward_mode()
+    return innermost_transform() is None and forward_level() == NO_LEVEL
 
 
 def wide(x: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .._compat.compiler import makes_proxies
 from .._compat.functorch import (
+    NO_LEVEL,
     beneath_functorch,
     differentiating,
-    forward_mode,
+    forward_level,
     functorch_active,
     innermost_transform,
     is_wrapped,
@@ -37,7 +38,7 @@ def recorded(values: Iterable[Any] = ()) -> bool:
     >>> recorded([w]), recorded([w.detach(), 0.1]), torch.func.grad(lambda x: x * recorded())(torch.ones(()))
     (True, False, tensor(1.))
     """
-    if torch.compiler.is_compiling() or innermost_transform() is not None or forward_mode():
+    if torch.compiler.is_compiling() or innermost_transform() is not None or forward_level() != NO_LEVEL:
         return True
     return bool(values) and _requires_grad(values)
 
@@ -71,7 +72,7 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
     if torch.compiler.is_compiling():
         active = functorch_active()
     else:
-        active = innermost_transform() is not None or forward_mode()
+        active = innermost_transform() is not None or forward_level() != NO_LEVEL
     return not active and (not torch.is_grad_enabled() or not _requires_grad(values))
 
 

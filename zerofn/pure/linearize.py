@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.functorch import forward_mode, functorch_active
+from .._compat.functorch import NO_LEVEL, forward_level, functorch_active
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.executor import passed
@@ -220,4 +220,4 @@ def _alias(x: Tensor) -> Tensor:
     if x.requires_grad:
         return x.view_as(x)
     # What is detached has lost its tangent.
-    return (x.view_as(x) if forward_mode() else x.detach()).requires_grad_()
+    return (x.view_as(x) if forward_level() != NO_LEVEL else x.detach()).requires_grad_()

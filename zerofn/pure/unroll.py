@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.functorch import constant, forward_mode, functorch_active, is_function
+from .._compat.functorch import NO_LEVEL, constant, forward_level, functorch_active, is_function
 from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten
@@ -70,7 +70,7 @@ def unroll(
         raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
     if functorch_active():
         _check_constants(step, state, batches, args)
-    elif forward_mode():
+    elif forward_level() != NO_LEVEL:
         # A derivative forwards keeps nothing of any step, and in plain forward mode a node's rule can open no level.
         return _in_turn(step, state, batches, args)
     losses = []
