@@ -284,6 +284,9 @@ def trees():
             reduce_scatter(torch.ones(w.size + 1), w.group)
         with pytest.raises(ValueError, match="axis 0"):
             all_gather(torch.ones(()), w.group)
+        for tree_op, _, tree, _ in (pairs[0], pairs[1], pairs[3]):
+            with pytest.raises(ValueError, match="of what differs between ranks"):
+                tree_op(tree if w.rank else {}, w.group)
 
 
 def dtypes():
@@ -526,6 +529,15 @@ def test_a_world_of_one_needs_nothing():
     for op in (all_gather, reduce_scatter, replicate, all_reduce):
         assert op(x, group) is x
     assert all_gather(x, group, dtype=torch.bfloat16).dtype == torch.bfloat16
+    for into in (all_gather_into, reduce_scatter_into):
+
+        def copied(x, into=into):
+            out = torch.empty_like(x)
+            into(out, x, group)
+            return out
+
+        close(vmap(copied)(torch.eye(2)), torch.eye(2))
+        close(torch.compile(copied, fullgraph=True, backend="eager")(torch.eye(2)), torch.eye(2))
     barrier(group)
     shutdown()
     agree_on_all({"anything": "x"}, group)

@@ -18,7 +18,9 @@ import zerofn as zf
 import zerofn.ranks.rendezvous
 import zerofn.ranks.work_handles
 from zerofn.ranks import rank_liveness as _presence
+from zerofn.ranks.group import Group
 from zerofn.ranks.rank_liveness import Presence, Pulse
+from zerofn.ranks.work_handles import Work
 
 STAGES = {
     "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.adamw(lr=0.1)),
@@ -228,3 +230,30 @@ def test_the_limit(monkeypatch):
     assert zerofn.ranks.rendezvous.limit() < 30
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", "120")
     assert zerofn.ranks.rendezvous.limit() == 120
+
+
+class EndsLate:
+    """Work of gloo that ends between the time limit of a wait and the question whether it has ended."""
+
+    def __init__(self, error=None):
+        self.error, self.waits = error, 0
+
+    def wait(self, *limit):
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self):
+        return self.waits > 0
+
+
+def test_work_that_ends_after_its_time_limit_and_before_it_is_asked():
+    group = Group(size=2, ranks=(0, 1))
+    work = Work("all_reduce", 8, group, lambda **_: EndsLate())
+    assert work.wait() and work.is_completed() and work.wait()
+    failed = Work("all_reduce", 8, group, lambda **_: EndsLate("Timed out waiting 1800000ms for recv"))
+    with pytest.raises(RuntimeError, match="1800000ms"):
+        failed.wait()

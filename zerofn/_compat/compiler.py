@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,12 +30,11 @@ def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-_PROXIES = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
-
-
-def makes_proxies() -> bool:
-    """Whether each operation is written down with what stands for its numbers: `make_fx`, torch.func.linearize."""
-    return torch._C._get_dispatch_mode(_PROXIES) is not None  # type: ignore[attr-defined]
+# The mode in which `make_fx` and torch.func.linearize record operations, by proxies of tensors; `None` outside of it.
+makes_proxies: Callable[[], Any] = functools.partial(
+    torch._C._get_dispatch_mode,  # type: ignore[attr-defined]
+    torch._C._TorchDispatchModeKey.PROXY,  # type: ignore[attr-defined]
+)
 
 
 _OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)

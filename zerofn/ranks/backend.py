@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.compiler import makes_proxies
@@ -21,13 +20,6 @@ from .._compat.functorch import beneath_functorch
 from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group
-
-# torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones. Tested here, once.
-_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
 
 # ------------------------------------------------------------------------------------- process groups
 
@@ -151,37 +143,21 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 # ---------------------------------------------------------------------------------------- collectives
 
 
-# A compiler knows them without `async_op`, and has a node of its graphs for each; with it they return torch's handle.
+# torch's own functions: with `async_op=True` they return torch's work handle, without it the compiler has a node of its
+# graphs for each. torch 2.13 renamed two of them and warns on the old names; 2.11 has only the old ones.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+all_reduce: Callable[..., Any] = dist.all_reduce
 
+REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-def gather(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
-    return _gather_single(out, inp, group=group.pg, async_op=async_op)
-
-
-def scatter(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
-    return _scatter_single(out, inp, op=dist.ReduceOp.SUM, group=group.pg, async_op=async_op)
-
-
-def exchange(
-    out: Tensor,
-    inp: Tensor,
-    group: Group,
-    outs: list[int] | None = None,
-    ins: list[int] | None = None,
-    async_op: bool = False,
-) -> Any:
-    return dist.all_to_all_single(out, inp, outs, ins, group=group.pg, async_op=async_op)
-
-
-def swap(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
-    """Send `inp` to the one other rank, and get its own, of the same length, into `out`."""
-    n = inp.shape[0]
-    lengths = [0, n] if group.rank == 0 else [n, 0]
-    return dist.all_to_all_single(out, inp, lengths, lengths, group=group.pg, async_op=async_op)
-
-
-def reduce(t: Tensor, op: str, group: Group, async_op: bool = False) -> Any:
-    return dist.all_reduce(t, op=REDUCE[op], group=group.pg, async_op=async_op)
+# The error of collectives under `makes_proxies()`.
+RECORDED = explain(
+    "torch.func.linearize, or make_fx, over what goes over several ranks",
+    "it records operations and runs them again; collectives are not among what it records",
+    "torch.func.jvp(fn, (x,), (tangent,)) for each tangent; torch.func.vjp for derivatives backwards",
+)
 
 
 def available() -> list[str]:
@@ -198,15 +174,6 @@ def barrier(group: Group) -> None:
             dist.barrier(group=group.pg)
 
 
-def check_not_written_down() -> None:
-    """Refuse what ranks send each other where operations are written down, to be run again without it."""
-    if makes_proxies():
-        wrong = "torch.func.linearize, or make_fx, over what goes over several ranks"
-        why = "it writes operations down and runs them again; what ranks send each other is not among them"
-        right = "torch.func.jvp(fn, (x,), (tangent,)) for each tangent; torch.func.vjp for derivatives backwards"
-        raise RuntimeError(explain(wrong, why, right))
-
-
 def gather_objects(obj: Any, group: Group) -> list[Any]:
     """Every rank's `obj`, in rank order, on every rank. For small things: they are pickled.
 
@@ -215,7 +182,8 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     """
     if group.size == 1:
         return [obj]
-    check_not_written_down()
+    if makes_proxies():
+        raise RuntimeError(RECORDED)
     out: list[Any] = [None] * group.size
     group.traffic.sent("objects", 0)
     with beneath_functorch(), ranged(WAIT, "objects"):

@@ -8,6 +8,7 @@ Python does not run when they do, and none is under way when the next begins, si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .._compat.functorch import innermost_transform
 from . import backend as raw
 from .group import Group
-from .work_handles import DONE, Landing, begin
+from .work_handles import DONE, Work
 
 
 def _no_fp8(t: Tensor, what: str) -> None:
@@ -35,25 +36,25 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     `inp` may be this rank's own part of `out`; `what` is how it is called where traffic and waits are told. Returns a
     work handle if `async_op`.
     """
-    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+    if group.size == 1:
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
     if inp.element_size() == 1:
         out, inp = _bytes_of(out), _bytes_of(inp)
     if torch.compiler.is_compiling():
-        raw.gather(out, inp, group)
+        raw.all_gather_single(out, inp, group=group.pg)
         return DONE if async_op else None
     sent = (group.size - 1) * out.nbytes // group.size
     if group.size != 2 or group.device.type != "cpu":
-        work = begin(what, sent, group, raw.gather, out, inp, group)
+        work = Work(what, sent, group, raw.all_gather_single, out, inp)
     else:
         # gloo's own gathers into memory of its own and copies all of it from there.
         rows = out.detach().chunk(2)
         # What torch.func has wrapped has no address.
         if innermost_transform() is not None or rows[group.rank].data_ptr() != inp.data_ptr():
             rows[group.rank].copy_(inp.detach())
-        work = begin(what, sent, group, raw.swap, rows[1 - group.rank], inp, group)
+        work = _swap(what, sent, group, rows[1 - group.rank], inp)
     return work if async_op else work.wait() and None
 
 
@@ -63,7 +64,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
     Only sums: an average is the caller's division, made *before* the sum (gloo's own averages after it,
     and overflows in fp16). `out` may be this rank's own part of `inp`. Returns a work handle if `async_op`.
     """
-    if group.size == 1 and out.data_ptr() != inp.data_ptr():
+    if group.size == 1:
         out.copy_(inp)
     if group.size == 1 or not out.numel():
         return DONE if async_op else None
@@ -73,31 +74,37 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         _scatter_in_graph(out, inp, group)
         return DONE if async_op else None
     what, sent = "reduce_scatter", (group.size - 1) * inp.nbytes // group.size
-    if group.device.type != "cpu":
-        work = begin(what, sent, group, raw.scatter, out, inp, group)
-        return work if async_op else work.wait() and None
     # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
-    if group.size == 2:
-        rows = inp.detach().chunk(2)
-        received = torch.empty_like(out)
-        work = begin(what, sent, group, raw.swap, received, rows[1 - group.rank], group)
+    if group.device.type != "cpu":
+        work = Work(what, sent, group, raw.reduce_scatter_single, out, inp)
+    elif group.size == 2:
+        rows, received = inp.detach().chunk(2), torch.empty_like(out)
         # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.
         add = lambda: torch.add(rows[group.rank], received, out=out.detach())  # noqa: E731
+        work = _swap(what, sent, group, received, rows[1 - group.rank], add)
     else:
         received = torch.empty_like(inp)
-        work = begin(what, sent, group, raw.exchange, received, inp, group)
         parts = received.reshape(group.size, *out.shape)
         add = lambda: torch.sum(parts, 0, dtype=out.dtype, out=out.detach())  # noqa: E731
-    work = Landing(work, add)
+        work = Work(what, sent, group, raw.all_to_all_single, received, inp, finish=add)
     return work if async_op else work.wait() and None
+
+
+def _swap(
+    what: str, sent: int, group: Group, out: Tensor, inp: Tensor, finish: Callable[[], object] | None = None
+) -> Work:
+    """Send `inp` to the one other rank, and get its own, of the same length, into `out`."""
+    n = inp.shape[0]
+    lengths = [0, n] if group.rank == 0 else [n, 0]
+    return Work(what, sent, group, raw.all_to_all_single, out, inp, lengths, lengths, finish=finish)
 
 
 def _scatter_in_graph(out: Tensor, inp: Tensor, group: Group) -> None:
     if group.device.type != "cpu":
-        raw.scatter(out, inp, group)
+        raw.reduce_scatter_single(out, inp, group=group.pg)
         return
     received = torch.empty_like(inp)
-    raw.exchange(received, inp, group)
+    raw.all_to_all_single(received, inp, group=group.pg)
     out.copy_(received.reshape(group.size, *out.shape).sum(0, dtype=out.dtype))
 
 
@@ -110,10 +117,10 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
         out, inp = _bytes_of(out), _bytes_of(inp)
     # Called also where this rank has nothing to send or to get: others may have.
     if torch.compiler.is_compiling():
-        raw.exchange(out, inp, group, outs, ins)
+        raw.all_to_all_single(out, inp, outs, ins, group=group.pg)
         return
     sent = (inp.numel() - ins[group.rank]) * inp.element_size()
-    begin("all_to_all", sent, group, raw.exchange, out, inp, group, outs, ins).wait()
+    Work("all_to_all", sent, group, raw.all_to_all_single, out, inp, outs, ins).wait()
 
 
 def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
@@ -125,7 +132,8 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
     if t.element_size() == 1:
         _no_fp8(t, "all_reduce")
     if torch.compiler.is_compiling():
-        raw.reduce(t, op, group)
+        raw.all_reduce(t, raw.REDUCE[op], group=group.pg)
         return DONE if async_op else None
-    work = begin("all_reduce", 2 * (group.size - 1) * t.nbytes // group.size, group, raw.reduce, t, op, group)
+    sent = 2 * (group.size - 1) * t.nbytes // group.size
+    work = Work("all_reduce", sent, group, raw.all_reduce, t, raw.REDUCE[op])
     return work if async_op else work.wait() and None

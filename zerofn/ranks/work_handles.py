@@ -1,4 +1,4 @@
-"""Handles of collectives under way, which look whether the ranks they wait for are still there."""
+"""Work handles of collectives: a wait is a range of the profiler, and ends with an error where a peer never comes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from .._compat.compiler import makes_proxies
 from .._compat.operators import outlasting, profiler_runs
 from .._errors import explain
 from .._ranges import WAIT, ranged
-from .backend import check_not_written_down
+from .backend import RECORDED
 from .group import Group
 from .open_groups import begun, presence
 from .rank_liveness import Waiting
 
-_LOOK = timedelta(seconds=2)  # after which a rank that waits looks whether the others are still there
+# A rank that has waited so long in a collective of gloo looks whether its peers are still there.
+_LOOK = timedelta(seconds=2)
 
 
 class Done:
@@ -30,35 +32,89 @@ class Done:
         return True
 
 
-class Watched:
-    """A work handle of gloo that looks, when a wait is long, whether the others are still there.
+DONE = Done()
 
-    A rank whose loop was shorter has left for good, and one that makes other calls waits for this rank elsewhere;
-    without this the others would wait for half an hour.
+
+class Work:
+    """A collective under way: begun and counted when this is made.
+
+    Where gloo waits long, `wait` looks whether the peers are still there: one whose loop was shorter has left for good,
+    and one that makes other calls waits for this rank elsewhere. Without that it would wait for half an hour.
+
+    Args:
+        what: the name of the collective, in traffic, profiles and errors.
+        sent: the bytes that this rank sends.
+        group: of ranks.
+        collective: a function of torch.distributed, which is called with `given`.
+        finish: puts what has come where it belongs, once it is here.
+
+    Raises:
+        RuntimeError: make_fx records operations, and would leave this one out.
     """
 
-    def __init__(self, work: Any, what: str, group: Group) -> None:
-        self.work, self.what, self.group = work, what, group
+    def __init__(
+        self,
+        what: str,
+        sent: int,
+        group: Group,
+        collective: Callable[..., Any],
+        *given: Any,
+        finish: Callable[[], object] | None = None,
+    ):
+        if makes_proxies():
+            raise RuntimeError(RECORDED)
+        group.traffic.sent(what, sent)
+        if profiler_runs():
+            with outlasting(what):
+                self.work = collective(*given, group=group.pg, async_op=True)
+        else:
+            self.work = collective(*given, group=group.pg, async_op=True)
+        self.what, self.group, self.finish = what, group, finish
         self.number = group.traffic.begun
 
     def wait(self) -> bool:
-        reason, told = "", False
+        """Return once the result is where it belongs."""
+        if self.work is None:
+            return True
         with ranged(WAIT, self.what):
-            try:
-                while True:
-                    try:
-                        return self.work.wait(_LOOK)
-                    except RuntimeError as error:
-                        if self.work.is_completed() or "timed out" not in str(error).lower():
-                            raise
-                    before, reason = reason, self._hopeless(tell=not told)
-                    told = True
-                    # Once more after the first look: what another rank sent last may still be on its way.
-                    if reason and reason == before:
-                        raise RuntimeError(reason)
-            finally:
-                if told and (here := presence()) is not None:
-                    _quietly(here.goes_on)
+            if self.group.device.type != "cpu":
+                self.work.wait()
+            else:
+                try:
+                    self.work.wait(_LOOK)
+                except RuntimeError as error:
+                    self._wait_for_peers(error)
+        if self.finish is not None:
+            with torch.no_grad():
+                self.finish()
+        self.work = self.finish = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def _wait_for_peers(self, error: RuntimeError) -> None:
+        """Go on after a wait that has ended with `error`: that of a time limit, or else it is raised."""
+        reason, told = "", False
+        try:
+            while not self.work.is_completed():
+                if "timed out" not in str(error).lower():
+                    raise error
+                before, reason = reason, self._hopeless(tell=not told)
+                told = True
+                # Once more after the first look: what another rank sent last may still be on its way.
+                if reason and reason == before:
+                    raise RuntimeError(reason) from None
+                try:
+                    self.work.wait(_LOOK)
+                except RuntimeError as later:
+                    error = later
+            # It may have ended after the time limit and before it was asked: well, or with an error of its own.
+            self.work.wait()
+        finally:
+            if told and (here := presence()) is not None:
+                _quietly(here.goes_on)
 
     def _hopeless(self, tell: bool) -> str:
         """Why this wait will not end; nothing while it may."""
@@ -91,9 +147,6 @@ class Watched:
                 )
         return ""
 
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
 
 def _quietly(ask: Callable[[], Any]) -> Any:
     """Ignore that the store is gone: gloo will say what became of the collective."""
@@ -101,51 +154,3 @@ def _quietly(ask: Callable[[], Any]) -> Any:
         return ask()
     except RuntimeError:
         return None
-
-
-class Named:
-    """A work handle of a device, whose wait has a name."""
-
-    def __init__(self, work: Any, what: str) -> None:
-        self.work, self.what = work, what
-
-    def wait(self) -> bool:
-        with ranged(WAIT, self.what):
-            return self.work.wait()
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-
-class Landing:
-    """The work handle of parts that are on their way, to be put in place once they are here."""
-
-    def __init__(self, work: Any, land: Callable[[], object]) -> None:
-        self.work: Any = work
-        self.land: Any = land
-
-    def wait(self) -> bool:
-        if self.work is not None:
-            self.work.wait()
-            with torch.no_grad():
-                self.land()
-            self.work = self.land = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
-
-DONE = Done()
-
-
-def begin(what: str, sent: int, group: Group, collective: Callable[..., Any], *given: Any) -> Watched | Named:
-    """Begin a collective in which this rank sends so many bytes, and count it; what waits for it, and looks."""
-    check_not_written_down()
-    group.traffic.sent(what, sent)
-    if profiler_runs():
-        with outlasting(what):
-            work = collective(*given, async_op=True)
-    else:
-        work = collective(*given, async_op=True)
-    return Watched(work, what, group) if group.device.type == "cpu" else Named(work, what)
