@@ -1,4 +1,4 @@
-"""`all_to_all`: a tensor that is cut along one dimension becomes whole there, and is cut along another."""
+"""`all_to_all`: a tensor cut over ranks along one dimension becomes whole there, and is cut along another."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collective_checks import Cut, match
+from .collective_checks import Split, check_match
 from .collectives import exchange_into
-from .differentiable import Linear
+from .differentiable import LinearCollective
 from .group import Group
 
 
 def balanced(length: int, size: int) -> list[int]:
-    """How a length is cut over ranks, as `torch.tensor_split` cuts it: the first parts may be longer by one.
+    """The lengths in which `torch.tensor_split` cuts a length over ranks: the first parts may be longer by one.
 
     >>> balanced(5, 4), balanced(2, 3)
     ([2, 1, 1, 1], [1, 1, 0])
@@ -23,11 +23,11 @@ def balanced(length: int, size: int) -> list[int]:
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
-def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], cut: Cut) -> Tensor:
-    match(_called(split_dim, concat_dim, splits), x, group, cut, free=concat_dim)
+def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
+    check_match(_call(split_dim, concat_dim, splits), x, group, split, free=concat_dim)
     parts = x.split(splits, dim=split_dim)
     shapes = []
-    for length in cut.rows:
+    for length in split.rows:
         shape = list(x.shape)
         shape[split_dim], shape[concat_dim] = splits[group.rank], length
         shapes.append(torch.Size(shape))
@@ -38,19 +38,19 @@ def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits:
     return torch.cat([p.view(shape) for p, shape in zip(got.split(widths), shapes, strict=True)], dim=concat_dim)
 
 
-def _called(split_dim: int, concat_dim: int, splits: Sequence[int]) -> str:
+def _call(split_dim: int, concat_dim: int, splits: Sequence[int]) -> str:
     return f"all_to_all(split_dim={split_dim}, concat_dim={concat_dim}, splits={list(splits)})"
 
 
-class _Exchange(Linear):
+class _Exchange(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], cut: Cut) -> Tensor:
-        return _exchanged(x, group, split_dim, concat_dim, splits, cut)
+    def forward(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
+        return _exchanged(x, group, split_dim, concat_dim, splits, split)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, split_dim, concat_dim, _, cut = ctx.args
-        return _Exchange.apply(g, group, concat_dim, split_dim, cut.rows, Cut()), None, None, None, None, None
+        group, split_dim, concat_dim, _, split = ctx.args
+        return _Exchange.apply(g, group, concat_dim, split_dim, split.rows, Split()), None, None, None, None, None
 
 
 def all_to_all(
@@ -60,31 +60,31 @@ def all_to_all(
 
     Its own adjoint, with the dimensions swapped.
 
-    Of (batch, heads, part of the sequence, features) with `split_dim=1` and `concat_dim=2` comes (batch, part of the
-    heads, sequence, features), the ranks' parts one after the other. What ranks bring may differ in length along
-    `concat_dim`, and `split_dim` need not divide by the number of ranks. Each rank sends all but its own part: (N -
-    1) / N of its bytes.
+    With `split_dim=1` and `concat_dim=2`, (batch, heads, part of the sequence, features) becomes (batch, part of the
+    heads, sequence, features), the ranks' parts one after the other. Lengths along `concat_dim` may differ between
+    ranks, and that of `split_dim` need not divide by their number. Each rank sends all but its own part: (N - 1) / N
+    of its bytes.
 
     Args:
-        x: this rank's tensor. group: the ranks. split_dim: is cut; counted from the end if negative. concat_dim:
-            becomes whole, another one. splits: lengths along `split_dim` for each rank; by default as
-            `torch.tensor_split` cuts. To go back where ranks brought other lengths than these, their lengths.
+        x: this rank's tensor. group: the ranks. split_dim: the dimension that is cut, negative from the end.
+            concat_dim: the one that becomes whole. splits: for each rank its length along `split_dim`; by default that of
+            `torch.tensor_split`. The way back needs them where ranks had other lengths than that.
 
     Raises:
-        ValueError: on every rank, where dtypes, arguments or other dimensions differ between ranks, the two are not
-            two dimensions of `x`, or `splits` does not add up to the length of `split_dim`.
+        ValueError: on every rank, if dtypes, arguments or other dimensions differ between ranks, the dimensions are not
+            two of `x`, or `splits` does not add up to the length of `split_dim`.
 
     >>> all_to_all(torch.ones(2, 3), Group(), 0, 1)
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    return exchange(x, group, split_dim, concat_dim, splits, Cut())
+    return exchange(x, group, split_dim, concat_dim, splits, Split())
 
 
 def exchange(
-    x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, cut: Cut
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, split: Split
 ) -> Tensor:
-    """`all_to_all`, which leaves in `cut` how long each rank's part was."""
+    """`all_to_all`; fills in `split` with the lengths of the ranks' parts."""
     first, second = (d + x.dim() if d < 0 else d for d in (split_dim, concat_dim))
     wrong = ""
     if not (0 <= first < x.dim() and 0 <= second < x.dim() and first != second):
@@ -93,11 +93,11 @@ def exchange(
         wrong = f"needs {group.size} lengths that add up to {x.shape[first]}"
     if wrong:
         if group.size > 1:
-            # Another rank may have brought what is right.
-            match(_called(split_dim, concat_dim, splits or []), x, group, Cut())
-        raise ValueError(f"{_called(split_dim, concat_dim, splits or [])} {wrong}")
+            # On another rank the arguments may be right: an error there too.
+            check_match(_call(split_dim, concat_dim, splits or []), x, group, Split())
+        raise ValueError(f"{_call(split_dim, concat_dim, splits or [])} {wrong}")
     if group.size == 1:
-        cut.rows = [x.shape[second]]
+        split.rows = [x.shape[second]]
         return x
     parts = balanced(x.shape[first], group.size) if splits is None else list(splits)
-    return _Exchange.apply(x, group, first, second, parts, cut)  # type: ignore[return-value]
+    return _Exchange.apply(x, group, first, second, parts, split)  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""What is used of `torch.distributed`: process groups, collectives as torch has them, feature-tested names.
+"""What is used of `torch.distributed`: process groups, torch's collectives, names that differ between releases.
 
-Nothing here counts what is sent, or watches whether it arrives: `ranks.collectives` does, and is what the library uses.
-Groups are opened by `ranks.process_groups`, which keeps them.
+`ranks.collectives` counts the bytes of tensors that are sent, and looks whether peers are there; `ranks.process_groups`
+opens groups and keeps them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group
 
+# Stores and `rendezvous` are documented, but missing from the list of exports.
+_stores: Any = dist
+
+
 # ------------------------------------------------------------------------------------- process groups
 
 
@@ -36,35 +40,33 @@ def default_group() -> Any:
 
 
 def groups_made() -> int:
-    """How many groups this process has counted, from which torch makes the name of the next."""
+    """How many groups this process has made: torch names the next one by this number."""
     return dist.get_pg_count()
 
 
 def make_default(backend: str | None, file: str | None, prefix: str) -> None:
     """Initialise the default group from the environment (RANK, WORLD_SIZE, ...).
 
-    They meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
+    Ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
     env = os.environ
     backend = backend or default_backend(int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])))
     if "nccl" in backend:
         torch.cuda.set_device(int(env.get("LOCAL_RANK", env["RANK"])))
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    meet: Any = dist  # (what is used of it below is documented, but missing from its list of exports)
-    store = meet.FileStore(file, -1) if file else next(meet.rendezvous("env://"))[0]
+    store = _stores.FileStore(file, -1) if file else next(_stores.rendezvous("env://"))[0]
     # A store may outlive the group: a second group in it would find the addresses of the first.
-    store = meet.PrefixStore(prefix, store)
+    store = _stores.PrefixStore(prefix, store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def job_store(prefix: str) -> Any:
-    """Where the ranks of the default group met, with a prefix of our own; None where they met in no store."""
+    """The store in which the ranks of the default group met, under a prefix of our own; None if they met in none."""
     try:
-        met: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     except RuntimeError:
         return None
-    stores: Any = dist  # (documented, but missing from its list of exports)
-    return None if met is None else stores.PrefixStore(prefix, met)
+    return None if store is None else _stores.PrefixStore(prefix, store)
 
 
 def world() -> tuple[int, int]:
@@ -82,7 +84,7 @@ def device_of(device_type: str | None = None) -> torch.device:
 
 
 def make_group(ranks: Sequence[int]) -> Any:
-    """A process group over some ranks, by every rank of the world; None on a rank outside of it."""
+    """A process group over some ranks; None on a rank outside of it. Every rank of the world calls it."""
     pg = dist.new_group(list(ranks))
     return pg if dist.get_rank() in ranks and isinstance(pg, dist.ProcessGroup) else None
 
@@ -93,17 +95,17 @@ def destroy(pg: Any) -> None:
 
 
 def await_all(pg: Any, timeout: timedelta) -> None:
-    """An error that names the absent instead of half an hour of silence, where the backend can (gloo)."""
+    """A barrier with a time limit, and an error that names the ranks which did not come; gloo only."""
     if dist.get_backend(pg) == "gloo":
         dist.monitored_barrier(pg, timeout=timeout, wait_all_ranks=pg is not None)
 
 
 def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
-    """A one-dimensional mesh that fits the world: `mesh`, or its axis of that name.
+    """A one-dimensional mesh whose ranks the world has: `mesh`, or its axis of that name.
 
     Raises:
-        TypeError: it is no mesh.
-        ValueError: it has more axes, not this one, or ranks that the world has not.
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: it has several axes, no axis of that name, or ranks that the world does not have.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -136,15 +138,15 @@ def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The ranks along a mesh of one axis, in order; no tensor is looked at."""
+    """The ranks along a mesh of one axis, in order; no tensor is read."""
     return sorted(dist.get_process_group_ranks(mesh.get_group()))
 
 
 # ---------------------------------------------------------------------------------------- collectives
 
 
-# torch's own functions: with `async_op=True` they return torch's work handle, without it the compiler has a node of its
-# graphs for each. torch 2.13 renamed two of them and warns on the old names; 2.11 has only the old ones.
+# With `async_op=True` these return torch's work handle; without it the compiler has a node for each.
+# torch 2.13 renamed two of them and warns on the old names; 2.11 has only the old ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_single: Callable[..., Any] = dist.all_to_all_single
@@ -167,7 +169,7 @@ def available() -> list[str]:
 
 
 def barrier(group: Group) -> None:
-    """Waits until every rank of the group is here."""
+    """Wait until every rank of the group is here."""
     if group.size > 1:
         group.traffic.sent("barrier", 0)
         with ranged(WAIT, "barrier"):
@@ -175,7 +177,7 @@ def barrier(group: Group) -> None:
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """Every rank's `obj`, in rank order, on every rank. For small things: they are pickled.
+    """Every rank's `obj`, in rank order, on every rank. For small objects: they are pickled.
 
     >>> gather_objects({"step": 3}, Group())
     [{'step': 3}]
@@ -195,7 +197,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 
 
 def checkpoint_library() -> Any:
-    """`torch.distributed.checkpoint`, imported when asked for: that takes 0.7 s."""
+    """`torch.distributed.checkpoint`, whose import takes 0.7 s."""
     import torch.distributed.checkpoint as library
 
     return library

@@ -1,7 +1,7 @@
 """Differentiable collectives: pairs of autograd Functions, each the backward of the other, with `jvp` and `vmap` rules.
 
-Nothing simpler is right: a raw collective inside `backward` has no derivative of its own (a Hessian-vector product
-through it is silently wrong), `generate_vmap_rule` and the functional collectives fail or return garbage under
+Nothing simpler is right. A raw collective inside `backward` has no derivative of its own: a Hessian-vector product
+through it is silently wrong. `generate_vmap_rule` and torch's functional collectives fail or return garbage under
 `torch.func`.
 """
 
@@ -13,35 +13,35 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collective_checks import Cut, match
+from .collective_checks import Split, check_match
 from .collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from .group import Group
 
 
-def _gathered(x: Tensor, group: Group, dtype: torch.dtype, cut: Cut) -> Tensor:
+def _gathered(x: Tensor, group: Group, dtype: torch.dtype, split: Split) -> Tensor:
     # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
     sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
-    match("all_gather", sent, group, cut, free=0)
-    width = max(cut.rows)
-    if not cut.even:
+    check_match("all_gather", sent, group, split, free=0)
+    width = max(split.rows)
+    if not split.even:
         sent = torch.cat([sent, sent.new_zeros((width - len(sent), *sent.shape[1:]))])
     out = sent.new_empty((group.size * width, *sent.shape[1:]))
     all_gather_into(out, sent, group)
-    if not cut.even:
-        out = torch.cat([part[:n] for part, n in zip(out.split(width), cut.rows, strict=True)])
+    if not split.even:
+        out = torch.cat([part[:n] for part, n in zip(out.split(width), split.rows, strict=True)])
     return out.to(dtype)
 
 
-def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
+def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype).contiguous()
-    match("reduce_scatter", sent, group, Cut() if cut.rows else Cut(cut.leaves))
-    if not cut.rows:
+    check_match("reduce_scatter", sent, group, Split() if split.rows else Split(split.leaves))
+    if not split.rows:
         check_axis(sent, group.size, "reduce_scatter")
-        cut.rows = [len(sent) // group.size] * group.size
-    width, mine = max(cut.rows), cut.rows[group.rank]
-    if not cut.even:
+        split.rows = [len(sent) // group.size] * group.size
+    width, mine = max(split.rows), split.rows[group.rank]
+    if not split.even:
         padded = sent.new_zeros((group.size, width, *sent.shape[1:]))
-        for row, part in zip(padded, sent.split(cut.rows), strict=True):
+        for row, part in zip(padded, sent.split(split.rows), strict=True):
             row[: len(part)] = part
         sent = padded.flatten(0, 1)
     out = sent.new_empty((width, *sent.shape[1:]))
@@ -49,19 +49,19 @@ def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.
     return out[:mine].to(dtype)
 
 
-def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, cut: Cut | None = None) -> Tensor:
+def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, split: Split | None = None) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype)
-    match("all_reduce", sent, group, cut or Cut())
+    check_match("all_reduce", sent, group, split or Split())
     sent = sent.clone(memory_format=torch.contiguous_format) if sent is x else sent.contiguous()
     all_reduce_(sent, group)
     return sent.to(x.dtype)
 
 
-class Linear(Function):
-    """What the collectives share: they are linear maps with an adjoint, along axis 0 or elementwise.
+class LinearCollective(Function):
+    """The `jvp` and `vmap` rules of a collective: a linear map along axis 0 or elementwise.
 
-    So the tangent goes through the map itself, the cotangent through the adjoint, and a batch axis rides along as the
-    last one. Autograd and `torch.func` find rules as static methods by name, without the class: each has its own.
+    The tangent goes through the map itself, and a batch axis is moved to the end, where the map does not look.
+    Autograd and `torch.func` call static methods without the class, so each class gets functions of its own.
     """
 
     def __init_subclass__(cls) -> None:
@@ -80,29 +80,29 @@ class Linear(Function):
         ctx.args, ctx.dtype = args, x.dtype
 
 
-class _Gather(Linear):
+class _Gather(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
-        return _gathered(x, group, dtype, cut)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype, cut = ctx.args
-        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
-
-
-class _Scatter(Linear):
-    @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
-        return _scattered(x, group, dtype, reduce_dtype, cut)
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
+        return _gathered(x, group, dtype, split)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype, cut = ctx.args
-        return _Gather.apply(g, group, ctx.dtype, reduce_dtype, cut), None, None, None, None
+        group, _, reduce_dtype, split = ctx.args
+        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, split), None, None, None, None
 
 
-class _Replicate(Linear):
+class _Scatter(LinearCollective):
+    @staticmethod
+    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
+        return _scattered(x, group, dtype, reduce_dtype, split)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        group, _, reduce_dtype, split = ctx.args
+        return _Gather.apply(g, group, ctx.dtype, reduce_dtype, split), None, None, None, None
+
+
+class _Replicate(LinearCollective):
     @staticmethod
     def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         return x.view_as(x)  # no copy; autograd refuses to have it changed in place
@@ -112,7 +112,7 @@ class _Replicate(Linear):
         return _Reduce.apply(g, *ctx.args), None, None
 
 
-class _Reduce(Linear):
+class _Reduce(LinearCollective):
     @staticmethod
     def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         return reduced(x, group, reduce_dtype)
@@ -128,25 +128,27 @@ def all_gather(
     """The shards of all ranks, one after the other: (n, ...) -> (sum of n, ...). Adjoint of `reduce_scatter`.
 
     `n` may differ between ranks and be zero, as in the shards that `zf.shard` makes of a leaf.
-    `dtype` is that of the result (default: that of `x`): an fp32 shard with `dtype=bfloat16` travels in
-    bf16, and its gradient comes back in fp32. Cotangents are added in `reduce_dtype` (default: their own)
-    and returned in the dtype of `x`; a separate cast before the gather would round them on the way.
-    Raises `ValueError`, on every rank, when dtypes or other dimensions differ between ranks.
+    `dtype` is that of the result (default: that of `x`): an fp32 shard with `dtype=bfloat16` is sent in bf16, and its
+    gradient comes back in fp32. Cotangents are added in `reduce_dtype` (default: their own dtype) and returned in the
+    dtype of `x`; a separate cast before the gather would round them.
+    Raises `ValueError`, on every rank, if dtypes or other dimensions differ between ranks.
 
     >>> all_gather(torch.arange(3.0), Group())
     tensor([0., 1., 2.])
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    return gather(x, group, dtype, reduce_dtype, Cut())
+    return gather(x, group, dtype, reduce_dtype, Split())
 
 
-def gather(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
-    """`all_gather`, which leaves in `cut` what each rank has brought."""
+def gather(
+    x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, split: Split
+) -> Tensor:
+    """`all_gather` over several ranks; fills in `split`."""
     if x.dim() == 0:
-        match("all_gather", x, group, cut)  # another rank may have brought something else
+        check_match("all_gather", x, group, split)  # an error on the other ranks too
         check_axis(x, 1, "all_gather")
-    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
+    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, split)  # type: ignore[return-value]
 
 
 def reduce_scatter(
@@ -154,32 +156,34 @@ def reduce_scatter(
 ) -> Tensor:
     """This rank's part of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
 
-    Adds in `reduce_dtype` (default: the dtype of `x`), returns in `dtype` (default: the dtype of `x`). From
-    three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts
-    of the same numbers agree to rounding, not bit for bit.
-    Raises `ValueError`, on every rank, when axis 0 does not divide by the number of ranks, or what they bring differs
-    in shape or dtype.
+    Adds in `reduce_dtype` and returns in `dtype` (default of both: the dtype of `x`). From three ranks on, the order
+    in which an element is summed depends on its place in the buffer: two layouts of the same numbers agree to rounding,
+    not bit for bit.
+    Raises `ValueError`, on every rank, if axis 0 does not divide by the number of ranks, or shapes or dtypes differ
+    between ranks.
 
     >>> reduce_scatter(torch.arange(3.0), Group(), dtype=torch.float64)
     tensor([0., 1., 2.], dtype=torch.float64)
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    return scatter(x, group, dtype, reduce_dtype, Cut())
+    return scatter(x, group, dtype, reduce_dtype, Split())
 
 
-def scatter(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cut: Cut) -> Tensor:
-    """`reduce_scatter`, of leaves side by side."""
+def scatter(
+    x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, split: Split
+) -> Tensor:
+    """`reduce_scatter` over several ranks, of a tensor that may hold the leaves of `split` side by side."""
     if x.dim() == 0 or x.shape[0] % group.size:
-        match("reduce_scatter", x, group, cut)
+        check_match("reduce_scatter", x, group, split)
         check_axis(x, group.size, "reduce_scatter")
-    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, cut)  # type: ignore[return-value]
+    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, split)  # type: ignore[return-value]
 
 
 def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """`x` itself, equal on all ranks; its cotangent is the sum of all ranks' (in `reduce_dtype`).
+    """`x` itself, equal on all ranks; its cotangent is the sum of those of all ranks, added in `reduce_dtype`.
 
-    For a parameter that every rank holds and uses on data of its own. Adjoint of `all_reduce`.
+    For a parameter that every rank holds and uses on its own data. Adjoint of `all_reduce`.
 
     >>> replicate(torch.ones(2), Group())
     tensor([1., 1.])
@@ -192,9 +196,8 @@ def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = Non
 def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """The sum over ranks, on every rank. Adjoint of `replicate`.
 
-    The result is one value that all ranks hold, so its cotangent is one value too: what is computed from
-    it must be computed alike on every rank, and the cotangent passes through unchanged. (Summing it, as
-    for N independent values, would count the one value N times.)
+    The result is one value that all ranks hold, so its cotangent is one value too: every rank must compute the same
+    from it, and the cotangent passes through unchanged. (To sum it, as for N values, would count it N times.)
 
     >>> all_reduce(torch.ones(2), Group())
     tensor([1., 1.])

@@ -9,31 +9,37 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collective_checks import Cut, match
+from .collective_checks import Split, check_match
 from .differentiable import all_gather, check_axis, gather, reduce_scatter, reduced, scatter
 from .group import Group
 
 Tree = Mapping[str, Tensor]
 
 
-def _about(tree: Tree) -> Cut:
-    return Cut(tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree.items()))
+def _split_of(tree: Tree) -> Split:
+    return Split(tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree.items()))
 
 
-def _coalesced(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Cut], Tensor]) -> dict[str, Tensor]:
-    """Runs one flat collective per dtype: each leaf is cut in `rows` rows, rows of all leaves lie side by
-    side, and come back as `out_rows`. Two copies, where one call per leaf would cost a latency each."""
+def _flattened(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Split], Tensor]) -> dict[str, Tensor]:
+    """Run one collective per dtype on leaves flattened side by side: two copies, where a call per leaf costs a latency.
+
+    Args:
+        tree: each leaf is cut in `rows` rows; row i of the flat tensor has row i of every leaf.
+        rows: of the flat tensor that is sent.
+        out_rows: of the flat tensor that comes back.
+        run: the collective on the flat tensor.
+    """
     out: dict[str, Tensor] = dict(tree)  # the order of the keys is the caller's
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, leaf in tree.items():
         by_dtype.setdefault(leaf.dtype, []).append(name)
     for names in by_dtype.values():
         widths = [tree[name].numel() // rows for name in names]
-        cut = [tree[name].reshape(rows, w) for name, w in zip(names, widths, strict=True)]
-        about = _about(tree)
-        flat = run(torch.cat(cut, dim=1).reshape(-1), about)
-        if len(set(about.every)) > 1:
-            out.update(_uneven(flat, about, names))
+        blocks = [tree[name].reshape(rows, w) for name, w in zip(names, widths, strict=True)]
+        split = _split_of(tree)
+        flat = run(torch.cat(blocks, dim=1).reshape(-1), split)
+        if len(set(split.leaves_by_rank)) > 1:
+            out.update(_unflatten_uneven(flat, split, names))
             continue
         flat = flat.reshape(out_rows, sum(widths))
         for name, part in zip(names, flat.split(widths, dim=1), strict=True):
@@ -42,10 +48,10 @@ def _coalesced(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Cut]
     return out
 
 
-def _uneven(flat: Tensor, about: Cut, names: list[str]) -> dict[str, Tensor]:
-    """Leaves from the parts of all ranks, one after the other, in which each has leaves of its own lengths."""
+def _unflatten_uneven(flat: Tensor, split: Split, names: list[str]) -> dict[str, Tensor]:
+    """The leaves of a gathered flat tensor, where lengths differ between ranks."""
     pieces: dict[str, list[Tensor]] = {name: [] for name in names}
-    for part, leaves in zip(flat.split(about.rows), about.every, strict=True):
+    for part, leaves in zip(flat.split(split.rows), split.leaves_by_rank, strict=True):
         shapes = {name: torch.Size(shape) for name, shape, _ in leaves if name in pieces}
         for piece, name in zip(part.split([s.numel() for s in shapes.values()]), shapes, strict=True):
             pieces[name].append(piece.reshape(shapes[name]))
@@ -57,7 +63,7 @@ def all_gather_tree(
 ) -> dict[str, Tensor]:
     """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
 
-    Of a sharded state too: `all_gather_tree(state.params, group)` has every leaf whole, and flat.
+    `all_gather_tree(state.params, group)` of a sharded state has every leaf whole, and flat.
 
     >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
     {'a': tensor([1., 1.]), 'b': tensor([])}
@@ -65,7 +71,7 @@ def all_gather_tree(
     if group.size == 1:
         return {name: all_gather(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()}
     _check_rows(tree, 1, "all_gather", group)
-    return _coalesced(tree, 1, group.size, lambda x, cut: gather(x, group, dtype, reduce_dtype, cut))
+    return _flattened(tree, 1, group.size, lambda x, split: gather(x, group, dtype, reduce_dtype, split))
 
 
 def reduce_scatter_tree(
@@ -77,20 +83,20 @@ def reduce_scatter_tree(
             name: reduce_scatter(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()
         }
     _check_rows(tree, group.size, "reduce_scatter", group)
-    return _coalesced(tree, group.size, 1, lambda x, cut: scatter(x, group, dtype, reduce_dtype, cut))
+    return _flattened(tree, group.size, 1, lambda x, split: scatter(x, group, dtype, reduce_dtype, split))
 
 
 def _check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
     """Raise on every rank where a leaf here cannot be cut in `size` parts, or where only other ranks have leaves."""
     bad = [leaf for leaf in tree.values() if leaf.dim() == 0 or leaf.shape[0] % size]
     if bad or not tree:
-        match(op, torch.zeros((), device=group.device), group, _about(tree))
+        check_match(op, torch.zeros((), device=group.device), group, _split_of(tree))
     if bad:
         check_axis(bad[0], size, op)
 
 
-class _OfAll(Function):
-    """What the two below share; under `vmap` each leaf has the batch axis."""
+class _TreeCollective(Function):
+    """The `jvp` and `vmap` rules of a collective of many leaves; each leaf keeps its batch axis."""
 
     def __init_subclass__(cls) -> None:
         def tangent(ctx: Any, *ts: Any) -> Any:
@@ -106,35 +112,35 @@ class _OfAll(Function):
         ctx.args = inputs[:3]
 
 
-class _ReplicateAll(_OfAll):
+class _ReplicateTree(_TreeCollective):
     """`replicate` of many leaves with one collective in backward and no copy in forward."""
 
     @staticmethod
-    def forward(group: Group, reduce_dtype: torch.dtype | None, cut: Cut, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
-        return (None, None, None, *_ReduceAll.apply(*ctx.args, *gs))  # type: ignore[misc]
+        return (None, None, None, *_ReduceTree.apply(*ctx.args, *gs))  # type: ignore[misc]
 
 
-class _ReduceAll(_OfAll):
+class _ReduceTree(_TreeCollective):
     @staticmethod
-    def forward(group: Group, reduce_dtype: torch.dtype | None, cut: Cut, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
         tree = {str(i): x.reshape(-1) for i, x in enumerate(xs)}
-        out = _coalesced(tree, 1, 1, lambda x, _: reduced(x, group, reduce_dtype, Cut(cut.leaves)))
+        out = _flattened(tree, 1, 1, lambda x, _: reduced(x, group, reduce_dtype, Split(split.leaves)))
         return tuple(out[str(i)].view(x.shape) for i, x in enumerate(xs))
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
-        return (None, None, None, *_ReplicateAll.apply(*ctx.args, *gs))  # type: ignore[misc]
+        return (None, None, None, *_ReplicateTree.apply(*ctx.args, *gs))  # type: ignore[misc]
 
 
 def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """`replicate` of every leaf, of any shape; one collective per dtype in backward."""
     if group.size == 1 or not tree:
         return dict(tree)
-    return dict(zip(tree, _ReplicateAll.apply(group, reduce_dtype, _about(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+    return dict(zip(tree, _ReplicateTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
 
 
 def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -144,4 +150,4 @@ def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | Non
     if not tree:
         _check_rows(tree, 1, "all_reduce", group)
         return {}
-    return dict(zip(tree, _ReduceAll.apply(group, reduce_dtype, _about(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+    return dict(zip(tree, _ReduceTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._errors import explain
 from .all_to_all import all_to_all, balanced, exchange
-from .collective_checks import Cut
-from .collectives import all_gather_into
+from .collective_checks import Split
+from .collectives import gather_numbers
 from .differentiable import all_gather
 from .group import Group
 from .process_groups import group_for
@@ -21,7 +21,7 @@ Attention = Callable[..., Any]
 
 
 def around(attention: Attention, group: Group, heads: int, sequence: int) -> Attention:
-    """`attention` over whole sequences, given and giving this rank's part of them.
+    """`attention` over whole sequences, as a function of this rank's part of them.
 
     Args:
         attention: a function of queries, keys and values, of a mask as fourth argument or `attn_mask`, and of
@@ -40,10 +40,10 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
         of_heads = query.dim() + heads if heads < 0 else heads
         of_positions = query.dim() + sequence if sequence < 0 else sequence
         key, value = (_repeated(x, query, group.size, of_heads) for x in (key, value))
-        cuts = [Cut(), Cut(), Cut()]
+        splits = [Split(), Split(), Split()]
         q, k, v = (
-            exchange(x, group, of_heads, of_positions, None, cut)
-            for x, cut in zip((query, key, value), cuts, strict=True)
+            exchange(x, group, of_heads, of_positions, None, split)
+            for x, split in zip((query, key, value), splits, strict=True)
         )
         mask = kwargs.get("attn_mask")
         if isinstance(mask, Tensor):
@@ -60,13 +60,13 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
                     "sequence_parallel(attention, mesh, heads=2, sequence=1) for (batch, sequence, heads, features)",
                 )
             )
-        return all_to_all(out, group, of_positions, of_heads, splits=cuts[0].rows)
+        return all_to_all(out, group, of_positions, of_heads, splits=splits[0].rows)
 
     return parallel
 
 
 def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
-    """Keys or values of fewer heads than queries, where a cut of both would part what belongs together."""
+    """Keys or values of fewer heads than queries: repeated, where a cut by heads would take them from their queries."""
     many, few = query.shape[heads], x.shape[heads]
     if many == few or (many % size == 0 and few % size == 0) or not few or many % few:
         return x
@@ -74,12 +74,9 @@ def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
 
 
 def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
-    """A mask (..., queries, keys) for whole sequences: as given, or gathered where ranks have that of their parts."""
+    """A mask (..., queries, keys) of whole sequences: as given, or gathered if each rank has that of its part."""
     shape = (1, 1, *mask.shape)[-2:]
-    here = torch.tensor([*shape, *own, *whole], dtype=torch.int64, device=group.device)
-    every = here.new_empty(6 * group.size)
-    all_gather_into(every, here, group, what="match")
-    rows, dims = every.view(-1, 6).tolist(), mask.dim()
+    rows, dims = gather_numbers([*shape, *own, *whole], group, "match"), mask.dim()
 
     def is_on_all(i: int) -> set[str]:
         ways = {"one": lambda row: 1, "own": lambda row: row[2 + i], "whole": lambda row: row[4 + i]}
@@ -110,13 +107,13 @@ def _of_my_heads(mask: Tensor, heads: int, group: Group) -> Tensor:
 
 
 def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The mean loss over the tokens of whole sequences of which each rank has a part, and how many tokens they are.
+    """The mean loss over the tokens of whole sequences of which each rank has a part, and the number of tokens.
 
-    Under sequence parallelism a rank's gradient has parts of all ranks' losses in it, so that a mean over its own
+    Under sequence parallelism each rank's gradient has parts of all ranks' losses in it. So a mean over this rank's
     tokens, weighted afterwards, is wrong where ranks have unequal numbers of them. This mean is one number on all
-    ranks of `mesh`, and its gradients, averaged over ranks as transforms do it, are those of one process. With
-    several sequences on other ranks beside these, its number of tokens is their weight: `zf.accumulate(k,
-    weighted=True)` and `opt.step(weight=tokens)`.
+    ranks of `mesh`, and its gradients, averaged over ranks as transforms do it, are those of one process. If other
+    ranks have other sequences, the number of tokens is the weight: `zf.accumulate(k, weighted=True)` and
+    `opt.step(weight=tokens)`.
 
     Args:
         losses: one for each of this rank's tokens, of any shape.
@@ -141,10 +138,10 @@ def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = Non
         )
     counts = torch.ones_like(losses, dtype=torch.float64) if weights is None else weights.double()
     wide = losses.double()
-    # What does not count may be anything, NaN too.
+    # A loss that does not count may be NaN.
     total = torch.where(counts == 0, torch.zeros_like(wide), wide * counts).sum()
-    # A gather's backward adds up the cotangents of all ranks, here of N means that are one number; the mean over ranks
-    # divides by N again. In float64, so that counts above 2**24 are exact.
+    # The backward of the gather adds up N equal cotangents, since the mean is the same number on N ranks; the mean of
+    # gradients over ranks divides by N again. In float64, so that counts above 2**24 are exact.
     sums = all_gather(torch.stack((total, counts.sum())).view(1, 2), group).sum(0)
     tokens = sums[1].detach()
     return (sums[0] / torch.where(tokens == 0, torch.ones_like(tokens), tokens)).to(losses.dtype), tokens

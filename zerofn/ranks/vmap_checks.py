@@ -1,9 +1,10 @@
-"""Batches of a leaf under `torch.func.vmap`, over ranks: of one length on every rank, and never bases of parts.
+"""Batches of `torch.func.vmap` over ranks: refused where lengths differ, or where `hessian` and `jacfwd` make them.
 
-A vector in the layout of a sharded state is spread over ranks as the state is, and a batch of such vectors is sent
-member by member. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch of their own on each rank, the
-basis of the part that this rank has; member by member those add up, and so would columns of the result. They look like
-any other batch but for their numbers, so these are looked at: one pass over a batch, and one small message.
+A vector in the layout of a sharded state is cut over ranks as the state is. A batch of such vectors is sent member by
+member: member i of every rank together. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch on each rank, the
+basis vectors of this rank's shard. Member i of two ranks would be two basis vectors in one, and the result a sum of two
+columns. Such a batch differs from others in its numbers alone, so these are read: one pass over a batch, and one small
+message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .._errors import explain
 from .backend import gather_objects
-from .collectives import all_gather_into
+from .collectives import gather_numbers
 from .group import Group
 
 PRODUCTS = """products with vectors that are laid out as state.params is, alone or under vmap:
@@ -40,20 +41,17 @@ def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor |
         ValueError: batches differ in shape, or are bases on several ranks.
     """
     low, high = (0, 0) if parts is None else _basis(parts)
-    mine = torch.tensor([zlib.crc32(repr(tuple(batch)).encode()), low, high], dtype=torch.int64, device=group.device)
-    every = mine.new_empty(group.size * 3)
-    all_gather_into(every, mine, group, what="match")
-    rows = every.view(-1, 3).tolist()
+    rows = gather_numbers([zlib.crc32(repr(tuple(batch)).encode()), low, high], group, "match")
     bases = sorted((lo, hi, rank) for rank, (_, lo, hi) in zip(group.ranks, rows, strict=True) if lo < hi)
     differ = len({shape for shape, _, _ in rows}) > 1
     if bases and (differ or any(one[1] > two[0] for one, two in itertools.pairwise(bases))):
         raise ValueError(_no_basis(path))
     if differ:
         shapes = gather_objects(tuple(batch), group)
-        told = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(group.ranks, shapes, strict=True))
+        by_rank = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(group.ranks, shapes, strict=True))
         raise ValueError(
             explain(
-                f"torch.func.vmap over batches that differ between ranks, through {path}: {told}",
+                f"torch.func.vmap over batches that differ between ranks, through {path}: {by_rank}",
                 "what a member of the batch does with the parameters is exchanged with the same member of other ranks",
                 "batches of one length on every rank: as many samples, or outputs of a Jacobian"
                 + ("" if parts is None else f". Where it was torch.func.hessian, jacfwd or jacrev:\n{PRODUCTS}"),
@@ -62,9 +60,9 @@ def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor |
 
 
 def _basis(parts: Tensor) -> tuple[int, int]:
-    """Where in a batch the basis vectors of this rank's part stand, from and to which member; (0, 0) if it has none.
+    """The first member of a batch that is a basis vector of this rank's part, and the one after the last; else (0, 0).
 
-    `chunk_size` may cut a basis anywhere. A single vector is taken for a part of a basis if its one number is 1.
+    `chunk_size` may cut a basis anywhere. A single vector counts as a basis vector if its one nonzero is 1.
     """
     members, elements = parts.shape
     count = int(torch.count_nonzero(parts))
