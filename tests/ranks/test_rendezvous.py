@@ -19,7 +19,7 @@ import zerofn.ranks.rendezvous
 import zerofn.ranks.work_handles
 from zerofn.ranks import rank_liveness as _presence
 from zerofn.ranks.group import Group
-from zerofn.ranks.rank_liveness import Presence, Pulse
+from zerofn.ranks.rank_liveness import Activity, Presence
 from zerofn.ranks.work_handles import Work
 
 STAGES = {
@@ -190,27 +190,27 @@ def test_a_process_that_computes_one_that_waits_and_one_that_has_ended(monkeypat
     try:
         for rank, child in enumerate(children, 1):
             child.stdout.readline()
-            started = int(_presence._fields(child.pid)[19])
+            started = int(_presence._stat_fields(child.pid)[19])
             store.set(f"process/{rank}", json.dumps([here.machine, child.pid, started]))
         store.set("process/4", json.dumps(["another machine", children[0].pid, 0]))
         # As when a number has been given to another process.
         store.set("process/5", json.dumps([here.machine, children[0].pid, 1]))
         children[2].kill()
         children[2].wait()
-        assert [here.gone(rank) for rank in range(7)] == [False, False, False, True, False, True, False]
-        pulse = Pulse(here, "call")
+        assert [here.has_ended(rank) for rank in range(7)] == [False, False, False, True, False, True, False]
+        activity = Activity(here, "call")
         until = time.monotonic() + limit(3)
-        assert not pulse.beats(1)
-        while not pulse.beats(1) and time.monotonic() < until:
+        assert not activity.computes(1)
+        while not activity.computes(1) and time.monotonic() < until:
             time.sleep(0.05)
-        assert pulse.beats(1) and not pulse.beats(2) and not pulse.beats(4)
+        assert activity.computes(1) and not activity.computes(2) and not activity.computes(4)
         # Of another machine a rank that waits there tells.
         far = Presence(store, 6)
         far.machine = "a third machine"
-        elsewhere = Pulse(far, "call")
-        assert elsewhere.beats(1) and not elsewhere.beats(2)
+        elsewhere = Activity(far, "call")
+        assert elsewhere.computes(1) and not elsewhere.computes(2)
         time.sleep(1.1)
-        assert not elsewhere.beats(1)
+        assert not elsewhere.computes(1)
     finally:
         for child in children:
             child.kill()

@@ -67,8 +67,8 @@ def all_to_all(
 
     Args:
         x: this rank's tensor. group: the ranks. split_dim: the dimension that is cut, negative from the end.
-            concat_dim: the one that becomes whole. splits: for each rank its length along `split_dim`; by default that of
-            `torch.tensor_split`. The way back needs them where ranks had other lengths than that.
+            concat_dim: the one that becomes whole. splits: the length along `split_dim` of each rank; by default those
+            of `torch.tensor_split`. The way back needs them if ranks had other lengths.
 
     Raises:
         ValueError: on every rank, if dtypes, arguments or other dimensions differ between ranks, the dimensions are not

@@ -1,4 +1,4 @@
-"""One axis of ranks as the rest of the library sees it, and what was sent over it."""
+"""`Group`: one axis of ranks with a process group of its own, and the traffic that was sent over it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 class Traffic:
     """What one rank sent over one group: calls and bytes, by collective.
 
-    Bytes are those of a ring, which is optimal and what backends use for large buffers: (N-1)/N of the
-    full buffer for a gather and for a scatter, twice that for an all-reduce. Object collectives and
-    barriers count as calls without bytes.
+    Bytes are those of a ring, which is optimal and what backends use for large buffers: (N-1)/N of the full buffer for
+    an all-gather and for a reduce-scatter, twice that for an all-reduce. Collectives of objects and barriers count as
+    calls without bytes.
 
     >>> t = Traffic()
     >>> t.sent("all_gather", 3 * 800 // 4)
@@ -29,12 +29,12 @@ class Traffic:
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        # Never reset: the number of the last collective, by which ranks tell whether they are in the same one, and
-        # the thread that began it.
+        # The number of the last collective, by which ranks see whether they are in the same one, and the thread that
+        # began it. Never reset.
         self.begun, self.thread = 0, 0
 
     def sent(self, op: str, sent: int) -> None:
-        """A collective in which this rank sends so many bytes to others."""
+        """Count a collective in which this rank sends so many bytes."""
         self.begun += 1
         self.thread = threading.get_ident()
         self._bytes[op] += sent
@@ -68,8 +68,8 @@ class Traffic:
 class Group:
     """One axis of ranks, and a channel between them that nobody else uses.
 
-    Equality is identity: two groups over the same ranks are two channels, and a collective waits for its
-    partner on the same channel only. A group of one has no process group and needs no environment.
+    Equality is identity: two groups over the same ranks are two channels, and a collective waits for its peers on the
+    same channel only. A group of one has no process group and needs no environment.
 
     >>> Group().size, Group().rank, Group().device
     (1, 0, device(type='cpu'))
@@ -87,7 +87,7 @@ class Group:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a channel is shared by whatever holds it: copies of a model talk on the same one
+        return self  # copies of a model use the same channel
 
     def __reduce__(self) -> Any:
         if self.size == 1:

@@ -1,7 +1,7 @@
-"""Channels that an attached model asked for are closed when it is detached, and where it could not be attached.
+"""The groups of an attached model: closed when it is detached, and when `attach` fails.
 
-A closed end breaks what another rank still sends to it, so all ranks of the job meet first, once each of them has sent
-all that it will. Where they do not, channels stay open.
+A group that one rank closes breaks what another rank still sends to it. So all ranks of the job meet first, when each
+has sent all that it will. If they do not meet, groups stay open.
 """
 
 from __future__ import annotations
@@ -11,39 +11,35 @@ from contextlib import contextmanager
 
 from .backend import world
 from .open_groups import held_alone, held_by, let_go
-from .rendezvous import limit, together
+from .rendezvous import together
 
 # Seconds for which a rank on which attach has failed waits for the others to fail as well.
 BRIEFLY = 2.0
 
 
 class Lease:
-    """The channels of one attached model."""
+    """The groups of one attached model."""
 
     def close(self, ranks: tuple[int, ...], seconds: float | None = None) -> None:
         """Close those that nobody else uses, on every rank.
 
         Args:
-            ranks: that call it. All ranks of the job open channels together and close them together: where a part
-                of the job detaches its model they are left to whoever asks for the like.
-            seconds: to wait for the others.
+            ranks: that call this. All ranks of the job open and close groups together: if only some detach their
+                model, its groups stay open for the next who asks for the like.
+            seconds: to wait for the others; by default as any other call.
         """
-        close = ranks == tuple(range(world()[1])) and self._meet(ranks, limit() if seconds is None else seconds)
-        let_go(self, close=close)
-
-    def _meet(self, ranks: tuple[int, ...], seconds: float) -> bool:
-        alone = len(held_alone(self))
-        try:
-            if alone:
+        close, alone = ranks == tuple(range(world()[1])), len(held_alone(self))
+        if close and alone:
+            try:
                 together(f"the end of a model with {alone} channels", ranks, "the same calls on every rank", seconds)
-        except RuntimeError:
-            return False
-        return True
+            except RuntimeError:
+                close = False
+        let_go(self, close)
 
 
 @contextmanager
 def lease() -> Iterator[Lease]:
-    """Channels that are opened inside are those of one model; closed, if that fails on every rank."""
+    """Groups that are opened inside belong to one model. They are closed if every rank raises an error inside."""
     opened = Lease()
     try:
         with held_by(opened):

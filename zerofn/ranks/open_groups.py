@@ -1,4 +1,4 @@
-"""The channels that are open in this process, who has asked for each, and what was last begun on each."""
+"""The groups that are open in this process, which models use each, and the last collective begun on each."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .rank_liveness import Presence
 
 
 class _Registry:
-    """The open groups of this process, so that the same (mesh, purpose) is the same channel everywhere.
+    """The open groups of this process by (mesh, purpose).
 
-    Opening a group is a collective act, so what is looked up must be the same on every rank: the key is
-    the whole mesh (equal on all ranks of a world), not this rank's own row of it. `functools.lru_cache`
-    would do for looking up, but it cannot list what is to be closed nor notice that the user destroyed
-    the default group, which destroys every group made on top of it.
+    Every rank opens a group at once, so the key must be the same on every rank: it is the whole mesh, not this rank's
+    row of it. `functools.lru_cache` cannot list the groups to close, nor notice that the user destroyed the default
+    group and with it every group made on top of it.
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None: not a member
-        # By key, who asked for a group: an attached model, or None for what has no end, such as a pure state.
+        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None on ranks outside of it
+        # By key, the users of a group: the leases of attached models, or None for one without an end, as a pure state.
         self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
-        self.holder: Any = None  # who asks now
+        self.holder: Any = None  # the user for whom groups are opened at the moment
         self.opened = 0  # how many channels were opened so far
-        self.default: Any = None  # the default group these were made on
-        self.ours = False  # whether that default group was made here
-        self.made = 0  # how many default groups were made here so far
+        self.default: Any = None  # the default group that these were made on
+        self.ours = False  # whether the library made that default group
+        self.made = 0  # how many default groups the library has made so far
         self.presence: Presence | None = None  # of the ranks of the default group
 
     def current(self) -> dict[tuple[Any, Hashable], Group | None]:
+        """The open groups; none after the user has destroyed or replaced the default group."""
         default = raw.default_group()
         if default is not self.default:
             self.groups.clear()
@@ -53,7 +53,7 @@ registry = _Registry()
 
 @contextmanager
 def held_by(holder: Any) -> Iterator[None]:
-    """Groups that are asked for inside are `holder`'s, until it lets them go."""
+    """Groups that are asked for inside are used by `holder`, until `let_go(holder)`."""
     before, registry.holder = registry.holder, holder
     try:
         yield
@@ -62,16 +62,16 @@ def held_by(holder: Any) -> Iterator[None]:
 
 
 def held_alone(holder: Any) -> list[Any]:
-    """The keys of groups that only `holder` has asked for, in the order in which they were opened."""
+    """The keys of groups that only `holder` uses, in the order in which they were opened."""
     return [key for key in registry.current() if registry.holders[key] == {holder}]
 
 
 def let_go(holder: Any, close: bool) -> None:
-    """Take `holder` off the groups it asked for. Every rank of the world must call it, after all that is sent there.
+    """End the use of groups by `holder`. Every rank of the world must call it, when nothing is sent there any more.
 
     Args:
         holder: as given to `held_by`.
-        close: those that nobody else has asked for; else they stay open for whoever asks next.
+        close: whether groups that nobody else uses are closed; else they stay open for the next who asks.
     """
     for key in held_alone(holder) if close else ():
         _close(key)
@@ -86,12 +86,12 @@ def _close(key: Any) -> None:
     del registry.holders[key]
     if group is not None and group.pg is not None:
         raw.destroy(group.pg)
-        # Not None, which to torch is the default group. What is left of a group has nothing open.
+        # Not None, which to torch is the default group.
         object.__setattr__(group, "pg", Closed())
 
 
 class Closed:
-    """The process group of a group that was closed."""
+    """In place of the process group of a group that was closed: any use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
@@ -100,7 +100,7 @@ class Closed:
 
 
 def close_all() -> None:
-    """Close every group opened here, and the default group if it was made here."""
+    """Close every group that the library opened, the default group too if the library made it."""
     for group in list(registry.groups.values()):
         if group and group.pg is not None:
             raw.destroy(group.pg)
@@ -112,15 +112,15 @@ def close_all() -> None:
 
 
 def presence() -> Presence | None:
-    """What the ranks of this job tell each other outside of collectives; None before any group was opened."""
+    """What ranks tell each other in the job's store; None before any group was opened."""
     registry.current()
     return registry.presence
 
 
 def finished() -> None:
-    """Tell the other ranks that this one takes part in nothing any more."""
+    """Tell the other ranks that this one takes part in no more collectives."""
     if registry.presence is not None:
-        registry.presence.finished()
+        registry.presence.set_finished()
 
 
 def opened() -> list[Group]:
@@ -131,7 +131,7 @@ def opened() -> list[Group]:
 def begun() -> dict[str, int]:
     """By channel, the number of the last collective or common call that this process has begun.
 
-    Not of channels on which another thread of this process was the last: that one may go on.
+    Without channels on which another thread of this process began the last one: it may begin more.
     """
     here, me = presence(), threading.get_ident()
     counts = {g.pg.group_name: g.traffic.begun for g in opened() if g.traffic.thread in (0, me)}

@@ -1,7 +1,7 @@
-"""Channels between ranks: opened once for each mesh and purpose, and closed in order.
+"""Process groups of the library's own: opened once for each mesh and purpose, and closed in order.
 
-Every rank must open them in the same order, which `torch.distributed.new_group` demands; the purposes tell apart
-what must not mix.
+Every rank must open them in the same order, which `torch.distributed.new_group` demands. Groups of different purposes
+are different channels, whose collectives do not wait for each other.
 """
 
 from __future__ import annotations
@@ -31,22 +31,19 @@ from .rendezvous import together
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 
 
-def _launched() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 def initialize(backend: str | None = None, file: str | None = None) -> None:
     """Initialise the default group from the environment, as torchrun sets it.
 
-    The ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
+    Ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
     raw.make_default(backend, file, f"zerofn/{registry.made}")
     registry.made += 1
 
 
 def _ensure_default() -> bool:
-    """Whether there is a default group, after making one if this process was launched as a rank."""
-    if raw.default_group() is None and _launched():
+    """Whether the world has several ranks; makes the default group if this process was launched as a rank."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if launched and raw.default_group() is None:
         initialize()
         registry.current()
         registry.ours = True
@@ -55,14 +52,14 @@ def _ensure_default() -> bool:
 
 
 def world_group(purpose: Hashable = "") -> Group:
-    """All ranks of this job: of one when nothing was launched, else with a process group of our own.
+    """All ranks of this job: a group of one if nothing was launched, else with a process group of our own.
 
-    Under torchrun (RANK, WORLD_SIZE, ... in the environment) the default group is initialised here, at
-    the first call and never at import; a default group that the user initialised is used as it is, and
-    only ever to make a new one from. Every rank must call this in the same order (`dist.new_group` does).
+    Under torchrun (RANK, WORLD_SIZE, ... in the environment) the first call initialises the default group; an import
+    never does. A default group that the user initialised is only used to make new groups. Every rank must call this in
+    the same order, as `dist.new_group`.
 
-    `purpose` tells channels apart: equal purposes share a channel. A pipeline passes its own, so that the
-    order of its collectives depends on nothing outside it.
+    Equal purposes share a channel. A pipeline passes its own, so that the order of its collectives depends on nothing
+    outside of it.
 
     >>> world_group().size
     1
@@ -78,7 +75,7 @@ def world_group(purpose: Hashable = "") -> Group:
     group = registry.get("world", purpose, make)
     assert group is not None
     if several and registry.presence is None:
-        # A store may outlive the group: what is written into it now must not be taken for what is there.
+        # A store may outlive the group, and hold what ranks have told each other in an earlier one.
         name = raw.gather_objects(uuid.uuid4().hex, group)[0]
         group.traffic.reset()
         store = raw.job_store(f"zerofn/{name}")
@@ -87,7 +84,7 @@ def world_group(purpose: Hashable = "") -> Group:
 
 
 def _meet(seconds: float) -> None:
-    """Before a group is opened: an error where others are seen to wait elsewhere, as after one that was caught here."""
+    """Before a group is opened: an error if other ranks wait elsewhere, as after an error that was caught here."""
     together("the opening of a group", tuple(range(raw.world()[1])), "the same calls of zerofn on every rank", seconds)
 
 
@@ -99,7 +96,7 @@ def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Gr
 
 
 def group_for(function: str, mesh: Any) -> Group:
-    """The group of a mesh, or of all ranks for `None`; a `TypeError` that names the function where it is no mesh."""
+    """The group of a mesh, or of all ranks for `None`; a `TypeError` that names the function if it is no mesh."""
     if mesh is None:
         return world_group()
     if type(mesh).__name__ != "DeviceMesh":
@@ -116,14 +113,13 @@ def group_for(function: str, mesh: Any) -> Group:
 def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Group:
     """The ranks along a one-dimensional mesh: a `DeviceMesh`, `mesh["shard"]`, or `mesh` with an `axis`.
 
-    Makes a process group of our own over them; the mesh's group stays the user's. Every rank of the world
-    must call this in the same order, also for a mesh of fewer ranks, since `dist.new_group` counts the
-    groups on each rank and a missed one gives two groups the same name. (`use_local_synchronization` lifts
-    that, but takes the name from the number of groups a rank *belongs* to: a group the user made for some
-    ranks only turns the next one into a hang.)
+    Makes a process group of our own over them; that of the mesh is the user's. Every rank of the world must call this
+    in the same order, also for a mesh of fewer ranks: `dist.new_group` names a group by the number of groups that a
+    rank has made, and with one call missing two groups get the same name. (`use_local_synchronization` counts the
+    groups that a rank *belongs* to: a group that the user made for some ranks only makes the next one hang.)
 
-    Raises `ValueError` on a mesh that is not one-dimensional, an axis that it does not have, and a mesh
-    that does not fit the world; `TypeError` on what is no mesh.
+    Raises `ValueError` on a mesh that is not one-dimensional, an axis that it does not have, and ranks that the world
+    does not have; `TypeError` if it is no mesh.
     """
     mesh = raw.mesh_axis(mesh, axis)
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -131,8 +127,10 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
 
     def make() -> Group | None:
         if len(ranks) > 1:
-            return _open_row(ranks, mesh.device_type, purpose)
-        # A row of one is one on every rank (meshes are rectangular), so nobody waits for this one.
+            # All rows at once, on every rank. A sub-mesh has no public attribute for the mesh that it was cut from, so
+            # the ranks tell each other their rows.
+            return _open_all(_rows(_of_all_ranks(ranks)), raw.device_of(mesh.device_type), purpose)
+        # Meshes are rectangular: rows of one on every rank, and no rank waits for this one.
         return Group(0, 1, ranks, raw.device_of(mesh.device_type), purpose) if me in ranks else None
 
     group = registry.get(mesh, purpose, make)
@@ -142,10 +140,10 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
 
 
 def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
-    """A channel for each of these, between all ranks that any of its groups connects, directly or through one another.
+    """For each sequence of groups a new channel between all ranks that they connect, directly or through one another.
 
-    Shared with nobody, for collectives whose order must not mix with that of the groups. Several groups are the axes of
-    a mesh. Every rank of the world must call it; they wait for each other once.
+    It is shared with nobody, so the order of its collectives does not depend on those of the groups. Several groups are
+    the axes of a mesh. Every rank of the world must call it; they wait for each other once.
 
     >>> [group.size for group in channels([[Group()], [Group(), Group()]])]
     [1, 1]
@@ -167,6 +165,7 @@ def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def _joined(groups: Sequence[Group]) -> tuple[int, ...]:
+    """All ranks that these groups connect: along the first axis they are known, along others ranks tell each other."""
     joined = {r for g in groups for r in g.ranks}
     for group in [g for g in groups if g.size > 1][1:]:
         for found in raw.gather_objects(sorted(joined), group):
@@ -178,7 +177,7 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
     """The ranks that axes of a mesh connect, directly or through one another. Every rank of the world must call it.
 
     Args:
-        axes: the ranks along each axis that this one lies on.
+        axes: the ranks along each axis of the mesh at this rank.
         purpose: as for `world_group`.
     """
     parts: list[set[int]] = []
@@ -192,14 +191,8 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
     return group
 
 
-def _open_row(ranks: tuple[int, ...], device_type: str, purpose: Hashable) -> Group | None:
-    """Opens the groups of all rows of a mesh at once, on every rank: which rows there are is asked of the
-    ranks, since a sub-mesh does not tell (publicly) what it was cut from. None on a rank outside of it."""
-    return _open_all(_rows(_of_all_ranks(ranks)), raw.device_of(device_type), purpose)
-
-
 def _rows(of_all: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The rows of a mesh, from that of each rank."""
+    """The different rows of a mesh, from the row of each rank."""
     rows = sorted(set(of_all))
     members = Counter(itertools.chain.from_iterable(rows))
     shared = sorted(rank for rank, n in members.items() if n > 1)
@@ -212,10 +205,11 @@ def _rows(of_all: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _of_all_ranks(obj: Any) -> list[Any]:
-    """What every rank of the world gives, once all have come to open a group.
+    """The object of each rank of the world, once all have come to open a group.
 
     Raises:
-        RuntimeError: it would wait for ever, since the ranks would give it different names.
+        RuntimeError: ranks have made different numbers of groups. The next would have a name of its own on each, and
+            they would wait for ever.
     """
     control = world_group("mesh")
     _meet(_ARRIVAL.total_seconds())
@@ -234,16 +228,16 @@ def _of_all_ranks(obj: Any) -> list[Any]:
 
 
 def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable) -> Group | None:
-    """Opens the groups of all rows, on every rank in one order; gives the one that this rank is in."""
+    """Open the groups of all rows, on every rank in one order; the one that this rank is in, if any."""
     opened = [_open(row, device, purpose) for row in rows]
     return next((group for group in opened if group is not None), None)
 
 
 def shutdown() -> None:
-    """Close every group opened here, and the default group if it was made here. Every rank must call it.
+    """Close every group that the library opened, the default group too if the library made it. Every rank must call it.
 
-    The ranks wait for each other first: a rank that destroys its end while another is still sending makes
-    that one abort ("terminate called without an active exception"). Without a launched world: no effect.
+    The ranks wait for each other first: a rank that destroys a group while another still sends makes that one abort
+    ("terminate called without an active exception"). In a world of one it does nothing.
     """
     settle()
     groups = registry.current()
@@ -255,8 +249,10 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """At the end of a process under torchrun: close what we opened. After an error nobody is waited for:
-    the other ranks may be in the middle of something else, and the launcher ends them."""
+    """At the end of a process under torchrun: close what the library opened.
+
+    After an error it waits for no other rank: they may be anywhere, and the launcher ends them.
+    """
     registry.current()
     if not (registry.ours and raw.default_group() is not None):
         return

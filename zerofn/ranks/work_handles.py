@@ -66,7 +66,7 @@ class Work:
         group.traffic.sent(what, sent)
         if profiler_runs():
             with outlasting(what):
-                self.work = collective(*given, group=group.pg, async_op=True)
+                self.work: Any = collective(*given, group=group.pg, async_op=True)
         else:
             self.work = collective(*given, group=group.pg, async_op=True)
         self.what, self.group, self.finish = what, group, finish
@@ -96,13 +96,16 @@ class Work:
 
     def _wait_for_peers(self, error: RuntimeError) -> None:
         """Go on after a wait that has ended with `error`: that of a time limit, or else it is raised."""
-        reason, told = "", False
+        reason, announced = "", False
         try:
             while not self.work.is_completed():
                 if "timed out" not in str(error).lower():
                     raise error
-                before, reason = reason, self._hopeless(tell=not told)
-                told = True
+                if not announced and (here := presence()) is not None:
+                    mine = Waiting(self.what, self.group.pg.group_name, self.number, True, begun())
+                    _quietly(functools.partial(here.set_waiting, mine))
+                announced = True
+                before, reason = reason, self._why_endless()
                 # Once more after the first look: what another rank sent last may still be on its way.
                 if reason and reason == before:
                     raise RuntimeError(reason) from None
@@ -113,18 +116,15 @@ class Work:
             # It may have ended after the time limit and before it was asked: well, or with an error of its own.
             self.work.wait()
         finally:
-            if told and (here := presence()) is not None:
-                _quietly(here.goes_on)
+            if announced and (here := presence()) is not None:
+                _quietly(here.clear_waiting)
 
-    def _hopeless(self, tell: bool) -> str:
-        """Why this wait will not end; nothing while it may."""
+    def _why_endless(self) -> str:
+        """Why this wait will not end; empty while it may."""
         here = presence()
         if here is None:
             return ""
-        if tell:
-            where = Waiting(self.what, self.group.pg.group_name, self.number, True, begun())
-            _quietly(functools.partial(here.waits, where))
-        if gone := [r for r in self.group.ranks if _quietly(functools.partial(here.gone, r))]:
+        if gone := [r for r in self.group.ranks if _quietly(functools.partial(here.has_ended, r))]:
             return (
                 f"this rank waits in {self.what} for rank {', '.join(map(str, gone))}, which has finished. "
                 "Every rank must make the same number of steps: give all of them as many batches, or end "
@@ -136,7 +136,7 @@ class Work:
             other: Waiting | None = _quietly(functools.partial(here.waiting, rank)) if rank != here.rank else None
             if other is None or not other.bound:
                 continue
-            # In the same place of the same channel, and in something else: neither can end, or only by chance.
+            # Both are in collective `number` of one group, and in different ones: neither can end, or only by chance.
             crossed = (other.channel, other.number) == (channel, self.number) and other.what != self.what
             missed = other.begun.get(channel, self.number) < self.number
             if crossed or (missed and mine.get(other.channel, other.number) < other.number):
@@ -149,7 +149,7 @@ class Work:
 
 
 def _quietly(ask: Callable[[], Any]) -> Any:
-    """Ignore that the store is gone: gloo will say what became of the collective."""
+    """None if the store is gone: gloo raises what became of the collective."""
     try:
         return ask()
     except RuntimeError:
