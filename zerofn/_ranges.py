@@ -1,6 +1,6 @@
-"""Ranges with names around what runs, for torch.profiler and for who listens in this thread
+"""Named ranges around what runs, for torch.profiler and for a listener in this thread.
 
-Where neither is there a range is nothing: two questions are asked. The compiler is shown none.
+Without either, a range costs two questions. The compiler sees no ranges.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from ._compat.operators import profiler_runs
 
-# What a range is of: a phase of a step; the update half of a transform; its view half; a wait for other ranks.
+# Kinds of ranges: a phase of a step, the update half of a transform, its view half, a wait for other ranks.
 PHASE, UPDATE, VIEW, WAIT = "phase", "update", "view", "wait"
 
 _NOTHING = nullcontext()
 
 
 class Listener(Protocol):
-    """Who is told of ranges: each begins and ends inside of the one before it."""
+    """Gets the ranges of a thread, which are nested."""
 
     def begin(self, kind: str, name: str) -> None: ...
 
     def end(self) -> None: ...
 
     def moved(self, name: str, read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """Of the update that ends: what it was given of states and parameters, and what it gave back, by owner."""
+        """For the update range that ends: the states and parameters that it read and that it wrote, by owner."""
         ...
 
 
@@ -37,7 +37,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("zerofn_listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of what this thread does inside."""
+    """Give `listener` the ranges of this thread inside."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -46,7 +46,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def listener() -> Listener | None:
-    """Who listens in this thread."""
+    """The listener of this thread."""
     return None if torch.compiler.is_dynamo_compiling() else _LISTENER.get()
 
 
@@ -61,16 +61,16 @@ def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
     heard = _LISTENER.get()
     if heard is None and not profiler_runs():
         return _NOTHING
-    return _told(heard, kind, name)
+    return _range(heard, kind, name)
 
 
 def told() -> bool:
-    """Whether anybody is told of ranges: asked once before many of them."""
+    """Whether a profiler or a listener gets ranges: to be asked once before many of them."""
     return not torch.compiler.is_dynamo_compiling() and (_LISTENER.get() is not None or profiler_runs())
 
 
 @contextmanager
-def _told(heard: Listener | None, kind: str, name: str) -> Iterator[None]:
+def _range(heard: Listener | None, kind: str, name: str) -> Iterator[None]:
     shown = f"zerofn::wait for {name}" if kind == WAIT else f"zerofn::{name}"
     with torch.profiler.record_function(shown) if profiler_runs() else _NOTHING:
         if heard is None:

@@ -1,11 +1,10 @@
 """Differentiable collectives for functions of one's own, over a tensor or a dict of tensors.
 
-Each is a linear map between what the ranks hold, and the derivative of each is its partner: `all_gather` and
-`reduce_scatter`, `all_reduce` and `replicate`, `all_to_all` and itself.
-They are right under plain autograd and under `torch.func`, to any
-order, and every rank must make the same ones in the same order. Before each the ranks exchange three numbers, so that
-tensors which do not match are an error on every rank; parts of different lengths can be gathered. The transforms of
-a pipeline, `zf.shard` and the like, need none of this.
+Each is a linear map between the tensors of the ranks, and its adjoint, which is its backward, is another one:
+`all_gather` and `reduce_scatter`, `all_reduce` and `replicate`, `all_to_all` and itself. They have derivatives of any
+order under plain autograd and under `torch.func`. Every rank must make the same ones in the same order. Before each the
+ranks exchange three numbers, so that tensors which do not match are an error on every rank; parts of different lengths
+can be gathered. The transforms of a pipeline, such as `zf.shard`, need none of this.
 
 >>> import torch
 >>> from zerofn import collectives

@@ -6,7 +6,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.ordered_collectives import MOST, Rounds
+from zerofn.ranks.ordered_collectives import MOST_PROMISED, Rounds
 
 LAYERS = 10
 
@@ -101,7 +101,7 @@ def test_what_was_promised_is_not_asked_for():
     (_, counts), _ = zf.launch(trained, 2, timeout=limit())
     # Nearly 30 collectives and three rests; all are asked for at first. Then one in nine gathers of forward, and each
     # sum of gradients, since whether others have a part of it is to be known; gathers of backward come with the sums.
-    asked = -(-LAYERS // (1 + MOST)) + LAYERS + 3
+    asked = -(-LAYERS // (1 + MOST_PROMISED)) + LAYERS + 3
     assert counts[0] > 25 and counts[1:4] == [asked] * 3, counts
     # After calls that went another way promises are made again.
     assert counts[12] == counts[3], counts

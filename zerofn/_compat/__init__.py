@@ -1,1 +1,1 @@
-"""Every torch name that is private or has changed between releases, looked up once."""
+"""All names of torch that are private or differ between releases."""

@@ -1,4 +1,4 @@
-"""Transforms of torch.func: which are under way, and what they have wrapped around a tensor."""
+"""Transforms of torch.func: which are under way, and the tensors that they have wrapped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.autograd import Function
 
 from .compiler import while_traced
 
-# What torch.func wraps tensors in, and the levels of its transforms.
+# Wrapped tensors, and the levels of transforms.
 functorch = torch._C._functorch  # type: ignore[attr-defined]
 
-# The innermost transform that is under way, `None` outside: a function of C, which the compiler cannot read.
+# The innermost transform under way, `None` outside of any: a function of C, which the compiler cannot trace.
 innermost_transform = functorch.peek_interpreter_stack
 
 
@@ -28,13 +28,13 @@ NO_LEVEL = -1
 
 @while_traced
 def functorch_active() -> bool:
-    """Whether the caller runs inside torch.func.grad, vjp, jvp or vmap."""
+    """Whether torch.func.grad, vjp, jvp or vmap is under way."""
     return functorch.peek_interpreter_stack() is not None
 
 
 @while_traced
 def differentiating() -> bool:
-    """Whether the caller runs inside torch.func.grad, vjp or jvp, however deep in vmap, or in plain forward mode."""
+    """Whether torch.func.grad, vjp or jvp is under way, at any level, or plain forward mode."""
     if forward_level() != NO_LEVEL:
         return True
     if functorch.peek_interpreter_stack() is None:
@@ -43,7 +43,7 @@ def differentiating() -> bool:
 
 
 def only_reverse() -> bool:
-    """Whether nothing but derivatives backwards is under way: plain autograd, torch.func.grad and vjp, in any depth."""
+    """Whether only reverse mode is under way: plain autograd, torch.func.grad and vjp, at any level."""
     if torch.compiler.is_compiling() or forward_level() != NO_LEVEL:
         return False
     stack = functorch.get_interpreter_stack() if functorch_active() else ()
@@ -51,13 +51,13 @@ def only_reverse() -> bool:
 
 
 def only_vmap() -> int | None:
-    """The level of the vmap that is under way, where it is the only transform of torch.func and no graph is made."""
+    """The level of the vmap under way, if it is the only transform of torch.func and the compiler does not trace."""
     return None if torch.compiler.is_compiling() else vmap_level()
 
 
 @while_traced
 def vmap_level() -> int | None:
-    """As `only_vmap`, while the compiler traces too."""
+    """As `only_vmap`, also while the compiler traces."""
     if not functorch_active() or forward_level() != NO_LEVEL:
         return None
     levels = functorch.get_interpreter_stack()
@@ -65,38 +65,38 @@ def vmap_level() -> int | None:
 
 
 def behind(x: Tensor, level: int) -> Tensor | None:
-    """The members of a batch of that vmap in one tensor; `None` of one that all members share. Traced as well."""
+    """The batched tensor of that level of vmap with its batch axis; `None` if `x` is not batched. Can be traced."""
     return functorch._unwrap_batched(x, level)[0] if functorch.is_batchedtensor(x) else None
 
 
 def stacked(x: Tensor) -> Tensor | None:
-    """The members of a batch one behind the other, as a plain tensor; `None` of one that all members share."""
+    """A batched tensor of vmap with its batch axis first; `None` if `x` is not batched."""
     return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0) if is_wrapped(x) else None
 
 
 def as_batch(x: Tensor, level: int) -> Tensor:
-    """A tensor as a batch of its rows in the vmap of that level."""
+    """`x` as a batched tensor in the vmap of that level: its rows are the members."""
     return functorch._add_batch_dim(x, 0, level)
 
 
-# Inside, tensors are made as if no transform of torch.func were under way: it takes them for constants.
+# A context in which no transform of torch.func is under way: tensors that are made inside are constants to it.
 beneath_functorch = temporarily_clear_interpreter_stack
 
 
 def innermost(x: Tensor) -> Tensor:
-    """The plain tensor inside of those that transforms of torch.func have wrapped around it."""
+    """The plain tensor that transforms of torch.func have wrapped."""
     while functorch.maybe_get_level(x) != -1:
         x = functorch.get_unwrapped(x)
     return x
 
 
 def is_wrapped(x: object) -> bool:
-    """Whether `x` is a tensor of a torch.func transform, whose value no Python branch may read."""
+    """Whether `x` is wrapped by a transform of torch.func, so that no Python branch may read its value."""
     return isinstance(x, Tensor) and functorch.maybe_get_level(x) != -1
 
 
 def constant(x: Tensor) -> Tensor:
-    """`x` as no function of anything, at any level of torch.func; a batch stays a batch."""
+    """`x` detached at every level of torch.func; a batched tensor stays batched."""
     if not is_wrapped(x):
         with beneath_functorch():
             return x.detach()
@@ -107,7 +107,7 @@ def constant(x: Tensor) -> Tensor:
 
 
 def is_function(x: Tensor) -> bool:
-    """Whether `x` is a function of something that is differentiated, at any level."""
+    """Whether `x` has a gradient or a tangent, at any level of torch.func."""
     while True:
         if x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None:
             return True
@@ -117,13 +117,13 @@ def is_function(x: Tensor) -> bool:
 
 
 def is_batch(x: Tensor) -> bool:
-    """Whether `x` stands for several tensors: in torch.func.vmap, or as a cotangent of `is_grads_batched`.
+    """Whether `x` is wrapped by torch.func, or is a batched cotangent of `is_grads_batched`.
 
-    The latter are of an older vmap, of which nothing shows but that they have no storage.
+    The latter is of an older vmap, and can be recognised only by having no storage.
     """
     if functorch.maybe_get_level(x) != -1:
         return True
-    if x.layout is not torch.strided:  # one that is sparse has none either
+    if x.layout is not torch.strided:  # sparse tensors have no storage either
         return False
     try:
         x.untyped_storage()
@@ -133,7 +133,7 @@ def is_batch(x: Tensor) -> bool:
 
 
 def levels(x: Tensor) -> frozenset[int]:
-    """The nested vmaps in which a tensor is batched."""
+    """The levels of the vmaps in which a tensor is batched."""
     found = set()
     while is_wrapped(x):
         if functorch.is_batchedtensor(x):
@@ -157,6 +157,6 @@ class _Reinterpret(Function):
 
 
 def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits in a dtype of the same size. `Tensor.view` has no rule for torch.func.vmap in torch 2.11."""
+    """The bits of `x` as a dtype of the same size. In torch 2.11 `Tensor.view(dtype)` has no rule for vmap."""
     wrapped = not torch.compiler.is_compiling() and is_wrapped(x)
     return _Reinterpret.apply(x, dtype) if wrapped else x.view(dtype)

@@ -1,4 +1,4 @@
-"""Modules, optimizers and what wraps them: what they keep to themselves."""
+"""Private attributes of modules, optimizers and their wrappers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The code of every call of a module, by which its frame is found.
+# The code of `module(...)`, by which the frame of a call is found.
 CALL = nn.Module.__call__.__code__
 
-# Names of parameters in this attribute of a model are none of DistributedDataParallel's business.
+# The attribute of a model with names of parameters that DistributedDataParallel ignores.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
-# The function of `torch.distributed.checkpoint.state_dict` that asks for a state dict in order to load into it.
+# The function of `torch.distributed.checkpoint.state_dict` that asks for a state dict to load into.
 LOADS_STATES = "_load_optim_state_dict"
 Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
@@ -25,13 +25,13 @@ registered: Callable[[nn.Module], Registered] = attrgetter("_parameters", "_modu
 
 
 def reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module its first values again, by torch's convention; some of torch's own keep it to themselves."""
+    """The method that initialises a module's parameters, by torch's convention; private in some of torch's modules."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
 
 def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:
-    """Let `parameters` be the module's own dict of them."""
+    """Make `parameters` the dict in which the module has its own parameters."""
     vars(module)["_parameters"] = parameters
 
 
@@ -40,16 +40,16 @@ forward_hooks: Callable[[nn.Module], Any] = attrgetter("_forward_hooks")
 
 
 def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref: Any) -> None:
-    """Give a recurrent module the list of weights that its kernel takes, from their names.
+    """Set the list of weights that the kernel of a recurrent module takes, given their names.
 
-    `ref` stands for what it compares the list with, to see that the weights are others.
+    `ref` takes the place of the weak references by which the module sees that weights were replaced.
     """
     names = module._flat_weights_names
     module._flat_weights = weights(names)
     module._flat_weight_refs = [ref] * len(names)
 
 
-# In which attribute an optimizer registers hooks that run before (`pre`) or after (`post`) its methods.
+# The attribute of an optimizer with the hooks that run before (`pre`) or after (`post`) a method.
 HOOKS_OF = {
     (what, when): f"_optimizer_{what}_{when}_hooks"
     for what in ("step", "state_dict", "load_state_dict")
@@ -58,13 +58,13 @@ HOOKS_OF = {
 
 
 def sharded_by_torch(model: nn.Module) -> list[str]:
-    """The modules that `torch.distributed.fsdp.fully_shard` cares for, by name; none where nobody has called it."""
+    """The names of modules to which `torch.distributed.fsdp.fully_shard` was applied."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
 
 
 def backward_hooks(module: nn.Module) -> list[str]:
-    """What registered the backward hooks that a call of `module` would run: its own and those of all modules."""
+    """The functions by which the backward hooks of `module` were registered, those for all modules too."""
     every = torch.nn.modules.module
     found = []
     if module._backward_pre_hooks or every._global_backward_pre_hooks:
@@ -77,14 +77,14 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
-# The method that `module.to` and its kin end in.
+# The method by which `module.to`, `half`, `cuda` and the like convert parameters.
 CONVERTING = torch.nn.Module._apply
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that `model.state_dict()` has, and parameters of integers, which are like them.
+    """The buffers in `model.state_dict()`, and parameters of integers, by name.
 
-    To ask it would run hooks, which may rename or leave out.
+    The state dict itself would run hooks, which may rename or remove entries.
     """
     kept: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
     return {

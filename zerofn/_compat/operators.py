@@ -1,4 +1,4 @@
-"""Operators and kernels of torch's own, and what a profiler is shown of them."""
+"""torch's own operators and kernels, and the profiler."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
 
 
 def schema(op: Any) -> Any:
-    """What an operator's arguments are called, and which of them it writes into."""
+    """The names of an operator's arguments, and which of them it writes."""
     return op._schema
 
 
 def has_triton() -> bool:
-    """Whether kernels can be compiled for the GPU at hand: triton is there, and takes no older ones."""
+    """Whether triton is installed and supports this GPU."""
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= (7, 0)
 
 
 def tagged_pointwise(name: str) -> bool:
-    """Whether torch says of an operator that each element of what it gives comes from those in the same place."""
+    """Whether torch tags an operator as pointwise: an element of its result depends on those at its place alone."""
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, type(torch.ops.aten.add)):
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-# Whether a profiler of torch's is under way in this thread.
+# Whether torch's profiler runs in this thread.
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 @contextmanager
 def outlasting(name: str) -> Iterator[None]:
-    """For beginning work that may outlast the profiler under way, which is shown that it began and does not follow it.
+    """To begin asynchronous work that may end after the profiler: it shows that the work began, and does not follow it.
 
-    When gloo ends such work it writes into the profiler's memory from a thread of its own, also where the profiler is
-    gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` and its `wait()` outside kill
-    the process in every second run.
+    When such work ends, gloo writes into the profiler's memory from a thread of its own, even after the profiler has
+    gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` with its `wait()` outside
+    kills the process in every second run.
     """
     with torch.profiler.record_function(f"zerofn::{name}"):
         torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
@@ -60,10 +60,10 @@ def outlasting(name: str) -> Iterator[None]:
 
 
 def with_globals(fn: Any, names: dict[str, Any]) -> Any:
-    """A copy of a function of torch's own in Python that finds other things under some names of its module.
+    """A copy of a Python function of torch's with other values for some global names.
 
     Raises:
-        RuntimeError: it knows none by these names, in this release of torch.
+        RuntimeError: the function does not use these names in this release of torch.
     """
     missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
     if missing:

@@ -1,4 +1,4 @@
-"""Tensors: their memory, their versions, and those that have no memory or are of another class."""
+"""Tensors: their memory, their versions, and subclasses with or without memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .functorch import functorch, innermost
 
-# The `__torch_function__` of a subclass that works below autograd alone.
+# The `__torch_function__` of a subclass that only has a `__torch_dispatch__`.
 no_torch_function = nn.Parameter.__torch_function__
 without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
-# The function by which `p.data = x` asks whether the two are alike; it computes nothing.
+# The function by which `p.data = x` checks that the two are of compatible types; it computes nothing.
 SHALLOW = "_has_compatible_shallow_copy_type"
 
-# How often a tensor's memory was written into, as autograd counts it.
+# Autograd's count of writes into a tensor's memory.
 version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def base_of(x: Tensor) -> Tensor:
-    """What autograd knows `x` to be a view of; itself for no view."""
+    """The tensor that `x` is a view of; `x` itself if it is none."""
     return x if x._base is None else x._base
 
 
@@ -33,7 +33,7 @@ _CDATA = attrgetter("_cdata")
 
 
 def memory(x: Tensor) -> int:
-    """A number for the memory that a tensor is a view of; 0 for one that has none of its own."""
+    """A number that identifies the storage of a tensor; 0 for one without storage of its own."""
     other = type(x) is not Tensor and is_wrapper(x)
     if other or functorch.maybe_get_level(x) != -1 or x.layout is not torch.strided:
         return 0
@@ -41,7 +41,7 @@ def memory(x: Tensor) -> int:
 
 
 def memories(tensors: Iterable[Tensor]) -> set[int]:
-    """What `memory` says of these, but 0."""
+    """The numbers of the storages of these tensors, without 0."""
     tensors = list(tensors)
     if set(map(type, tensors)) <= {Tensor} and functorch.peek_interpreter_stack() is None:
         try:
@@ -53,9 +53,9 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def all_plain(tensors: Sequence[object]) -> bool:
-    """Whether all are tensors of no subclass that have memory: neither `None`, nor sparse, nor a batch of any kind.
+    """Whether all are of class `Tensor` and have storage: neither `None`, nor sparse, nor batched in any way.
 
-    Asked from C and of all together, for code that asks often.
+    Asked from C for all together, for hot paths.
     """
     if not set(map(type, tensors)) <= {Tensor} or functorch.peek_interpreter_stack() is not None:
         return False
@@ -68,30 +68,30 @@ def all_plain(tensors: Sequence[object]) -> bool:
 
 
 def is_wrapper(x: Tensor) -> bool:
-    """Whether `x` holds other tensors and no memory of its own, as torch's distributed and quantized ones."""
+    """Whether `x` is of a subclass that holds other tensors and no memory, as DTensor and torchao's quantized ones."""
     return type(x) is not Tensor and hasattr(x, "__tensor_flatten__")
 
 
 def local_of(x: Any) -> Tensor:
-    """What one of torch's distributed tensors has on this rank, itself and no view of it."""
+    """The local tensor of a DTensor itself, no view of it."""
     return x._local_tensor
 
 
 def set_local(x: Any, local: Tensor) -> None:
-    """Exchange what a distributed tensor has on this rank, of whatever device."""
+    """Replace the local tensor of a DTensor, also by one on another device."""
     x._local_tensor = local
 
 
 def alias_of(x: Tensor, cls: type[Any]) -> Any:
-    """The same memory and version count, of another class; outside of autograd."""
+    """The same memory and version counter in a tensor of another class, detached."""
     return Tensor._make_subclass(cls, x)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Tensors made inside have shape, dtype and device and no memory; what is given turns a tensor into such.
+    """Tensors made inside have shape, dtype and device but no memory; yields a function that makes such of a tensor.
 
-    Meta tensors would do but for the device, which they forget.
+    Meta tensors would lose the device.
     """
     with FakeTensorMode() as mode:
         yield mode.from_tensor

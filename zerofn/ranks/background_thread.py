@@ -1,4 +1,4 @@
-"""Work beside training in a thread of its own, which is over before the process is."""
+"""A thread for work beside training, such as an asynchronous save; the interpreter waits for it at its end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class Background(threading.Thread):
-    """A function that runs beside the caller. The interpreter waits for it at its end.
+    """A function that runs in a thread from now on.
 
     Args:
-        name: of what is done, for the traceback that is printed where it fails.
-        work: is called once.
+        name: of the thread, for the traceback that is printed if it fails.
+        work: the function, called once.
 
     Attributes:
-        error: what it raised; it is printed as well, since nobody may ask.
+        error: what it raised; it is printed as well, since the caller may not ask.
     """
 
     def __init__(self, name: str, work: Callable[[], None]):
@@ -31,12 +31,12 @@ class Background(threading.Thread):
             self.error = error
             raise
         finally:
-            # What it holds may be a copy of all parameters.
+            # It may hold a copy of all parameters.
             self.work = None
 
 
 def settle() -> None:
-    """Wait for all such work of this process: what follows may use the same channels, or end the process."""
+    """Wait for all background threads of this process, before the same channels are used or the process ends."""
     for thread in threading.enumerate():
         if isinstance(thread, Background) and thread is not threading.current_thread():
             thread.join()

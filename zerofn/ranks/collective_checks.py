@@ -1,6 +1,6 @@
-"""Before a collective of the user's: ranks compare shapes and dtypes, since on a mismatch backends end the process.
+"""Ranks compare shapes and dtypes before a collective of the user's: on a mismatch backends end the process.
 
-That is one message of three numbers for each. Collectives of a pipeline need none: its ranks have agreed on all shapes
+That is one message of three numbers each. Collectives of a pipeline need none: its ranks have agreed on all shapes
 when it was made.
 """
 

@@ -1,4 +1,4 @@
-"""Differentiable collectives: pairs of autograd Functions, each the backward of the other, with `jvp` and `vmap` rules.
+"""Differentiable collectives: pairs of Functions, each the backward of the other, with `jvp` and `vmap` rules.
 
 Nothing simpler is right. A raw collective inside `backward` has no derivative of its own: a Hessian-vector product
 through it is silently wrong. `generate_vmap_rule` and torch's functional collectives fail or return garbage under

@@ -1,4 +1,4 @@
-"""Differentiable collectives of many leaves: one call for each dtype, where one per leaf would cost a latency each."""
+"""Differentiable collectives of many leaves: one call per dtype, where one per leaf costs a latency each."""
 
 from __future__ import annotations
 

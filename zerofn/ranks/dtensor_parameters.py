@@ -1,4 +1,4 @@
-"""Parameters that torch's tensor parallelism has made: distributed tensors, as local ones and back."""
+"""DTensor parameters, as tensor parallelism makes them: to local tensors and back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether it is one of torch's distributed tensors, whose library is loaded if there is one."""
+    """Whether `x` is a DTensor; does not import their library, which is loaded if there is one."""
     library: Any = sys.modules.get("torch.distributed.tensor")
     return library is not None and type(x) is not Tensor and isinstance(x, library.DTensor)
 
 
 def reason_against(x: Any) -> str | None:
-    """Why such a parameter cannot be attached."""
+    """Why a DTensor parameter cannot be attached; None if it can."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, (placement, *more) = x.device_mesh, x.placements
@@ -39,13 +39,13 @@ def reason_against(x: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Form:
-    """How local tensors of several ranks are one distributed tensor.
+    """How the local tensors of several ranks make one DTensor.
 
     Attributes:
         mesh: of one axis.
-        placements: along it.
-        shape: of the whole.
-        stride: of the whole.
+        placements: along that axis.
+        shape: of the DTensor.
+        stride: of the DTensor.
     """
 
     mesh: Any
@@ -63,12 +63,12 @@ class Form:
 
     @property
     def place(self) -> int:
-        """Of this rank in the mesh."""
+        """The index of this rank in the mesh."""
         return self.ranks.index(world()[0])
 
     @property
     def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The part of every rank: where it begins and its sizes; one where all have the whole."""
+        """For every rank the offsets and sizes of its part; a single one if all ranks have the whole."""
         begin, (placement,) = (0,) * len(self.shape), self.placements
         if placement.is_replicate():
             return ((begin, tuple(self.shape)),)
@@ -83,18 +83,18 @@ class Form:
         return tuple(found)
 
     def wrap(self, local: Tensor) -> Tensor:
-        """The distributed tensor of which this rank has `local`; differentiable, and a cotangent has its placements."""
+        """The DTensor of which this rank has `local`; differentiable, and its cotangent has the same placements."""
         from torch.distributed.tensor import DTensor
 
         how: Any = dict(run_check=False, shape=self.shape, stride=self.stride)
-        # Where a parameter has a class of its own, the distributed tensor holds the plain tensor and not that class.
+        # The DTensor then holds the plain tensor, also of a parameter with a class of its own.
         with torch.DisableTorchFunctionSubclass():
             return DTensor.from_local(local, self.mesh, self.placements, **how)
 
     def local(self, x: Any) -> Tensor:
-        """This rank's part of a distributed tensor, placed as these are, or of a whole one; other tensors as they are.
+        """This rank's part of a DTensor, or of a plain tensor with the whole shape; other tensors unchanged.
 
-        A tensor that is placed otherwise, such as a gradient still to be summed, is redistributed: all ranks call it.
+        A DTensor with other placements, such as a gradient still to be summed, is redistributed: all ranks call this.
         """
         if is_distributed(x):
             return _placed(x, self).to_local()

@@ -5,8 +5,8 @@ rank that waits can see where the others are, and can give the call up without l
 price is a few messages to the store for each such call, and none for a step.
 
 Each call is decided once, in the store: it goes ahead when all ranks have come to it, or the first rank that sees that
-they will not gives it up. A rank that comes to a call which was given up goes on to the next one of these ranks, so that
-ranks which catch the error meet again afterwards.
+they will not gives it up. A rank that comes to a call which was given up goes on to the next one of these ranks, so
+that ranks which catch the error meet again afterwards.
 
 A rank that is late and one that never comes look alike while they compute. A rank that is seen to compute is waited
 for; one that is not, for `LIMIT` seconds.

@@ -1,9 +1,10 @@
-"""Scalars over ranks: norms, overflows, weights.
+"""Sums, maxima and means of scalars over ranks: norms, overflows, weights.
 
-Where they are recorded they are differentiable collectives. A number's derivative follows from what it is. One that all
-ranks hold and compute alike, such as a norm, has one cotangent, which passes to each rank's part. One that a rank uses
-with its own shard is `replicate`d first, and the cotangents of all shards add up. A mean of numbers that are each
-rank's own has the mean of their cotangents, since a rank's loss counts as one of many.
+Where autograd or torch.func records them they are differentiable collectives. The derivative depends on the scalar:
+
+* a norm is one number, computed alike on all ranks: its one cotangent passes to each rank's part;
+* a scalar that a rank uses with its own shard is `replicate`d first: the cotangents of all shards add up;
+* of a mean of scalars that each rank has for itself, the cotangent is a mean too: a rank's loss counts as one of many.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .group import Group
 
 @dataclass(frozen=True)
 class OverRanks:
-    """Scalars over ranks: sums over those that hold different shards, maxima over all.
+    """Reductions of scalars: sums over ranks with different shards, maxima and means over all.
 
     Attributes:
         shards: the groups that leaves are cut over, one for each axis of a mesh.
         groups: all groups that gradients are reduced over.
-        model: those over which the model itself is cut.
-        elsewhere: the leaves that another rank of these counts in sums, by path.
-        shared: whether there is any such leaf, on some rank.
+        model: the groups that the model itself is cut over, as by tensor parallelism.
+        elsewhere: paths of leaves that are whole on all ranks of `model`, and counted in sums by another of them.
+        shared: whether any rank has such leaves.
     """
 
     shards: tuple[Group, ...]
@@ -50,41 +51,41 @@ class OverRanks:
                     "ctx.total(squared_norm, grads): of what, and how a number is made of it",
                 )
             )
-        return _summed(x, *self.shards, *self.model)
+        return _sum(x, *self.shards, *self.model)
 
     def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
         if self.elsewhere:
-            leaves = {path: _nothing(x) if path in self.elsewhere else x for path, x in leaves.items()}
-        return _summed(number(leaves), *self.shards, *self.model)
+            leaves = {path: _zero(x) if path in self.elsewhere else x for path, x in leaves.items()}
+        return _sum(number(leaves), *self.shards, *self.model)
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
 
     def max(self, x: Tensor) -> Tensor:
-        # NaN compares as nothing, so some backends lose it in a maximum; infinity they do not.
+        # Some backends lose a NaN in a maximum, but no infinity.
         x = torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x)
         alone = numbers_alone((x,))
         for group in (*self.groups, *self.model):
-            x = _over(x, group, "max") if alone else _Maximum.apply(x.detach(), group)  # type: ignore[assignment]
+            x = _reduced(x, group, "max") if alone else _Maximum.apply(x.detach(), group)  # type: ignore[assignment]
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
         for group in () if numbers_alone((x,)) else (*self.shards, *self.model):
-            x = _at(group, x, replicate)
+            x = _on_group_device(group, x, replicate)
         return x
 
 
-def _nothing(x: Tensor) -> Tensor:
+def _zero(x: Tensor) -> Tensor:
     """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
     return x.new_zeros((0,) if x.ndim else ())
 
 
 class _Maximum(Function):
-    """A maximum over ranks, which has no derivative, as torch.func wants it."""
+    """A maximum over ranks without derivative, with the rules that torch.func asks for."""
 
     @staticmethod
     def forward(x: Tensor, group: Group) -> Tensor:
-        return _over(x, group, "max")
+        return _reduced(x, group, "max")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -99,18 +100,18 @@ class _Maximum(Function):
         return _Maximum.apply(x, group), in_dims[0]  # type: ignore[return-value]
 
 
-def _summed(x: Tensor, *groups: Group) -> Tensor:
+def _sum(x: Tensor, *groups: Group) -> Tensor:
     alone = numbers_alone((x,))
     for group in groups:
-        x = _over(x, group, "sum") if alone else _at(group, x, all_reduce)
+        x = _reduced(x, group, "sum") if alone else _on_group_device(group, x, all_reduce)
     return x
 
 
-def _at(group: Group, x: Tensor, collective: Any) -> Tensor:
+def _on_group_device(group: Group, x: Tensor, collective: Any) -> Tensor:
     return collective(x.to(group.device), group).to(x.device)
 
 
-def _over(x: Tensor, group: Group, op: str) -> Tensor:
+def _reduced(x: Tensor, group: Group, op: str) -> Tensor:
     out = x.to(group.device, copy=True)
     all_reduce_(out, group, op)
     return out.to(x.device)
@@ -119,6 +120,6 @@ def _over(x: Tensor, group: Group, op: str) -> Tensor:
 def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
-        x = x if numbers_alone((x,)) else _at(group, x, replicate)
-        x = _summed(x, group) / group.size
+        x = x if numbers_alone((x,)) else _on_group_device(group, x, replicate)
+        x = _sum(x, group) / group.size
     return x

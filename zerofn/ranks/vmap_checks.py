@@ -1,4 +1,4 @@
-"""Batches of `torch.func.vmap` over ranks: refused where lengths differ, or where `hessian` and `jacfwd` make them.
+"""Batches of `torch.func.vmap` over ranks: refused if lengths differ, or if `hessian` or `jacfwd` made them.
 
 A vector in the layout of a sharded state is cut over ranks as the state is. A batch of such vectors is sent member by
 member: member i of every rank together. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch on each rank, the

@@ -1,4 +1,4 @@
-"""Work handles of collectives: a wait is a range of the profiler, and ends with an error where a peer never comes."""
+"""Work handles of collectives: a wait is a range of the profiler, and an error if a peer never comes."""
 
 from __future__ import annotations
 

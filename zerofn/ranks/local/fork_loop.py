@@ -1,6 +1,4 @@
-"""The process that ranks are forked from: it forks one per message, tells how each ends, and ends those of a caller
-that is gone.
-"""
+"""The loop of the fork server: it forks ranks, sends their exit codes, and kills ranks whose caller has ended."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ import time
 from collections.abc import Container
 from typing import NoReturn
 
-from .rank import adopt_orphans, be_rank, own_group
+from .rank import adopt_orphans, own_group, run_rank
 
 NUMBER = struct.Struct("q")
 
 
 def serve(fd: int) -> NoReturn:
-    """Forks a rank per message, tells its pid and exit code, kills it when its caller lets go."""
+    """Fork a rank per message, send its pid and exit code, and kill it when its caller closes its socket."""
     control = socket.socket(fileno=fd)
     wake, waker = os.pipe()
     os.set_blocking(wake, False)
@@ -31,10 +29,10 @@ def serve(fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     _preload()
-    # stderr was there for a failed import; from now on nobody's stream is held open by this process.
+    # Until here stderr shows a failed import; from here on this process holds no stream open.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     gc.collect()
-    gc.freeze()  # ranks share these pages as long as no collector writes in them
+    gc.freeze()  # ranks share these pages with this process as long as no garbage collector writes into them
     loop = _Loop(control, wake, waker)
     while True:
         for key, _ in loop.selector.select():
@@ -42,11 +40,11 @@ def serve(fd: int) -> NoReturn:
 
 
 class _Loop:
-    """What the server waits for: its caller, the end of a rank, and the end of the wait for one.
+    """Handles requests of the caller, ends of ranks, and callers that close the socket of a rank.
 
     Args:
-        control: the caller's orders.
-        wake, waker: a pipe that a signal writes to.
+        control: a socket with the caller's requests.
+        wake, waker: a pipe that signals write to.
     """
 
     def __init__(self, control: socket.socket, wake: int, waker: int):
@@ -54,89 +52,89 @@ class _Loop:
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(wake, selectors.EVENT_READ)
-        self.chans: dict[int, socket.socket] = {}
+        self.controls: dict[int, socket.socket] = {}
         self.pids: dict[socket.socket, int] = {}
 
     def handle(self, source: object) -> None:
-        """Something has come from there."""
+        """Read a message from `source`."""
         if source is self.control:
-            self._order()
+            self._fork()
         elif source == self.wake:
             os.read(self.wake, 4096)
             self._reap()
         elif isinstance(source, socket.socket) and source in self.pids:
-            self._word(source)
+            self._on_control(source)
 
-    def _order(self) -> None:
-        """A rank is wanted, or the caller is gone."""
+    def _fork(self) -> None:
+        """Fork a rank that the caller asks for, or end all if the caller has ended."""
         message, fds, _, _ = socket.recv_fds(self.control, NUMBER.size, 8)
         if not message:
-            for pid in self.chans:
+            for pid in self.controls:
                 _kill(pid)
             _sweep({})
             os._exit(0)
-        _, _, chan_fd, *_ = fds
-        chan = socket.socket(fileno=chan_fd)
+        _, _, control_fd, *_ = fds
+        rank_control = socket.socket(fileno=control_fd)
         pid = os.fork()
         if pid == 0:
-            self._become(NUMBER.unpack(message)[0], fds, chan)
+            self._run_rank(NUMBER.unpack(message)[0], fds, rank_control)
         for i, other in enumerate(fds):
             if i != 2:
                 os.close(other)
         own_group(pid)
-        self.chans[pid], self.pids[chan] = chan, pid
-        self.selector.register(chan, selectors.EVENT_READ)
-        _tell(chan, pid)
+        self.controls[pid], self.pids[rank_control] = rank_control, pid
+        self.selector.register(rank_control, selectors.EVENT_READ)
+        _send(rank_control, pid)
 
-    def _become(self, rank: int, fds: list[int], chan: socket.socket) -> NoReturn:
-        """In the child: be that rank."""
+    def _run_rank(self, rank: int, fds: list[int], rank_control: socket.socket) -> NoReturn:
+        """In the child: run as that rank."""
         job, store, _, gate, result, note, out, err = fds
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for other in (self.control, chan, self.selector, *self.chans.values()):
+        for other in (self.control, rank_control, self.selector, *self.controls.values()):
             other.close()
         os.dup2(out, 1)
         os.dup2(err, 2)
         for other in (self.wake, self.waker, out, err):
             os.close(other)
-        be_rank(rank, job, store, gate, result, note)
+        run_rank(rank, job, store, gate, result, note)
 
-    def _word(self, chan: socket.socket) -> None:
-        """Of the caller's thread that waits for a rank: where it is, or that it is not wanted any more."""
+    def _on_control(self, rank_control: socket.socket) -> None:
+        """Have a rank write its stack if the caller asks for it, or kill it if the caller has closed its socket."""
         try:
-            word = chan.recv(1)
+            word = rank_control.recv(1)
         except OSError:
             word = b""
         if word == b"D":
-            os.kill(self.pids[chan], signal.SIGUSR1)
+            os.kill(self.pids[rank_control], signal.SIGUSR1)
         else:
-            self.selector.unregister(chan)
-            _kill(self.pids.pop(chan))
+            self.selector.unregister(rank_control)
+            _kill(self.pids.pop(rank_control))
 
     def _reap(self) -> None:
         while (pid := _ended()) is not None:
             _kill(pid)  # what the rank started and left behind
             _, status = os.waitpid(pid, 0)
-            if pid not in self.chans:
+            if pid not in self.controls:
                 continue
-            chan = self.chans.pop(pid)
-            if self.pids.pop(chan, None):
-                self.selector.unregister(chan)
-            _sweep(self.chans)
-            _tell(chan, os.waitstatus_to_exitcode(status))
-            chan.close()
+            rank_control = self.controls.pop(pid)
+            if self.pids.pop(rank_control, None):
+                self.selector.unregister(rank_control)
+            _sweep(self.controls)
+            _send(rank_control, os.waitstatus_to_exitcode(status))
+            rank_control.close()
 
 
 def _kill(pid: int) -> None:
-    """A process and its group."""
+    """Kill a process and its group."""
     for target in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             target(pid, signal.SIGKILL)
 
 
 def _ended() -> int | None:
-    """A child that has ended, not reaped yet: while it is a zombie its number is its own, and so is its group's."""
+    """A child that has ended and is not reaped: as long as it is a zombie no other process or group has its number."""
     try:
         info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -145,19 +143,19 @@ def _ended() -> int | None:
 
 
 def _sweep(ranks: Container[int]) -> None:
-    """End what ranks that have ended left behind: it has become this process's, as theirs are as long as they live."""
+    """Kill the processes that ended ranks left behind: those that are children of this process, and no ranks."""
     until = time.monotonic() + 5
     while (left := [pid for pid in _children() if pid not in ranks]) and time.monotonic() < until:
         for pid in left:
             _kill(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        # What one of them has started becomes this process's when it has ended.
+        # When one of them ends, the processes that it started become children of this one.
         time.sleep(0.002)
 
 
 def _children() -> list[int]:
-    """Of this process, by their numbers; none where there is no /proc."""
+    """The numbers of this process's children; none where there is no /proc."""
     found, me = [], str(os.getpid())
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit():
@@ -168,9 +166,9 @@ def _children() -> list[int]:
 
 
 def _preload() -> None:
-    """What every rank will need, imported once. Nothing here may start a thread or touch a GPU.
+    """Import what every rank will need. Nothing here may start a thread or use a GPU.
 
-    The compiler is what the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
+    The compiler too, which the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
     """
     import importlib
 
@@ -183,6 +181,6 @@ def _preload() -> None:
         torch.compiler.disable(_preload)
 
 
-def _tell(chan: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the caller is gone, and its ranks are being ended for it
-        chan.sendall(NUMBER.pack(number))
+def _send(rank_control: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the caller has ended, and its ranks are killed for it
+        rank_control.sendall(NUMBER.pack(number))

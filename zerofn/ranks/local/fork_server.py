@@ -1,15 +1,14 @@
-"""The quiet process that ranks are forked from: the caller's end of it. The other end is `fork_loop`.
+"""The caller's end of the fork server: the process, started once, that ranks are forked from.
 
-Ranks are forked from a *server*: one quiet process per caller that has imported torch and done nothing
-with it. A launch of two ranks then takes 0.03 s, after 2 s for the first. What was weighed:
+The server has imported torch and done nothing with it; it runs `fork_loop`. A launch of two ranks takes 0.03 s, after
+2 s for the first. Rejected alternatives:
 
 * `spawn` takes 1.7 s for every launch;
-* `fork` of the caller breaks once the caller has run a backward (its thread pool does not survive a
-  fork) or touched a GPU;
-* the standard library's forkserver is as fast, but runs `__main__` again in every rank (a script without
-  a guard starts itself over, pytest imports itself), takes the environment and the standard streams from
-  the moment it was started (a notebook or pytest has replaced them since), and leaves ranks running when
-  the caller is killed.
+* `fork` of the caller breaks once the caller has run a backward, whose thread pool does not survive a fork, or has
+  used a GPU;
+* the forkserver of the standard library is as fast, but runs `__main__` again in every rank (a script without a guard
+  starts itself over, pytest imports itself), takes the environment and the standard streams of the moment when it was
+  started (a notebook or pytest has replaced them since), and leaves ranks running when the caller is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .fork_loop import NUMBER
 
 
 class _Server:
-    """This process's end of the server: started at the first launch, ended with this process."""
+    """The server of this process: started at the first launch, ended with this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -35,6 +34,7 @@ class _Server:
         self.control: socket.socket | None = None
 
     def fork(self, rank: int, fds: list[int]) -> None:
+        """Have the server fork a rank, and hand it these files."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.start()
@@ -72,7 +72,7 @@ class _Server:
         self.process = self.control = None
 
     def renew(self) -> None:
-        """After the server has ended: the next fork starts another."""
+        """After the server has ended: have the next fork start another."""
         with self.lock:
             if self.process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,7 +80,7 @@ class _Server:
                     self.stop()
 
     def forget(self) -> None:
-        """After a fork of this process: the server is the parent's, and must see the parent end."""
+        """In a forked child of this process: the server is the parent's, and must see it when the parent ends."""
         if self.control is not None:
             self.control.close()
         if self.process is not None:
@@ -89,17 +89,7 @@ class _Server:
         self.lock = threading.Lock()
 
 
-_server = _Server()
-atexit.register(_server.stop)
+server = _Server()
+atexit.register(server.stop)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_server.forget)
-
-
-def renew() -> None:
-    """Have the next rank forked by another server than the one that has ended."""
-    _server.renew()
-
-
-def fork_rank(rank: int, fds: list[int]) -> None:
-    """Have the server fork a rank and hand it these files."""
-    _server.fork(rank, fds)
+    os.register_at_fork(after_in_child=server.forget)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._errors import explain
 from ..backend import default_backend
-from .fork_server import renew
+from .fork_server import server
 from .ranks import RankError as RankError
 from .ranks import RankTimeout as RankTimeout
 from .ranks import Run, ServerEnded
@@ -34,11 +34,11 @@ def launch(
     backend: str | None = None,
     init: bool = True,
 ) -> list[Any]:
-    """Runs `fn(*args)` on `nproc` local ranks and returns their results in rank order.
+    """Run `fn(*args)` on `nproc` local ranks and return their results in rank order.
 
     In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under torchrun,
     and the default process group is initialised: NCCL and gloo if there is a GPU per rank, else gloo, or `backend`.
-    With `init=False` that is left to `fn`. One rank is a process too: nothing changes with the number but the number.
+    With `init=False` that is left to `fn`. A single rank is a process of its own too.
 
     Functions of a script, a notebook or another function travel by value if `cloudpickle` is installed; functions of a
     module always travel by name. Tensors in arguments and results travel by value and arrive on the CPU. Each rank
@@ -48,9 +48,9 @@ def launch(
     timeout: seconds for the whole run, None or infinity for no limit.
 
     Raises `RankError` when a rank raises or dies, with its rank and traceback, and `RankTimeout` when ranks
-    are not finished in time, with where they are. In every case, an interrupt and a kill of this process
-    included, all ranks and what they started, in sessions of their own too, are gone afterwards. (Outside of Linux,
-    what has left a rank's process group stays.) `TypeError` and `ValueError` name an argument that means nothing.
+    are not finished in time, with the stack of each. In every case, also after an interrupt or a kill of this process,
+    all ranks and the processes that they started, in sessions of their own too, have ended afterwards. (Outside of
+    Linux, processes that have left the group of their rank stay.) `TypeError` and `ValueError` name a wrong argument.
 
         >>> def hello(greeting):
         ...     import torch.distributed as dist
@@ -82,8 +82,8 @@ def launch(
         except ServerEnded as error:
             if error.began:
                 raise
-        # It was ended between two launches, and nothing of this one has begun.
-        renew()
+        # The server ended between two launches: no rank of this one has been forked.
+        server.renew()
         return _run(nproc, message, limit)
 
 
@@ -95,7 +95,7 @@ def _run(nproc: int, job: bytes, timeout: float | None) -> list[Any]:
 
 
 def _check(fn: Any, nproc: Any, timeout: Any, threads: Any, backend: Any, init: Any) -> None:
-    """Refuse arguments that mean nothing, and a launch from where none can be made."""
+    """Refuse wrong arguments, and a launch from inside of a rank or on a system without fork."""
     number = lambda x, kind: isinstance(x, kind) and not isinstance(x, bool)  # noqa: E731
     if not callable(fn):
         wrong = f"zf.launch({type(fn).__name__}, {nproc!r})"
@@ -142,7 +142,7 @@ def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:
     }
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    # Local ranks need no more than the loopback; the address of the host's name may not even be reachable.
+    # Local ranks need the loopback only; the address of the host name may not be reachable.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         env["GLOO_SOCKET_IFNAME"] = loopback[0]
@@ -150,10 +150,10 @@ def _rank_env(nproc: int, port: int, threads: int | None) -> dict[str, str]:
 
 
 def _reserve_port() -> socket.socket:
-    """A port for rank 0 to serve a store on, should `fn` make a process group by itself.
+    """A port on which rank 0 can serve a store, if `fn` makes a process group by itself.
 
-    It stays bound here, not listening, for as long as the ranks run: the system gives it to nobody else,
-    and SO_REUSEADDR lets rank 0 listen on it all the same.
+    It stays bound here without listening while the ranks run: the system gives it to no other process, and SO_REUSEADDR
+    lets rank 0 listen on it.
     """
     dual = socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)

@@ -1,11 +1,11 @@
-"""The ranks of one call of `launch`, as the caller sees them.
+"""The caller's side of one `launch`: it starts ranks, waits for them, and raises what the first one raised.
 
-Every rank has two channels, so that whatever ends ends the rest:
+There are two sockets for each rank, so that if any process ends the others do:
 
-* `chan`, server to caller: the rank's pid, later its exit code. When the caller's end closes, by will or
-  by death, the server kills the rank's process group.
-* `gate`, rank to caller: "finished"; the rank leaves when all are finished and the caller says so. A rank
-  that left earlier would take its sockets from under the others.
+* `control`, between server and caller: the server sends the rank's pid, later its exit code. When the caller's end
+  closes, also since the caller died, the server kills the rank's process group.
+* `gate`, between rank and caller: the rank sends "finished", and ends when all have and the caller says so. A rank that
+  ended earlier would close sockets that the others still use.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ import time
 from typing import Any
 
 from .fork_loop import NUMBER
-from .fork_server import fork_rank
+from .fork_server import server
 from .rank import NOTE
-from .serialization import load, read, scratch
+from .serialization import load, read, unnamed_file
 
-# Seconds to wait for the cause after the first consequence was seen; on a busy machine a process takes long to end.
+# Seconds to wait for the rank that failed first, after one that may have failed because of it; a busy machine is slow.
 _GRACE = 3.0
-# Seconds by which a death is seen late, where it is compared with an error that is no consequence of it.
+# Seconds by which the end of a process may be seen late, where an error that is no consequence of it is known.
 _LATE = 0.5
 
 
 class RankError(RuntimeError):
-    """A rank raised or died. `rank` is which, `exitcode` how its process ended (negative: by a signal),
-    `traceback` the text of its traceback ("" if it died without one)."""
+    """A rank raised or died.
+
+    `rank` is its number, `exitcode` that of its process (negative: by a signal), `traceback` the text of its traceback
+    ("" if it died without one).
+    """
 
     def __init__(self, message: str, rank: int = -1, exitcode: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
@@ -41,13 +44,13 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError, TimeoutError):
-    """Ranks were not finished in time. `ranks` are all of them, `rank` the first."""
+    """Ranks were not finished in time. `ranks` are the numbers of all of them, `rank` the first."""
 
     ranks: list[int]
 
 
 class ServerEnded(RuntimeError):
-    """The process that forks ranks has ended. `began` tells whether a rank had been forked."""
+    """The process that forks ranks has ended; `began`: after it had forked a rank of this launch."""
 
     def __init__(self, began: bool) -> None:
         super().__init__("the process that starts ranks has ended; call launch again for a new one")
@@ -57,24 +60,24 @@ class ServerEnded(RuntimeError):
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.chan, self.their_chan = socket.socketpair()
+        self.control, self.their_control = socket.socketpair()
         self.gate, self.their_gate = socket.socketpair()
-        self.result, self.note = scratch(), scratch()
+        self.result, self.note = unnamed_file(), unnamed_file()
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.finished = False
         self.ended_at = float("inf")
 
-    def hand_over(self) -> list[int]:
-        return [self.their_chan.fileno(), self.their_gate.fileno(), self.result, self.note]
+    def files_of_rank(self) -> list[int]:
+        return [self.their_control.fileno(), self.their_gate.fileno(), self.result, self.note]
 
-    def close_theirs(self) -> None:
-        self.their_chan.close()
+    def close_their_ends(self) -> None:
+        self.their_control.close()
         self.their_gate.close()
 
     def close(self) -> None:
-        self.close_theirs()
-        self.chan.close()
+        self.close_their_ends()
+        self.control.close()
         self.gate.close()
         os.close(self.result)
         os.close(self.note)
@@ -99,21 +102,21 @@ class Run:
     def __init__(self, nproc: int, job: bytes) -> None:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
-        self.job, self.store = scratch(), scratch()
+        self.job, self.store = unnamed_file(), unnamed_file()
         with os.fdopen(os.dup(self.job), "wb") as file:
             file.write(job)
         for rank in range(nproc):
             self.ranks.append(_Rank(rank))
 
     def start(self) -> None:
-        # What this process prints to: `sys.stdout` may be a notebook's or a test's, its file number is ours.
+        # Ranks print to the same files: 1 and 2, also where `sys.stdout` is that of a notebook or a test.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
         for r in self.ranks:
-            fork_rank(r.rank, [self.job, self.store, *r.hand_over(), 1, 2])
-            r.close_theirs()
-            self.selector.register(r.chan, selectors.EVENT_READ, r)
+            server.fork(r.rank, [self.job, self.store, *r.files_of_rank(), 1, 2])
+            r.close_their_ends()
+            self.selector.register(r.control, selectors.EVENT_READ, r)
             self.selector.register(r.gate, selectors.EVENT_READ, r)
 
     def wait(self, timeout: float | None) -> None:
@@ -122,17 +125,17 @@ class Run:
             if all(r.finished for r in self.ranks):
                 deadline = None  # the results are there, and the ranks are told to leave
             if not self.step(deadline):
-                raise self.late(timeout)
+                raise self.timed_out(timeout)
             failed = [r for r in self.ranks if r.exitcode or (r.exitcode == 0 and not r.finished)]
             if failed:
-                # A rank that ends closes its sockets, and the others fail of that: wait for the cause.
+                # A rank that ends closes its sockets, and the others fail because of it: wait for the first one.
                 until = time.monotonic() + (_GRACE if all(r.may_be_consequence() for r in failed) else 0)
                 while any(r.exitcode is None and not r.finished for r in self.ranks) and self.step(until):
                     pass
-                raise self.failure()
+                raise self.first_error()
 
     def step(self, deadline: float | None) -> bool:
-        """Takes in what has happened; False when the deadline passed with nothing happening."""
+        """Wait for messages until the deadline, and handle them; False once it has passed."""
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return False
@@ -146,11 +149,11 @@ class Run:
                         with contextlib.suppress(OSError):  # killed at the gate: its exit code will tell
                             other.gate.send(b"G")
             else:
-                self.hear(r)
+                self.receive(r)
         return deadline is None or time.monotonic() < deadline or all(r.exitcode is not None for r in self.ranks)
 
-    def hear(self, r: _Rank) -> None:
-        data = r.chan.recv(NUMBER.size, socket.MSG_WAITALL)
+    def receive(self, r: _Rank) -> None:
+        data = r.control.recv(NUMBER.size, socket.MSG_WAITALL)
         if len(data) < NUMBER.size:
             raise ServerEnded(any(other.pid is not None for other in self.ranks))
         number = NUMBER.unpack(data)[0]
@@ -158,17 +161,17 @@ class Run:
             r.pid = number
         else:
             r.exitcode, r.ended_at = number, time.monotonic()
-            self.selector.unregister(r.chan)
+            self.selector.unregister(r.control)
 
-    def failure(self) -> RankError:
+    def first_error(self) -> RankError:
         failed = [r for r in self.ranks if r.exitcode is not None and not (r.exitcode == 0 and r.finished)]
         errors = {r.rank: r.error() for r in failed}
-        late = _LATE if any(errors[r.rank] and not r.may_be_consequence() for r in failed) else _GRACE
+        timed_out = _LATE if any(errors[r.rank] and not r.may_be_consequence() for r in failed) else _GRACE
 
         def when(r: _Rank) -> float:
             error = errors[r.rank]
-            # A process is seen to end only after its sockets have closed and others failed for it.
-            return error[0] if error else r.ended_at - late
+            # A process is seen to end only after its sockets have closed, and other ranks may have failed before.
+            return error[0] if error else r.ended_at - timed_out
 
         first = min(failed, key=when)
         others = [r.rank for r in failed if r is not first]
@@ -187,10 +190,10 @@ class Run:
             code,
         )
 
-    def late(self, timeout: float | None) -> RankTimeout:
+    def timed_out(self, timeout: float | None) -> RankTimeout:
         slow = [r for r in self.ranks if not r.finished and r.exitcode is None]
         for r in slow:
-            r.chan.send(b"D")  # the server asks the rank where it is
+            r.control.send(b"D")  # the server asks the rank where it is
         time.sleep(0.1)
         stacks = "".join(f"\n\nrank {r.rank} is at:\n{r.stack()}" for r in slow)
         names = [r.rank for r in slow]
@@ -211,16 +214,16 @@ class Run:
         return out
 
     def close(self) -> None:
-        """Ends what still runs, and returns when it has ended."""
+        """End the ranks that still run, and return when they have ended."""
         for r in self.ranks:
-            if r.exitcode is None and r.their_chan.fileno() == -1:
-                r.chan.shutdown(socket.SHUT_WR)  # the server reads this as the order to kill
-                r.chan.settimeout(10)
+            if r.exitcode is None and r.their_control.fileno() == -1:
+                r.control.shutdown(socket.SHUT_WR)  # the server reads this as the order to kill
+                r.control.settimeout(10)
                 try:
                     while r.exitcode is None:
-                        self.hear(r)
+                        self.receive(r)
                 except (OSError, RuntimeError, KeyError, ValueError):
-                    pass  # no server, no ranks: they die with it
+                    pass  # without a server there are no ranks: they die with it
         self.selector.close()
         for r in self.ranks:
             r.close()

@@ -1,4 +1,4 @@
-"""What goes from the caller of `launch` to its ranks and back, and the files without a name that it goes through."""
+"""Functions, arguments and results between the caller of `launch` and its ranks, and the files that carry them."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ def load(file: Any) -> Any:
 
 
 def main_file() -> str | None:
-    """The script, if `__main__` is one. Used by ranks only where its functions had to be sent by name."""
+    """The path of the script, if `__main__` is one and its functions are sent by name."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     return os.path.abspath(file) if file and os.path.exists(file) and pickler() is pickle else None
 
 
-def scratch() -> int:
-    """A file without a name, in memory where the system has such. Unlike a pipe it has no size at which the
-    writer waits for the reader."""
+def unnamed_file() -> int:
+    """A file without a name, in memory where the system can. Unlike a pipe it never makes the writer wait."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("zerofn")
     with tempfile.TemporaryFile() as file:
@@ -67,7 +66,7 @@ def scratch() -> int:
 
 @contextlib.contextmanager
 def store_path() -> Iterator[str | None]:
-    """The name of a file through which ranks find each other; None where an unnamed one can be used."""
+    """The name of a file for the ranks' store; None where an unnamed file will do."""
     if os.path.isdir("/proc/self/fd"):
         yield None
     else:
@@ -76,7 +75,7 @@ def store_path() -> Iterator[str | None]:
 
 
 def read(fd: int, start: int = 0) -> bytes:
-    # Not by seek and read: processes that were handed the same file share its position.
+    # Not by seek and read: processes with the same file share its position.
     parts = []
     while part := os.pread(fd, 1 << 30, start):
         parts.append(part)
