@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -103,7 +102,7 @@ class Work:
                     raise error
                 if not announced and (here := presence()) is not None:
                     mine = Waiting(self.what, self.group.pg.group_name, self.number, True, begun())
-                    _quietly(functools.partial(here.set_waiting, mine))
+                    _quietly(here.set_waiting, mine)
                 announced = True
                 before, reason = reason, self._why_endless()
                 # Once more after the first look: what another rank sent last may still be on its way.
@@ -124,7 +123,7 @@ class Work:
         here = presence()
         if here is None:
             return ""
-        if gone := [r for r in self.group.ranks if _quietly(functools.partial(here.has_ended, r))]:
+        if gone := [r for r in self.group.ranks if _quietly(here.has_ended, r)]:
             return (
                 f"this rank waits in {self.what} for rank {', '.join(map(str, gone))}, which has finished. "
                 "Every rank must make the same number of steps: give all of them as many batches, or end "
@@ -133,7 +132,7 @@ class Work:
             )
         mine, channel = begun(), self.group.pg.group_name
         for rank in self.group.ranks:
-            other: Waiting | None = _quietly(functools.partial(here.waiting, rank)) if rank != here.rank else None
+            other: Waiting | None = _quietly(here.waiting, rank) if rank != here.rank else None
             if other is None or not other.bound:
                 continue
             # Both are in collective `number` of one group, and in different ones: neither can end, or only by chance.
@@ -148,9 +147,9 @@ class Work:
         return ""
 
 
-def _quietly(ask: Callable[[], Any]) -> Any:
-    """None if the store is gone: gloo raises what became of the collective."""
+def _quietly(ask: Callable[..., Any], *given: Any) -> Any:
+    """`ask(*given)`; None if the store is gone: gloo raises what became of the collective."""
     try:
-        return ask()
+        return ask(*given)
     except RuntimeError:
         return None
