@@ -24,9 +24,7 @@ class Rests:
         ended: called at the end of a backward, when it has ended on all ranks.
     """
 
-    def __init__(
-        self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack, ended: Callable[[], None]
-    ):
+    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack, ended: Callable[[], None]):
         self.rounds, self.gathered, self.write_back, self.ended = rounds, gathered, write_back, ended
         # Backwards since the last step that have not ended, by autograd's number.
         self.unfinished: set[int] = set()

@@ -111,14 +111,16 @@ class ForwardWrites:
     def begin(self, i: int, fulls: list[Tensor]) -> None:
         """A unit was gathered."""
         if not self.write_back.exact:
-            self.began[i] = [self.write_back.rows(leaf, x).clone() for leaf, x in zip(self.units[i], fulls, strict=True)]
+            self.began[i] = [
+                self.write_back.rows(leaf, x).clone() for leaf, x in zip(self.units[i], fulls, strict=True)
+            ]
 
     def give(self, i: int, views: tuple[Tensor, ...]) -> None:
         """Forward is given these tensors of a unit's full parameters."""
         self.given.setdefault(i, GivenViews()).add(views)
 
     def is_replaced(self, i: int, j: int) -> bool:
-        """Whether forward has put another tensor in a leaf's place: to gather the leaf again would not give that one."""
+        """Whether forward has put another tensor in a leaf's place, which no gather would give."""
         given = self.given.get(i)
         return given is not None and given.is_replaced(j)
 
@@ -154,14 +156,7 @@ class ForwardWrites:
         # By leaf, of each time that forward was given them.
         views = zip(*[map(weakref.ref, views) for views in given.views], strict=True)
         both = zip(views, zip(*given.places, strict=True), strict=True)
-        return [Escaped(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]
-
-    def look_again(self) -> set[int]:
-        """Store what was written since into copies that were freed and that user code has; their units."""
-        changed = self.freed.look_again()
-        for i, j in changed:
-            self.counts[i][j] += 1
-        return {i for i, _ in changed}
+        return [(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]
 
     def forget(self) -> None:
         """Writes from now on into what forward was given are not looked for."""

@@ -1,14 +1,13 @@
-"""Full parameters that were freed here while user code still has them: later writes into them are found and stored.
+"""Full parameters that were freed here while user code still has them: later writes are found and stored.
 
-User code may have a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks' parameters).
-It is looked at as long as user code has it, at most to the end of the call, so memory use does not grow by it.
+User code may have a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
+parameters). It is looked at as long as user code has it, at most to the end of the call, so memory use does not grow.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +19,9 @@ from .write_back import Place, WriteBack, place
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 
-class Escaped(NamedTuple):
-    """What user code may still have of a leaf whose unit is freed.
-
-    Attributes:
-        views: tensors that forward was given, and where their memory was then.
-        own: the tensor that forward put in the leaf's place by `w.data = x`, if it did.
-    """
-
-    views: list[tuple[weakref.ref[Tensor], Place]]
-    own: Tensor | None
+# Of a leaf whose unit is freed: tensors that forward was given and where their memory was then; and the tensor that
+# forward put in the leaf's place by `w.data = x`, if it did.
+Escaped = tuple[list[tuple[weakref.ref[Tensor], Place]], Tensor | None]
 
 
 @dataclass

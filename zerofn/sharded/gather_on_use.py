@@ -138,7 +138,7 @@ class Units:
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters as tensors that are gathered when something is computed with them."""
         dtypes = self.plans.plan(i).dtypes
-        metas = [torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i]]
+        metas = (torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i])
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:

@@ -139,10 +139,11 @@ class GatheredUnits:
         if not self.forward_writes.freed.copies:
             return
         for i in list(self.live):
-            # First, while the stored shard is what the newer copy was gathered from: writes are told by comparing the two.
+            # First, while the shard is what the newer copy was gathered from: writes are found by comparing the two.
             self.settle(i)
-        for i in self.forward_writes.look_again():
-            # These writes into shards are ours, not the user's.
+        for i, j in self.forward_writes.freed.look_again():
+            self.forward_writes.counts[i][j] += 1
+            # Our own write into the shard, not one of the user's.
             self.counts[i] = writes(self.parts[i])
             self.free_unit(i, settled=True)
 
@@ -158,7 +159,7 @@ class GatheredUnits:
         """How often a parameter has changed: by updates, by user code, by the model in forward."""
         (count,) = writes([self.parts[i][j]])
         if count != self.counts[i][j]:
-            # That `.data` was asked for frees the copy too, but is no reason to refuse a graph: it may only have been read.
+            # That `.data` was asked for frees the copy too, but is no reason to refuse a graph: it may have been read.
             self.writes[i][j] += count[0] != self.counts[i][j][0]
             self.counts[i][j] = count
             self.forward_writes.leave(i)

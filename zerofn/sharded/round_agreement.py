@@ -1,4 +1,4 @@
-"""What ranks tell each other of their gradients: whether they have more, and that their steps agree."""
+"""Ranks tell each other whether they have more gradients to reduce, and compare numbers of their steps."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from torch import Tensor
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
 
-# What a rank says, as bits of one number.
+# Bits of the first number that a rank sends.
 MORE, NOTICED = 1, 2
 
 
-class Question:
+class RoundAgreement:
     """Whether there is one more round of reductions: there is if any rank wants one.
 
     Args:
-        control: a group for it, apart from what is reduced.
-        marks: names of the numbers that ranks compare with their answers.
+        control: a group for it, not that of the reductions.
+        marks: names of numbers that ranks send with it, to compare them.
 
     Attributes:
-        allowed: rounds that all ranks know of. The first one needs no agreement.
+        allowed: how many rounds all ranks know of. The first one needs no agreement.
     """
 
     def __init__(self, control: Group, marks: tuple[str, ...]):
         self.control, self.marks = control, marks
         self.allowed = 1
-        # What is under way once it is asked, and the answers.
+        # Of a question that was asked and not answered: work handle, the numbers of all ranks, those of this rank.
         self.sent: tuple[Any, Tensor, Tensor] | None = None
 
     def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
-        """Ask, if it is not asked yet; what is under way.
+        """Ask all ranks, unless they are asked already.
 
         Args:
-            more: what this rank says.
+            more: this rank wants one more round.
             marks: its numbers.
-            noticed: something of this rank that the others are to know of.
+            noticed: it has noticed something that the others must know of.
+
+        Returns:
+            A work handle.
         """
         if self.sent is None:
             numbers = marks or dict.fromkeys(self.marks, 0)
-            mine = torch.tensor([MORE * more + NOTICED * noticed, *numbers.values()], dtype=torch.int64).to(
-                self.control.device
-            )
+            said = [MORE * more + NOTICED * noticed, *numbers.values()]
+            mine = torch.tensor(said, dtype=torch.int64, device=self.control.device)
             every = mine.new_empty(self.control.size * len(mine))
             self.sent = all_gather_into(every, mine, self.control, async_op=True), every, mine
         return self.sent[0]
 
     def answer(self) -> tuple[list[list[int]], bool]:
-        """What all ranks said, and whether any has noticed something; another round is allowed if any wants one."""
+        """The numbers of each rank, and whether any has noticed something. Allows a round if any wants one."""
         assert self.sent is not None
         work, every, mine = self.sent
         work.wait()
@@ -63,7 +65,7 @@ class Question:
 
 
 def told_by_all(numbers: list[int], control: Group) -> list[list[int]]:
-    """What each rank tells, in their order."""
+    """The numbers of each rank, in the order of ranks."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
     every = mine.new_empty(control.size * len(mine))
     all_gather_into(every, mine, control)
@@ -71,7 +73,16 @@ def told_by_all(numbers: list[int], control: Group) -> list[list[int]]:
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
-    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write."""
+    """Raise on every rank if a number differs between ranks.
+
+    Args:
+        rows: the numbers of each rank.
+        names: of the numbers, for the message; behind "; " may stand what to write instead.
+        control: the ranks.
+
+    Raises:
+        RuntimeError: names each rank's value.
+    """
     for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
             told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))

@@ -8,9 +8,9 @@ around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway
 so ours hand on to the user's what is no parameter.
 
 Saved tensors that no walk reaches stay full parameters, and are freed with the graph: the numbers are right, and memory
-holds them longer. These are those of a loss that a block keeps in an attribute, of writes into views of activations that
-multiply by a parameter, and of C++ nodes. Where another module than its own computes with a parameter, it is saved
-until that module's call ends.
+holds them longer. These are those of a loss that a block keeps in an attribute, of writes into views of activations
+that multiply by a parameter, and of C++ nodes. Where another module than its own computes with a parameter, it is
+saved until that module's call ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -81,25 +82,16 @@ def _unpack(note: Note) -> Tensor:
     return local if note.form is None else note.form.wrap(local)
 
 
-class _Hooks:
-    """Saved-tensor hooks inside of the user's, which are given what is no full parameter.
+@uncompiled
+def _pack_inside(source: Units, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+    """A saved-tensor hook inside of the user's `pack`, which is given what is no full parameter."""
+    note = note_of(source, t)
+    return pack(t) if note is None else note
 
-    Args:
-        source: gathers parameters.
-        outer: the user's pack and unpack hooks.
-    """
 
-    def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]):
-        self.source, self.outer = source, outer
-
-    @uncompiled
-    def pack(self, t: Tensor) -> Any:
-        note = note_of(self.source, t)
-        return self.outer[0](t) if note is None else note
-
-    @uncompiled
-    def unpack(self, saved: Any) -> Tensor:
-        return _unpack(saved) if isinstance(saved, Note) and saved.source is self.source else self.outer[1](saved)
+@uncompiled
+def _unpack_inside(source: Units, unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    return _unpack(saved) if isinstance(saved, Note) and saved.source is source else unpack(saved)
 
 
 def noting(source: Units) -> AbstractContextManager:
@@ -107,8 +99,8 @@ def noting(source: Units) -> AbstractContextManager:
     outer = saved_tensors_hooks()
     if outer is None:
         return contextlib.nullcontext()
-    hooks = _Hooks(source, outer)
-    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    pack, unpack = partial(_pack_inside, source, outer[0]), partial(_unpack_inside, source, outer[1])
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class _Call(NamedTuple):

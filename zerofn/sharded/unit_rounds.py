@@ -106,8 +106,8 @@ class UnitRounds:
     def _expected(self, most: int) -> list[Asked]:
         """The all-gathers of parameters that followed here the last time, at most so many of them.
 
-        No reduce-scatters: each is agreed on by itself, since ranks must know whether others have a part of that gradient
-        too; and a rank that joins with zeros and brings its own part later would change the order of the sum.
+        No reduce-scatters, each of which is agreed on by itself: ranks must know whether others have a part of that
+        gradient too, and a rank that joins with zeros and brings its own part later would change the order of the sum.
         """
         found: list[Asked] = []
         two = self.last_two

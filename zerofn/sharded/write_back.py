@@ -128,7 +128,7 @@ class WriteBack:
 
 
 def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
-    """What to store of `mine`, which was `before`: where dtypes differ, an element that was not written stays as stored.
+    """What to store of `mine`, which was `before`. Where dtypes differ, what was not written stays as stored.
 
     >>> stored = torch.tensor([0.1, 0.2])
     >>> before = stored.bfloat16()
@@ -165,7 +165,7 @@ class Sampling:
         self.found = False
 
     def next(self, mode: bool = True) -> tuple[bool, bool]:
-        """Of one more call: whether parameters are compared in it, and whether some call before it did not compare them.
+        """Of one more call: whether parameters are compared in it, and whether some call before did not compare them.
 
         Args:
             mode: `module.training`: calls in `train()` and in `eval()` are counted separately.
