@@ -66,10 +66,9 @@ class FreedCopies:
         self.units, self.write_back = units, write_back
         self.copies: list[FreedCopy] = []
 
-    def hold(self, i: int, escaped: list[Escaped], refs: list[StorageRef], dtypes: list[torch.dtype]) -> None:
+    def hold(self, i: int, escaped: list[Escaped], memories: list[tuple[StorageRef, torch.dtype]]) -> None:
         """Remember what user code still has of a unit that was freed, for `look_again`."""
-        for j, (ref, leaf, dtype) in enumerate(zip(refs, self.units[i], dtypes, strict=True)):
-            views, own = escaped[j]
+        for j, (leaf, (views, own), (ref, dtype)) in enumerate(zip(self.units[i], escaped, memories, strict=True)):
             full = flat_memory(ref, dtype) if own is None else own
             if full is not None:
                 rows = self.write_back.rows(leaf, full).clone()

@@ -32,7 +32,6 @@ class GatheredUnits:
         coming: by unit whose all-gather was prefetched, what waits for it and gives full parameters.
         seen: by unit, the tensors that the model was given of it in the call under way.
         updates: how often all parameters were updated.
-        most_alive: the most units that had full parameters at once, whoever kept them.
     """
 
     def __init__(self, units: list[list[Leaf]], blocks: int, params: Leaves, forward_writes: ForwardWrites):
@@ -44,8 +43,6 @@ class GatheredUnits:
         self.seen: dict[int, tuple[Tensor, ...]] = {}
         # By number of a memory: the memory, and of which unit and place in it the full parameter is that has it.
         self.known: dict[int, tuple[StorageRef, int, int]] = {}
-        self.refs: dict[int, list[StorageRef]] = {}
-        self.most_alive = 0
         self.updates = 0
         # By unit and place in it: how often user code wrote into the shard, and the count of writes that was last seen.
         self.writes = [[0] * len(unit) for unit in units]
@@ -78,12 +75,11 @@ class GatheredUnits:
     def put(self, i: int, fulls: list[Tensor]) -> None:
         """Keep a unit's full parameters."""
         self.live[i] = fulls
-        self.refs[i] = [weakref.ref(full.untyped_storage()) for full in fulls]
-        for j, (full, ref) in enumerate(zip(fulls, self.refs[i], strict=True)):
-            if full.untyped_storage().nbytes():
-                self.known[memory(full)] = (ref, i, j)
+        for j, full in enumerate(fulls):
+            storage = full.untyped_storage()
+            if storage.nbytes():
+                self.known[memory(full)] = (weakref.ref(storage), i, j)
         self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
-        self.most_alive = max(self.most_alive, len({unit for _, unit, _ in self.known.values()} | self.coming.keys()))
         if i < self.blocks:
             self.forward_writes.begin(i, fulls)
 
@@ -106,15 +102,14 @@ class GatheredUnits:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        escaped = None
-        if i in self.forward_writes.given:
-            if not settled:
-                self.settle(i)
-            escaped, dtypes = self.forward_writes.leave(i), [full.dtype for full in self.live[i]]
+        if not settled:
+            self.settle(i)
+        escaped = self.forward_writes.leave(i)
+        memories = [(weakref.ref(full.untyped_storage()), full.dtype) for full in self.live[i]]
         del self.live[i]
         self.seen.pop(i, None)
         if escaped is not None:
-            self.forward_writes.freed.hold(i, escaped, self.refs[i], dtypes)
+            self.forward_writes.freed.hold(i, escaped, memories)
 
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's full parameters so far."""

@@ -31,20 +31,12 @@ class Source(Protocol):
 
 
 class Lazy(Tensor):
-    """A full parameter, or a view of one, that is gathered when something is computed with it.
-
-    Args:
-        blocks: gathers it.
-        place: its unit and place in it.
-        like: a tensor of its sizes, strides, offset and dtype.
-
-    Attributes:
-        age: how often the parameter had changed when this was made.
-    """
+    """A full parameter, or a view of one with the sizes and dtype of `like`, gathered on use."""
 
     # All is done in `__torch_dispatch__`, below autograd, which sees an ordinary tensor.
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     blocks: Source
+    # The leaf's unit and place in it, and how often it had changed when this was made.
     place: tuple[int, int]
     age: int
 

@@ -49,16 +49,6 @@ class Stream:
         done: takes each reduced gradient; called in a fixed order.
         marks: names of the numbers that `settle` compares.
         name: of the transform that reduces, for profilers.
-
-    Attributes:
-        home: by path, the leaf's bucket.
-        pending: by path, gradients that wait, the oldest first.
-        missing: by bucket, how many of its leaves have no gradient that waits.
-        next: the bucket to send next.
-        rounds: how many rounds are sent.
-        patience: seconds; less after each time that they were over.
-        dropping: reduced gradients are not handed to `done`.
-        flying: of each bucket under way: work handle, output, input buffer, bucket.
     """
 
     def __init__(
@@ -79,12 +69,14 @@ class Stream:
         ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
+        # By path, gradients that wait; and how many leaves of each bucket have none.
         self.pending: dict[str, deque[Tensor]] = {}
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
-        self.next = 0
-        self.rounds = 0
+        # The bucket to send next, and the rounds that were sent.
+        self.next = self.rounds = 0
         self.patience = PATIENCE
         self.dropping = False
+        # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
@@ -136,7 +128,6 @@ class Stream:
                 buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[self.next])
             del flat
             work, out = self.wire.send(buffer, async_op=True)
-        # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = sum(leaf.path not in self.pending for leaf in leaves) if self.pending else len(leaves)
         self.next = (self.next + 1) % len(self.buckets)

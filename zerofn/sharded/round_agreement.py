@@ -30,35 +30,29 @@ class RoundAgreement:
     def __init__(self, control: Group, marks: tuple[str, ...]):
         self.control, self.marks = control, marks
         self.allowed = 1
-        # Of a question that was asked and not answered: work handle, the numbers of all ranks, those of this rank.
+        # What was asked and is not answered.
         self.sent: tuple[Any, Tensor, Tensor] | None = None
 
     def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
-        """Ask all ranks, unless they are asked already.
+        """Ask all ranks, unless they are asked already; the work handle.
 
         Args:
             more: this rank wants one more round.
             marks: its numbers.
             noticed: it has noticed something that the others must know of.
-
-        Returns:
-            A work handle.
         """
         if self.sent is None:
             numbers = marks or dict.fromkeys(self.marks, 0)
-            said = [MORE * more + NOTICED * noticed, *numbers.values()]
-            mine = torch.tensor(said, dtype=torch.int64, device=self.control.device)
-            every = mine.new_empty(self.control.size * len(mine))
-            self.sent = all_gather_into(every, mine, self.control, async_op=True), every, mine
+            self.sent = _gather([MORE * more + NOTICED * noticed, *numbers.values()], self.control)
         return self.sent[0]
 
     def answer(self) -> tuple[list[list[int]], bool]:
         """The numbers of each rank, and whether any has noticed something. Allows a round if any wants one."""
         assert self.sent is not None
-        work, every, mine = self.sent
+        work, every, _ = self.sent
         work.wait()
         self.sent = None
-        rows = every.reshape(-1, len(mine)).tolist()
+        rows = every.tolist()
         said = reduce(or_, next(zip(*rows, strict=True)))
         self.allowed += said & MORE
         return rows, bool(said & NOTICED)
@@ -66,23 +60,20 @@ class RoundAgreement:
 
 def told_by_all(numbers: list[int], control: Group) -> list[list[int]]:
     """The numbers of each rank, in the order of ranks."""
+    work, every, _ = _gather(numbers, control)
+    work.wait()
+    return every.tolist()
+
+
+def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
+    """Begin to gather numbers: work handle, those of all ranks (ranks, numbers), those of this rank."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
-    every = mine.new_empty(control.size * len(mine))
-    all_gather_into(every, mine, control)
-    return every.reshape(control.size, len(mine)).tolist()
+    every = mine.new_empty((control.size, len(mine)))
+    return all_gather_into(every.view(-1), mine, control, async_op=True), every, mine
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
-    """Raise on every rank if a number differs between ranks.
-
-    Args:
-        rows: the numbers of each rank.
-        names: of the numbers, for the message; behind "; " may stand what to write instead.
-        control: the ranks.
-
-    Raises:
-        RuntimeError: names each rank's value.
-    """
+    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write instead."""
     for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
             told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))

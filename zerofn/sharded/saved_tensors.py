@@ -39,15 +39,7 @@ _FIRST = itemgetter(0)
 
 
 class Note(NamedTuple):
-    """What is saved in place of a full parameter or of a view of it.
-
-    Attributes:
-        source: gathers it again.
-        age: how often it had changed.
-        unit, index: the leaf's unit and place in it.
-        size, stride, offset: of the view.
-        form: how to make a distributed tensor of it, where tensor parallelism has saved one.
-    """
+    """What is saved in place of a full parameter or of a view of it: which one, its age, the sizes of the view."""
 
     source: Units
     age: int
@@ -56,6 +48,7 @@ class Note(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    # Makes a distributed tensor of it, where tensor parallelism has saved one.
     form: Form | None
 
 

@@ -22,18 +22,14 @@ class Uncleared:
 
     Args:
         zero: makes the zero gradient of a leaf, from its path.
-
-    Attributes:
-        had: paths of leaves that had a gradient since they were last cleared.
-        zeros: paths of leaves whose gradient is zero, if no backward reaches them.
-        used: gradients of the last step were used, and are not cleared yet.
-        warned: `missed` has warned.
     """
 
     def __init__(self, zero: Callable[[str], Tensor]):
         self.zero = zero
+        # Paths of leaves that had a gradient since it was cleared, and of those whose gradient was set to zero.
         self.had: set[str] = set()
         self.zeros: set[str] = set()
+        # Those of the last step were used, and are not cleared yet.
         self.used = False
         self.warned = False
 

@@ -19,13 +19,7 @@ NO_LIMIT = 1 << 62
 
 
 class GradBucket(NamedTuple):
-    """What one collective reduces.
-
-    Attributes:
-        leaves: whose gradients are in the buffer, one behind the other.
-        numels: the elements of each.
-        dtype: of the buffer, and of the sum.
-    """
+    """What one collective reduces: gradients of leaves, how many elements each has, the dtype of the sum."""
 
     leaves: list[Leaf]
     numels: list[int]
