@@ -94,11 +94,7 @@ class Stream:
             self._send()
 
     def _may_begin(self, behind: bool) -> bool:
-        """Whether all ranks have agreed on the next bucket's round; asks them if they have not.
-
-        Args:
-            behind: many gradients wait, so wait for the answer.
-        """
+        """Whether all ranks know of the next bucket's round; asks them if not, and waits if gradients are `behind`."""
         agreement = self.agreement
         if self.rounds < agreement.allowed:
             return True

@@ -73,7 +73,7 @@ def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
-    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write instead."""
+    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write."""
     for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
             told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))

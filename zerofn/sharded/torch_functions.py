@@ -149,8 +149,8 @@ def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """`equal` and `allclose` of wholes."""
-    other = args[1] if len(args) > 1 else kwargs.get("other")
-    for x, y in ((args[0], other), (other, args[0])):
+    x0, x1 = args[0], kwargs["other"] if "other" in kwargs else args[1]
+    for x, y in ((x0, x1), (x1, x0)):
         of = origin_of(x)
         if of is not None and origin_of(y) is None:
             check_sizes(name, of, x, y)
