@@ -92,7 +92,7 @@ class FreedCopies:
 
 
 def alive(refs: list[tuple[weakref.ref[Tensor], Place]]) -> list[tuple[Tensor, Place]]:
-    """The tensors that somebody still has."""
+    """The tensors that are still there."""
     return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
 
 

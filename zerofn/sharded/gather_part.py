@@ -1,4 +1,4 @@
-"""All-gather of parts of a sharded leaf, or of several leaves one behind the other, in the user's code.
+"""All-gather of parts of a sharded leaf, or of several concatenated leaves, in the user's code.
 
 Unlike a parameter, a gradient or what the user has computed of one cannot be sent by a rank that has not come to the
 same line. So ranks meet first (`Rounds.meet`): a rank that asks alone raises, and all raise where they have come to
@@ -48,7 +48,7 @@ class Gathering:
         """The whole, flat.
 
         Args:
-            part: this rank's elements of `pieces`, one behind the other, flat.
+            part: this rank's elements of `pieces`, concatenated, flat.
             pieces: of which leaves it is a part.
             asked: what it is gathered for, the same on all ranks.
         """

@@ -21,21 +21,19 @@ BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
 
 
 def sizes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Callable[[Any], Origin | None]) -> Any:
-    """The result of a function about sizes, asked of a meta tensor of the whole's shape."""
+    """The result of a function on meta tensors of the whole's shape in the place of parts."""
     of = origin_of(args[0])
-    told = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
-    if told is not None and of is not None and len(args) == 1 and not kwargs:
-        return told(of.shape)
-    # Of `is_same_size` the other tensor may be no part.
-    return func(*(without_memory(x, origin_of) for x in args), **kwargs)
+    answer = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
+    if answer is not None and of is not None and len(args) == 1 and not kwargs:
+        return answer(of.shape)
 
+    def on_meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        of = origin_of(x)
+        return torch.empty_like(x, device="meta") if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
 
-def without_memory(x: Any, origin_of: Callable[[Any], Origin | None]) -> Any:
-    """A meta tensor of the whole's shape for a part; of other tensors one of theirs."""
-    if not isinstance(x, Tensor):
-        return x
-    of = origin_of(x)
-    return torch.empty_like(x, device="meta") if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
+    return func(*map(on_meta, args), **{k: on_meta(x) for k, x in kwargs.items()})
 
 
 def printed(x: Tensor, of: Origin) -> str:

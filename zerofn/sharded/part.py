@@ -29,7 +29,7 @@ from .._errors import explain
 from .hook_linearity import check_linear, from_hooks
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
 from .part_writes import into_out, into_plain, write
-from .read_only_views import PLAIN, ReadOnly, check_unwritten
+from .read_only_views import ReadOnly, check_unwritten, has_other_class
 from .torch_function_arguments import tensors_in
 from .torch_function_kinds import Kind, in_place, kind_of
 from .torch_functions import HANDLERS
@@ -52,7 +52,7 @@ class Part(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _knows_better(types):
+        if has_other_class(types, (Part, ReadOnly)):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -129,12 +129,6 @@ def in_hook(out: Any, name: str) -> Any:
 def origin_of(x: Any) -> Origin | None:
     """The origin of a part; `None` of what is no part."""
     return x.of if isinstance(x, Part) else None
-
-
-def _knows_better(types: Any) -> bool:
-    """Whether another class handles the function: that of sharded parameters, or one of the user's."""
-    ours = (Part, ReadOnly)
-    return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
 
 
 def part_of(x: Tensor, of: Origin) -> Part:

@@ -23,7 +23,7 @@ class Origin(NamedTuple):
         how: how the user came by it, for messages.
         path: of the parameter; empty for a part of several.
         gradient: whether it is a gradient.
-        pieces: this rank's pieces of leaves, one behind the other; empty where they cannot be gathered.
+        pieces: this rank's pieces of leaves, concatenated; empty where they cannot be gathered.
         shape: of the whole.
         in_hook: whether a gradient hook is given it, or it is computed from that. At other stages than `shard` a hook
             is given this rank's own gradient, not a part of the mean.

@@ -23,7 +23,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(t is not ReadOnly and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types):
+        if has_other_class(types, (ReadOnly,)):
             return NotImplemented
         kwargs = kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -32,6 +32,11 @@ class ReadOnly(Tensor):
             out = func(*args, **kwargs)
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, ReadOnly)]
             return out if is_dynamo_compiling() or func.__name__ == "as_subclass" else read_only(out, given)
+
+
+def has_other_class(types: Any, ours: tuple[type, ...]) -> bool:
+    """Whether a class that is not `ours` handles the function: that of sharded parameters, or one of the user's."""
+    return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
 
 
 def read_only(out: Any, given: list[Any]) -> Any:

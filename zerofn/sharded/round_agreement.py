@@ -76,10 +76,10 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
     """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write."""
     for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
-            told = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
+            values = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
             what, _, right = name.partition("; ")
             calls = (
                 "Every rank must make the same calls of step() and zero_grad(), as many micro-batches included; "
                 "give ranks without data an empty batch."
             )
-            raise RuntimeError(f"ranks disagree on {what} ({told}). {right or calls}")
+            raise RuntimeError(f"ranks disagree on {what} ({values}). {right or calls}")

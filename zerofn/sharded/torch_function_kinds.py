@@ -20,7 +20,7 @@ class Kind(enum.Enum):
     SIZES = enum.auto()  # asks for sizes
     PRINTS = enum.auto()
     RESHAPES = enum.auto()  # gives the same elements in another shape
-    JOINS = enum.auto()  # puts tensors one behind the other
+    JOINS = enum.auto()  # concatenates tensors
     SPLITS = enum.auto()  # takes them apart again
     INDEXES = enum.auto()
     LIKE = enum.auto()  # makes a tensor beside it

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .global_shape import printed, sizes, without_memory
+from .global_shape import printed, sizes
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
 from .read_only_views import read_only
 from .torch_function_arguments import FOREACH, columns_of, side_by_side, tensors_in, wholes
@@ -67,12 +67,12 @@ def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
     if len(args) == 2 and type(args[1]) is int and args[1] == -1:
         # The most frequent one, without a meta tensor, which takes longer than the rest.
         return Stay(x.view(-1), of._replace(shape=torch.Size((of.shape.numel(),))))
-    shape = func(*(without_memory(y, origin_of) for y in args), **kwargs).shape
+    shape = sizes(func, name, args, kwargs, origin_of).shape
     return Stay(x.view(x.shape), of._replace(shape=shape))
 
 
 def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`torch.cat` of flat parts: a part of several leaves, one behind the other; of others a gather."""
+    """`torch.cat` of flat parts: a part of several concatenated leaves; of others a gather."""
     tensors = args[0]
     origins = [origin_of(x) for x in tensors] if type(tensors) in (list, tuple) else []
     along = args[1] if len(args) > 1 else kwargs.get("dim", 0)

@@ -27,8 +27,8 @@ from .unit_collectives import UnitCollectives
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 # In the place of what came before the first collective of a call or of a backward.
 START: Asked = (0, 0)
-# How many reduce-scatters are told apart where ranks meet.
-TOLD_APART = 1 << 20
+# Up to which number of reduce-scatters ranks tell each other where they meet.
+COUNTED = 1 << 20
 
 
 class UnitRounds:
@@ -101,7 +101,7 @@ class UnitRounds:
     def meet(self, what: int) -> str:
         """Wait until all ranks have come to the same; see `Rounds.meet`."""
         # Ranks in different backwards have not: their gradients differ.
-        return self.protocol.meet(lambda: what * TOLD_APART + self.kept % TOLD_APART)
+        return self.protocol.meet(lambda: what * COUNTED + self.kept % COUNTED)
 
     def _expected(self, most: int) -> list[Asked]:
         """The all-gathers of parameters that followed here the last time, at most so many of them.
