@@ -102,10 +102,12 @@ class GatheredUnits:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        if not settled:
-            self.settle(i)
-        escaped = self.forward_writes.leave(i)
-        memories = [(weakref.ref(full.untyped_storage()), full.dtype) for full in self.live[i]]
+        escaped = None
+        if i in self.forward_writes.given:
+            if not settled:
+                self.settle(i)
+            escaped = self.forward_writes.leave(i)
+            memories = [(weakref.ref(full.untyped_storage()), full.dtype) for full in self.live[i]]
         del self.live[i]
         self.seen.pop(i, None)
         if escaped is not None:
@@ -121,9 +123,9 @@ class GatheredUnits:
         """Store what forward has written at the end of a call or a backward; writes after it are not looked for."""
         if not (self.forward_writes.given or self.forward_writes.freed.copies):
             return
-        for i, given in list(self.forward_writes.given.items()):
+        for i in list(self.forward_writes.given):
             self.settle(i)
-            if given.own:
+            if self.forward_writes.given[i].own:
                 # Memory that forward put there by `w.data = x` is its own.
                 self.free_unit(i)
         self.look_again()
