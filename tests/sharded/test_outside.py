@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from time_limits import limit
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from units_alive import UnitsAlive
 
 import zerofn as zf
 
@@ -450,10 +451,10 @@ def test_a_second_parameter_over_one_is_refused_by_name():
 def alive_in_a_penalty():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
-    opt = zf.attach(model, PIPES["scaled"]())
+    alive = UnitsAlive(zf.attach(model, PIPES["scaled"]()))
     x = torch.randn(3, 16)
     (model(x).square().mean() + sum(p.square().sum() for p in model.parameters())).backward()
-    return opt._home.units.gathered.most_alive
+    return alive.most
 
 
 def test_a_penalty_holds_two_parameters_at_most():

@@ -95,10 +95,22 @@ def rows_that_say_so(model, p, g):
     return g * ROW.view(1, -1) + p * ROW.view(1, -1)
 
 
+def arguments_by_name(model, p, g):
+    """Two of the names are first arguments of other functions."""
+    assert g.flatten().view_as(other=g).is_same_size(other=g)
+    assert torch.allclose(rtol=1e-5, other=g.clone(), input=g)
+    positive = torch.where(condition=g > 0, input=g, other=torch.zeros_like(g))
+    return positive.sum() + torch.searchsorted(sorted_sequence=ROW, input=g).sum()
+
+
+def integers_that_backends_do_not_send(model, p, g):
+    return (100 * p.detach()).short().abs().sum() + (100 * g).abs().to(torch.uint16).double().sum()
+
+
 MIXED = [
     inner_step, inner_step_reversed, inner_step_by_name, inner_step_of_grad, with_its_data, mean_square,
     full_into_part, row_into_part, clipped_rows, elements_by_index, sums, teacher_by_state, parts_of_two,
-    rows_that_say_so, rows_as_long_as_parts,
+    rows_that_say_so, rows_as_long_as_parts, arguments_by_name, integers_that_backends_do_not_send,
 ]  # fmt: skip
 
 

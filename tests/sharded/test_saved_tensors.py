@@ -11,6 +11,7 @@ from time_limits import limit
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from units_alive import UnitsAlive
 
 import zerofn as zf
 
@@ -81,14 +82,15 @@ def one(how: Callable[..., Tensor], tx: zf.Transform | None) -> dict[str, Any]:
     rank, _ = P.rank_and_size()
     model = Net()
     opt = zf.attach(model, tx) if tx is not None else torch.optim.SGD(model.parameters(), lr=0.1)
+    alive = None if tx is None else UnitsAlive(opt)
     found: dict[str, Any] = {}
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     found["out"] = how(model, x, found).detach()
     found["x.grad"], found["runs"] = x.grad, model.runs
-    if isinstance(opt, torch.optim.SGD):
+    if alive is None:
         found |= {n: p.grad for n, p in model.named_parameters()}
     else:
-        found["most"] = opt._home.units.gathered.most_alive if opt._home.units is not None else 0
+        found["most"] = alive.most
         before = {n: p.detach().clone() for n, p in Net().named_parameters()}
         opt.step()
         opt.detach()

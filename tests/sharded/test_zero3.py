@@ -11,6 +11,7 @@ import torch.distributed as dist
 from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from units_alive import UnitsAlive
 
 import zerofn as zf
 import zerofn.eager.resident_params
@@ -60,7 +61,7 @@ def count_alive(kind):
     rank, _ = P.rank_and_size()
     torch.manual_seed(0)
     model = Wide(kind)
-    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    alive = UnitsAlive(zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1))))
     gc.disable()
     seen = {"forward": 0, "backward": 0}
     for block in model.blocks:
@@ -78,7 +79,7 @@ def count_alive(kind):
     left = full_weights()
     gc.enable()
     assert all(p.grad.as_subclass(torch.Tensor).abs().max() > 0 for p in model.parameters())
-    return seen, after, left, model.calls, opt._home.units.gathered.most_alive
+    return seen, after, left, model.calls, alive.most
 
 
 @pytest.mark.parametrize("kind, calls", [("plain", LAYERS), ("saved", 2 * LAYERS), ("reentrant", 2 * LAYERS)])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from units_alive import UnitsAlive
 
 import zerofn as zf
 
@@ -141,6 +142,7 @@ def eager(tx, program, steps, model, each=None):
     rank, _ = rank_and_size()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt = zf.attach(model, tx)
+    alive = UnitsAlive(opt)
     object.__setattr__(model, "opt_for_test", opt)
     norms = []
     for i in range(steps):
@@ -151,10 +153,9 @@ def eager(tx, program, steps, model, each=None):
         opt.step()
         opt.zero_grad()
         norms.append(float(opt.metrics["grad_norm"]) if "grad_norm" in opt.metrics else None)
-    most = opt._home.units.gathered.most_alive if opt._home.units is not None else 0
     opt.detach()
     after = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return {"before": before, "after": after, "norms": norms, "most": most}
+    return {"before": before, "after": after, "norms": norms, "most": alive.most}
 
 
 def pure(tx, mode, steps, model, dtype=torch.float64):

@@ -76,7 +76,7 @@ class Blocks(Units):
         self.open = False
         self.written = {p: version(x) for p, x in shards.items()}
         collect = functools.partial(_collect, self.found)
-        super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, early=False)
+        super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, prefetch=False)
 
     def handles(self, anchor: Tensor) -> Leaves:
         """Lazy parameters by path, which have a gradient if `anchor` has."""

@@ -1,4 +1,4 @@
-"""Where this rank has nothing more to send, and others may: at the end of a call, of a backward, and at a step."""
+"""A rank without anything to send takes part until all are done: after a call, after a backward, and at a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from .._compat.autograd import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward
 from .._compat.compiler import uncompiled
 from ..ranks.ordered_collectives import STEP
-from .gathered_units import Gathered
+from .gathered_units import GatheredUnits
 from .unit_rounds import UnitRounds
 from .write_back import WriteBack
 
@@ -15,68 +15,68 @@ KEPT = "how much of their gradients has come since they were last cleared"
 
 
 class Rests:
-    """The rests of one attached model.
+    """Where one attached model rests: takes part in other ranks' collectives until every rank rests.
 
     Args:
         rounds: its collectives.
         gathered: its gathered units.
-        back: takes what forward has written into them.
+        write_back: stores what forward writes into gathered copies.
         ended: called at the end of a backward, when it has ended on all ranks.
     """
 
-    def __init__(self, rounds: UnitRounds, gathered: Gathered, back: WriteBack, ended: Callable[[], None]):
-        self.rounds, self.gathered, self.back, self.ended = rounds, gathered, back, ended
-        # Backwards since the last step that have not come to their end.
-        self.waiting: set[int] = set()
+    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack, ended: Callable[[], None]):
+        self.rounds, self.gathered, self.write_back, self.ended = rounds, gathered, write_back, ended
+        # Backwards since the last step that have not ended, by autograd's number.
+        self.unfinished: set[int] = set()
 
     def after_call(self) -> None:
-        """A call has ended: other ranks may still be in theirs."""
+        """Rest after a call of the model: other ranks may still be in theirs."""
         if not in_backward():
             self.rounds.rest()
-            self.back.check()
+            self.write_back.check()
 
     @uncompiled
     def after_backward(self, *_: object) -> None:
-        """Stay available at the end of the backward that is under way, if one is: other ranks' may be longer."""
+        """Rest at the end of the backward that is under way, if one is: other ranks' may be longer."""
         task = graph_task()
-        if task == NO_BACKWARD or task in self.waiting:
+        if task == NO_BACKWARD or task in self.unfinished:
             return
 
         def rest() -> None:
-            self.waiting.discard(task)
+            self.unfinished.discard(task)
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.after_backward):
-                # A checkpoint repeats what forward writes.
+                # A checkpoint repeats forward, and what forward writes.
                 self.gathered.settle_all()
                 self.rounds.rest()
                 self.ended()
-                self.back.check()
+                self.write_back.check()
 
-        self.waiting.add(task)
+        self.unfinished.add(task)
         at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
         """What must be equal on all ranks at a step, by name.
 
-        A rank that has cleared gradients half-way through a micro-step of the others has dropped its parts of
-        sums of which they have theirs.
+        A rank that cleared gradients in the middle of the others' micro-step has dropped its parts of sums of which
+        they have theirs.
         """
-        return {KEPT: self.rounds.kept, **self.back.marks()}
+        return {KEPT: self.rounds.kept, **self.write_back.marks()}
 
     def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
-        """Wait for all ranks at a step; what each tells."""
-        # What is written into copies is known once they are let go.
+        """Rest until all ranks are at a step; the numbers that each rank tells."""
+        # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
         rows = self.rounds.rest(STEP, told)
-        self.waiting.clear()
-        self.back.sums.clear()
+        self.unfinished.clear()
+        self.write_back.sums.clear()
         return rows
 
     def for_unfinished(self) -> None:
-        """The rest of a backward that this rank has given up: another one may still be in it.
+        """Rest for a backward that raised on this rank: the others may still be in theirs.
 
-        One that has ended has rested, and to rest once more would be to wait for something that never comes.
+        One that ended has rested; a second rest would wait for ranks that never come to it.
         """
-        if self.waiting:
-            self.waiting.clear()
+        if self.unfinished:
+            self.unfinished.clear()
             self.rounds.rest()

@@ -1,103 +1,103 @@
-"""Copies of parameters that have been let go, and that somebody still has: what is written into them later.
+"""Full parameters that were freed here while user code still has them: later writes are found and stored.
 
-Somebody may have a copy after it has been let go (`torch._foreach_mul_` of a list of many blocks' parameters): it is
-looked at as long as they do, and at most to the end of the call, so that memory grows by nothing of ours.
+User code may have a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
+parameters). It is looked at as long as user code has it, at most to the end of the call, so memory use does not grow.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.layout import Leaf
-from .write_back import Place, WriteBack, place, plainly
+from .write_back import Place, WriteBack, place
 
-# Storages are one object for as long as anybody has a tensor on them.
+# A storage is one Python object for as long as anybody has a tensor on it.
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 
-class Left(NamedTuple):
-    """What somebody may have of a leaf that is let go: tensors on its memory, and data that stand in its place."""
-
-    views: list[tuple[weakref.ref[Tensor], Place]]
-    own: Tensor | None
+# Of a leaf whose unit is freed: tensors that forward was given and where their memory was then; and the tensor that
+# forward put in the leaf's place by `w.data = x`, if it did.
+Escaped = tuple[list[tuple[weakref.ref[Tensor], Place]], Tensor | None]
 
 
 @dataclass
-class Held:
-    """A copy of one leaf that has been let go, and that somebody has."""
+class FreedCopy:
+    """The full parameter of one leaf, freed here, that user code still has.
+
+    Attributes:
+        place: the leaf's unit and place in it.
+        ref: its memory; `None` where forward put a tensor of its own there, which is kept to the end of the call.
+        full: a flat tensor on that memory.
+        rows: this rank's rows of it, as they were when they were last looked at.
+        views: tensors on it that forward was given, and where their memory was then.
+    """
 
     place: tuple[int, int]
-    # Nothing where forward has put data of its own in its place: those are kept to the end of the call.
     ref: StorageRef | None
-    # Its memory, what this rank's rows were when they were looked at last, and what forward was given of it.
     full: Tensor
     rows: Tensor
     views: list[tuple[Tensor, Place]]
 
-    def renew(self) -> bool:
-        """Let go of the memory if nobody else has it; whether somebody has."""
+    def is_used(self) -> bool:
+        """Whether anybody else has the memory. Drops all references from here to find out."""
         if self.ref is None:
             return True
         refs = [(weakref.ref(view), was) for view, was in self.views]
         self.views, self.full = [], self.rows
         self.views = alive(refs)
-        found = locked(self.ref, self.rows.dtype)
+        found = flat_memory(self.ref, self.rows.dtype)
         self.full = self.rows if found is None else found
         return found is not None
 
 
-class LetGo:
-    """The copies of one model's units that are kept here no longer.
+class FreedCopies:
+    """The freed full parameters of one model's units that user code still has.
 
     Args:
         units: leaves that are gathered together.
-        back: the way back to what is stored.
+        write_back: stores what was written into them.
     """
 
-    def __init__(self, units: list[list[Leaf]], back: WriteBack):
-        self.units, self.back = units, back
-        self.held: list[Held] = []
+    def __init__(self, units: list[list[Leaf]], write_back: WriteBack):
+        self.units, self.write_back = units, write_back
+        self.copies: list[FreedCopy] = []
 
-    def hold(self, i: int, left: list[Left], refs: list[StorageRef], dtypes: list[torch.dtype]) -> None:
-        """A unit's copy has been let go. What somebody has of it is looked at again later."""
-        for j, (ref, leaf, dtype) in enumerate(zip(refs, self.units[i], dtypes, strict=True)):
-            own = left[j].own
-            full = locked(ref, dtype) if own is None else own
+    def hold(self, i: int, escaped: list[Escaped], memories: list[tuple[StorageRef, torch.dtype]]) -> None:
+        """Remember what user code still has of a unit that was freed, for `look_again`."""
+        for j, (leaf, (views, own), (ref, dtype)) in enumerate(zip(self.units[i], escaped, memories, strict=True)):
+            full = flat_memory(ref, dtype) if own is None else own
             if full is not None:
-                rows = self.back.rows(leaf, full).clone()
-                self.held.append(Held((i, j), ref if own is None else None, full, rows, alive(left[j].views)))
+                rows = self.write_back.rows(leaf, full).clone()
+                self.copies.append(FreedCopy((i, j), ref if own is None else None, full, rows, alive(views)))
 
     def look_again(self) -> list[tuple[int, int]]:
-        """Store what has been written since; the leaves of which it is, by unit and place in it."""
+        """Store what was written since the last look; the leaves that changed, by unit and place in it."""
         changed: list[tuple[int, int]] = []
-        if not self.held:
-            return changed
-        with plainly():
-            for held in self.held:
-                leaf = self.units[held.place[0]][held.place[1]]
-                for n, (view, was) in enumerate(held.views):
-                    if place(view) != was and self.back.fits(leaf, view, held.full):
-                        held.full, held.ref, held.views[n] = view.detach(), None, (view, place(view))
-                        self.back.note(leaf, held.full)
-                if self.back.store(leaf, held.full, held.rows):
-                    held.rows.copy_(self.back.rows(leaf, held.full))
-                    changed.append(held.place)
-        self.held = [held for held in self.held if held.renew()]
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            for copy in self.copies:
+                leaf = self.units[copy.place[0]][copy.place[1]]
+                for n, (view, was) in enumerate(copy.views):
+                    if place(view) != was and self.write_back.fits(leaf, view, copy.full):
+                        copy.full, copy.ref, copy.views[n] = view.detach(), None, (view, place(view))
+                        self.write_back.note(leaf, copy.full)
+                if self.write_back.store(leaf, copy.full, copy.rows):
+                    copy.rows.copy_(self.write_back.rows(leaf, copy.full))
+                    changed.append(copy.place)
+        self.copies = [copy for copy in self.copies if copy.is_used()]
         return changed
 
 
 def alive(refs: list[tuple[weakref.ref[Tensor], Place]]) -> list[tuple[Tensor, Place]]:
-    """Tensors that somebody has."""
+    """The tensors that are still there."""
     return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
 
 
-def locked(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
-    """All of a memory as a flat tensor, if anybody has it."""
+def flat_memory(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
+    """All of a storage as a flat tensor; `None` if nobody has it."""
     storage = ref()
     if storage is None or not storage.nbytes():
         return None

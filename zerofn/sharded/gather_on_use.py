@@ -1,11 +1,11 @@
-"""Parameters gathered when they are used, freed when the next are, and gathered again in backward.
+"""Parameters are gathered when they are used, freed when the next ones are, and gathered again in backward.
 
-A *unit* is what is gathered together (`units`); two are alive at a time, the one that is used and the next.
+A *unit* is the parameters that are gathered together (`unit_assignment`). Two units have full parameters at a time: the
+one that is used, and the next.
 
-What an operation saves for backward of a gathered parameter is not the tensor but a note of where it came from
-(`saved_tensors`); backward gathers the unit again. So nothing gathered outlives its use, nothing is computed twice,
-and no storage is ever resized under a tensor that somebody holds: a use after that frees memory under running
-code.
+What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again
+(`saved_tensors`). So no full parameter outlives its use and nothing is computed twice. No storage is resized to free
+a tensor that user code may hold: a later use would read memory that is gone.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ from ..core.linear_map import untracked
 from ..core.pipeline import Pipeline
 from ..ranks.group import Group
 from .flush import Rests
-from .forward_writes import Written
-from .gathered_units import ALIVE, Gathered
+from .forward_writes import ForwardWrites
+from .gathered_units import ALIVE, GatheredUnits
 from .lazy_tensor import Lazy
-from .prefetch import Course
 from .unit_collectives import UnitCollectives
 from .unit_plans import UnitPlans
-from .unit_rounds import PARAMETERS, TANGENTS, UnitRounds, lasting
+from .unit_rounds import GRADIENTS, PARAMETERS, TANGENTS, UnitRounds, lasting
+from .write_back import WriteBack
 
 
 class Units:
-    """Gathered parameters: those of one attached model, or of one evaluation of a function.
+    """The sharded parameters of one attached model, or of one evaluation of a function, and what gathers them.
 
     Args:
         plans: which leaves are gathered together, and how.
         pipe: a pipeline with a `shard`.
         params: this rank's shards by path.
-        control: a group for the exchange of what is wanted.
+        control: a group on which ranks tell each other what they want.
         scale: the loss scale in force.
-        accept: takes the gradient of a shard that other ranks' backward brought about.
+        accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
         ended: called at the end of a backward, when it has ended on all ranks.
-        early: whether the unit that is expected next is gathered before it is used.
+        prefetch: whether the unit that is expected next is gathered before it is used.
+
+    Attributes:
+        suspended: the model's parameters are full ones for a while, and are seen as they are.
+        left: the model is detached.
     """
 
     def __init__(
@@ -60,29 +64,26 @@ class Units:
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
         ended: Callable[[], None] = lambda: None,
-        early: bool = True,
+        prefetch: bool = True,
     ):
         self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
         self.collectives = UnitCollectives(plans, params, scale)
         self.pipe, self.params = pipe, params
-        self.watch = Written(self.units, params, plans.wire.span, pipe.road.exact)
-        self.gathered = Gathered(self.units, self.blocks, params, self.watch)
+        write_back = WriteBack(params, plans.wire.span, pipe.road.exact)
+        self.forward_writes = ForwardWrites(self.units, write_back)
+        self.gathered = GatheredUnits(self.units, self.blocks, params, self.forward_writes)
         # By unit and place in it: how often a parameter has changed.
         self.age = self.gathered.age
-        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, Course() if early else None)
-        self.rests = Rests(self.rounds, self.gathered, self.watch.back, ended)
-        # The parameters are full ones for a while, so that they are seen as they are.
-        self.suspended = False
-        # The model is a plain one again.
-        self.left = False
+        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, prefetch)
+        self.rests = Rests(self.rounds, self.gathered, write_back, ended)
+        self.suspended = self.left = False
 
     def look(self, path: str, keep: bool) -> Tensor:
-        """A gathered parameter, differentiable; with `keep` the same tensor until its unit is let go."""
+        """A full parameter, differentiable; with `keep` the same tensor until its unit is freed."""
+        i, j = self.plans.place[path]
         if self.suspended:
-            i, j = self.plans.place[path]
             stored = self.params[path].detach()
             return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
-        i, j = self.plans.place[path]
         if functorch_active():
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
             with beneath_functorch():
@@ -93,7 +94,7 @@ class Units:
             # The same tensor in every mode, as a parameter is.
             with lasting(), torch.enable_grad():
                 found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
-            self.watch.give(i, found)
+            self.forward_writes.give(i, found)
             if keep:
                 gathered.seen[i] = found
         elif i in gathered.live:
@@ -101,27 +102,24 @@ class Units:
         return found[j]
 
     def look_alone(self, path: str) -> Tensor:
-        """A parameter as it is stored, in full, for the world outside of the model; differentiable."""
+        """A full parameter in the stored dtype, for code outside of the model; differentiable."""
         return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.params[path])[0]
 
     def parameters(self, i: int) -> list[Tensor]:
-        """The unit's full parameters in the compute dtype, from those that are gathered or gathered now."""
+        """The unit's full parameters in the compute dtype: those that are here, or gathered now."""
         found = self.gathered.get(i)
         if found is None:
             self.gathered.drop(ALIVE - 1)
             with self._sending():
-                found = self.rounds.parameters(i)
+                found = self.rounds.perform(PARAMETERS, i)
             self.gathered.put(i, found)
         return found
 
     def parameter(self, i: int, j: int, age: int) -> Tensor:
-        """One of them.
+        """One full parameter, for a graph that was made when it had changed `age` times.
 
-        Args:
-            i: the unit.
-            j: the leaf's place in it.
-            age: its age when the graph was made that it is for. One that was made with other values is
-                refused, since autograd knows of no version here.
+        Raises:
+            RuntimeError: it has changed since. Autograd has no version to compare here.
         """
         if age != self.age(i, j):
             raise RuntimeError(
@@ -133,28 +131,28 @@ class Units:
             )
         if i not in self.gathered.live:
             return self.parameters(i)[j]
-        # Its age has told of writes into this one; those into its neighbours are told where they are used.
+        # Its age told of writes into this one; writes into its neighbours are found where those are used.
         self.gathered.live.move_to_end(i)
         return self.gathered.live[i][j]
 
     def lazies(self, i: int) -> list[Lazy]:
-        """The unit's full parameters before anything is computed with them."""
+        """The unit's full parameters as tensors that are gathered when something is computed with them."""
         dtypes = self.plans.plan(i).dtypes
-        metas = [torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i]]
+        metas = (torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i])
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """Gather something else of the parameters' layout."""
+        """Full tensors of something else that is cut as the unit's parameters are."""
         with self._sending():
-            return self.rounds.tangents(i, shards)
+            return self.rounds.perform(TANGENTS, i, shards)
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """True gradients of this rank's shards: averaged over ranks, unscaled."""
+        """True gradients of this rank's shards, averaged over ranks and unscaled, from full ones."""
         with self._sending():
-            return self.rounds.gradients(i, fulls)
+            return self.rounds.perform(GRADIENTS, i, fulls)
 
     def _sending(self) -> AbstractContextManager[Any]:
-        """What stands around each collective."""
+        """The context of each collective."""
         if self.left:
             raise RuntimeError(
                 explain(
@@ -167,7 +165,7 @@ class Units:
         return lasting()
 
     def end_of_call(self) -> None:
-        """A call has ended: its tensors belong to its graph alone."""
+        """A call of the model has ended: the tensors it was given belong to its graph alone."""
         self.gathered.settle_all()
         self.gathered.seen.clear()
         if not self.suspended:
@@ -189,7 +187,7 @@ class GatherUnit(Function):
         if kind == PARAMETERS and i >= units.blocks:
             return tuple(units.lazies(i))
         fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
-        # No views, of which torch lets nobody use one after another has been written into.
+        # Not views: torch refuses to use one of several views after a write into another.
         return tuple([full.data for full in fulls])
 
     @staticmethod
@@ -198,18 +196,18 @@ class GatherUnit(Function):
         ctx.set_materialize_grads(False)
         if inputs[2] == PARAMETERS:
             frozen = inputs[0].plans.frozen[inputs[1]]
-            ctx.mark_non_differentiable(*[output[j] for j in frozen])
+            ctx.mark_non_differentiable(*map(output.__getitem__, frozen))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:  # type: ignore[override]
-        # Parameters have no dimension for vmap: that there is a rule is all that torch wants to know.
+        # Parameters have no dimension for vmap: torch asks only whether there is a rule.
         raise RuntimeError(BATCHED)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_alone(ctx.units.units[ctx.i], gs)
-        # As what a Function returns, but for a node that nobody would go through.
+        # Without a node where nobody would differentiate it.
         found = ctx.units.gradients(ctx.i, gs) if untracked() else ScatterUnit.apply(ctx.units, ctx.i, *gs)
         return None, None, None, *found
 
@@ -234,8 +232,7 @@ class ScatterUnit(Function):
 
 
 def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
-    """Refuse cotangents of which there are several at once, each a message of its own for which collectives have no
-    rule; and sparse ones, which no message takes."""
+    """Refuse cotangents that no collective takes: batches of `vmap`, and sparse ones."""
     if all_plain(gs):
         return
     there = {leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None}

@@ -1,11 +1,11 @@
-"""Parts of a sharded leaf, or of several one behind the other, gathered to the whole: of whatever is cut as it is.
+"""All-gather of parts of a sharded leaf, or of several concatenated leaves, in the user's code.
 
-Unlike a parameter, a gradient or what a user has made of one cannot be sent by a rank that has not come to the same
-line. So ranks meet first (`ranks.join.Rounds.meet`): one that asks alone is told, and so are all where they have come
-to different ones.
+Unlike a parameter, a gradient or what the user has computed of one cannot be sent by a rank that has not come to the
+same line. So ranks meet first (`Rounds.meet`): a rank that asks alone raises, and all raise where they have come to
+different lines.
 
-The derivative of gathering is the mean over ranks of what comes back, cut: every rank computes the same from the
-whole, so that a sum over ranks would count it once for each. Each of the two is the other's derivative.
+The derivative of this gather is the mean over ranks of the cotangents, cut: every rank computes the same from the
+whole, so a sum over ranks would count it once for each rank. Each of the two is the other's derivative.
 """
 
 from __future__ import annotations
@@ -24,42 +24,47 @@ from .._errors import explain
 from ..core.layout import Leaf
 from ..core.views import Wire, over_ranks
 
+# Dtypes of so many bytes that every backend sends. Others, of integers, travel as these.
+SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
 
 class Gathering:
-    """How parts of the leaves of one attached model are gathered.
+    """Gathers parts of the leaves of one attached model.
 
     Args:
         wire: what its parameters are cut by.
-        meet: waits until all ranks have come to what has this number; where the others are, if one will not come.
-        left: whether the model is a plain one again.
+        meet: waits until all ranks have come to this number; returns where the others are, if one will not come.
+        left: whether the model is detached.
+
+    Attributes:
+        gathers: how many there were, to tell apart what the derivatives of two of them are called.
     """
 
     def __init__(self, wire: Wire, meet: Callable[[int], str], left: Callable[[], bool]):
         self.wire, self.meet, self.left = wire, meet, left
-        # By which a graph's derivatives are told from those of another gather.
         self.gathers = 0
 
     def gather(self, part: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
         """The whole, flat.
 
         Args:
-            part: what this rank has of `pieces`, one behind the other.
+            part: this rank's elements of `pieces`, concatenated, flat.
             pieces: of which leaves it is a part.
-            asked: for what, the same on all ranks.
+            asked: what it is gathered for, the same on all ranks.
         """
         self._meet(f"{asked} {part.dtype}")
         self.gathers += 1
         # What is made under `torch.inference_mode` training could not use.
         with torch.inference_mode(False), torch.no_grad():
-            # Not every backend sends what is not a number.
-            sent = part.view(torch.uint8) if part.dtype == torch.bool else part
+            number = part.is_floating_point() or part.is_complex()
+            sent = part if number else part.view(SENT_AS[part.element_size()])
             leaves = [piece.leaf for piece in pieces]
             _, rows = self.wire.send_parts(sent.split([piece.numel for piece in pieces]), leaves)
             fulls = self.wire.join_parts(rows, leaves)
             return (fulls[0] if len(fulls) == 1 else torch.cat(fulls)).view(part.dtype)
 
     def mean(self, full: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
-        """This rank's parts of the mean over ranks of something whole and flat."""
+        """This rank's parts of the mean over ranks of a flat full tensor."""
         self._meet(asked)
         view = over_ranks(self.wire.on(self.wire.group, None), False)
         fulls = full.split([piece.leaf.numel for piece in pieces])
@@ -85,13 +90,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Piece:
-    """A leaf of which something is a part.
-
-    Attributes:
-        leaf: the leaf.
-        low, high: this rank's flat range of it.
-        by: what gathers it.
-    """
+    """This rank's flat range of a leaf, from `low` to `high`, and what gathers it."""
 
     leaf: Leaf
     low: int
@@ -100,7 +99,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How much of it this rank has."""
+        """How many elements of the leaf this rank has."""
         return self.high - self.low
 
     def alike(self, other: Piece) -> bool:
@@ -109,7 +108,7 @@ class Piece:
 
 
 def piece_of(by: Gathering, leaf: Leaf, part: Tensor) -> tuple[Piece, ...]:
-    """Of which leaf a parameter is a part; of one that is kept in another form than it is cut in, nothing."""
+    """The piece that a shard is; none where a leaf is stored in another form than it is cut in."""
     low, high = by.wire.span(leaf)
     return (Piece(leaf, low, high, by),) if part.numel() == high - low else ()
 
@@ -122,7 +121,7 @@ def gathered(part: Tensor, pieces: tuple[Piece, ...], asked: str) -> Tensor:
 
 
 def cut(full: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    """This rank's part of something whole, flat."""
+    """This rank's parts of a full tensor, flat."""
     flat = full.reshape(-1)
     if len(pieces) == 1:
         return flat[pieces[0].low : pieces[0].high]
@@ -149,7 +148,7 @@ class GatherParts(Function):
 
 
 class MeanOfWholes(Function):
-    """What comes back to wholes, the mean over ranks, cut; its derivative is `GatherParts`."""
+    """Cotangents of wholes to the mean over ranks, cut; its derivative is `GatherParts`."""
 
     @staticmethod
     def forward(g: Tensor, pieces: tuple[Piece, ...], asked: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a part says of itself: the sizes of the whole, and in print which elements of it this rank has.
+"""Sizes, strides and `print` of a part: those of the whole, without a gather, so one rank may ask alone.
 
-Nothing is gathered for that, so one rank may ask alone. Strides are those of a whole that was gathered: contiguous.
+Strides are those of the gathered whole: contiguous.
 """
 
 from __future__ import annotations
@@ -14,28 +14,26 @@ from torch import Tensor
 
 from .part_origin import Origin
 
-# What is asked most often needs no tensor to be told by.
+# What is asked most often, answered without a meta tensor.
 BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
     "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": math.prod, "nelement": math.prod,
 }  # fmt: skip
 
 
 def sizes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Callable[[Any], Origin | None]) -> Any:
-    """An answer about sizes: that of a tensor of the whole's shape, without memory."""
+    """The result of a function on meta tensors of the whole's shape in the place of parts."""
     of = origin_of(args[0])
-    told = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
-    if told is not None and of is not None and len(args) == 1 and not kwargs:
-        return told(of.shape)
-    # Of `is_same_size` the other one may be none.
-    return func(*(without_memory(x, origin_of) for x in args), **kwargs)
+    answer = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
+    if answer is not None and of is not None and len(args) == 1 and not kwargs:
+        return answer(of.shape)
 
+    def on_meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        of = origin_of(x)
+        return torch.empty_like(x, device="meta") if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
 
-def without_memory(x: Any, origin_of: Callable[[Any], Origin | None]) -> Any:
-    """A tensor of the whole's shape in the place of a part; other tensors likewise."""
-    if not isinstance(x, Tensor):
-        return x
-    of = origin_of(x)
-    return torch.empty_like(x, device="meta") if of is None else torch.empty(of.shape, dtype=x.dtype, device="meta")
+    return func(*map(on_meta, args), **{k: on_meta(x) for k, x in kwargs.items()})
 
 
 def printed(x: Tensor, of: Origin) -> str:

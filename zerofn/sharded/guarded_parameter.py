@@ -1,13 +1,12 @@
-"""Parameters whose `.grad` is not the whole gradient: what torch does with it would be wrong without a word.
+"""Parameters whose `.grad` is not the full gradient refuse torch functions that would silently be wrong.
 
-Under `reduce_scatter`, `all_reduce` and in backward the gradient has left, and
-`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do
-nothing; under `shard`, and before a late reduction, every rank would clip by another norm. `model.zero_grad()`
-would leave what has left. Whoever else reads `.grad` finds what there is.
+Under `reduce_scatter`, `all_reduce` and with `in_backward=True` the gradient is reduced or used in backward, and
+`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do nothing. Under
+`shard`, and before a late reduction, every rank would clip by another norm. `model.zero_grad()` would not clear what is
+being reduced. Other readers of `.grad` get what there is.
 
-A subclass, since a parameter does not say otherwise that it is asked. Who asks is told by the frame of the
-call: to replace torch's functions would reach programs that have nothing to do with this one, and to give out
-what the other ranks have, on being asked, would hang those that ask on one rank alone, for a log.
+A subclass of `nn.Parameter`, since nothing else sees that `.grad` is read. The caller is found by its frame. To replace
+torch's functions would reach other programs in this process; to gather would hang a rank that reads `.grad` alone.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ from .part import plain
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
 INSIDE = (OURS, *COMPILER)
-# Who reads `.grad` and knows what to do where there is none.
+# Packages that read `.grad` and expect `None`.
 LIBRARIES = ("torch", PACKAGE)
 LOGGING = "accelerate"
 CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 APPLYING = CONVERTING.__code__
 COPYING = nn.Parameter.__new__.__code__
-# As for a plain parameter. For those who ask often and mean what there is: through the property it takes 2 us longer.
+# `p.grad` of a plain parameter, for this package: the property of `Partial` takes 2 us longer.
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 BY_NORM = ("clip_grad_norm_",)
 BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 
 
 def ours(frame: FrameType) -> bool:
-    """Whether this package asks."""
+    """Whether the caller is of this package."""
     return frame.f_globals.get("__name__", "").startswith(OURS)
 
 
 def in_memory(frame: FrameType) -> bool:
-    """Whether who asks for sizes works on what is in memory: this package, and the compiler."""
+    """Whether the caller means sizes in memory: this package, and the compiler."""
     return frame.f_globals.get("__name__", "").startswith(INSIDE)
 
 
 @uncompiled
 def write(p: Tensor, value: Tensor | None) -> None:
-    """As for a plain parameter. The compiler of torch 2.14 fails at descriptors."""
+    """`p.grad = value` of a plain parameter. The compiler of torch 2.14 fails at descriptors."""
     _write(p, value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of its comprehensions."""
+    """The code of a function and of its comprehensions."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -76,12 +75,12 @@ def _asking() -> frozenset[int]:
     return frozenset(id(code) for top in (CLEARING, *(f.__code__ for f in clips)) for code in _codes(top))
 
 
-# Code objects that live as long as torch does, and are compared by what is in them, which takes longer.
+# Ids of code objects of torch, which live as long as the process: to compare code objects takes longer.
 ASKING = _asking()
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Leaves:
-    """Each as a state has it: of parameters and parts of an attached model this rank's pieces, as plain tensors."""
+    """Plain tensors: of parameters and parts of an attached model this rank's shards."""
     return {path: x if type(x) is Tensor else _piece(x) for path, x in tensors.items()}
 
 
@@ -91,14 +90,14 @@ def _piece(x: Tensor) -> Tensor:
 
 
 class Asks(NamedTuple):
-    """What a parameter asks of the gradients of its model.
+    """Callbacks of a parameter to the attached model.
 
     Attributes:
-        left: whether some have left to be reduced, and are not used yet.
-        gone: whether some have left, or have been used within backward, since the last step.
-        cleared: is told that the user clears them otherwise than by `opt.zero_grad()`, and whether to `None`.
-        missed: is told that the user reads one that is gone.
-        moved: is told the path of a sharded parameter that the user has given other memory.
+        left: whether gradients are being reduced, or are reduced and not used yet.
+        gone: the same, or used within backward since the last step.
+        cleared: the user has cleared gradients otherwise than by `opt.zero_grad()`; whether to `None`.
+        missed: the user has read `.grad` of one whose gradient is gone.
+        moved: the user has given a sharded parameter other memory; its path.
     """
 
     left: Callable[[], bool]
@@ -109,22 +108,22 @@ class Asks(NamedTuple):
 
 
 class Partial(nn.Parameter):
-    """A parameter whose `.grad` is a part of its gradient, or nothing."""
+    """A parameter whose `.grad` is a part of its gradient, or `None`."""
 
-    # The class it had, and has again when it is detached or copied.
+    # The class it had, and gets again when it is detached or copied.
     plain: type[nn.Parameter]
     path: str
+    # Why `refused` functions would be wrong.
     why: str
-    # The functions that would be wrong.
     refused: tuple[str, ...]
     asks: Asks
-    # How often somebody has had `.data`, through which a tensor is written without its version counting it.
+    # How often `.data` was read, through which writes are not counted by the tensor's version.
     lent: int = 0
-    # Where the memory is that the user has given it, of which what is stored is a part as well.
+    # The address of memory that the user has given it by `p.data = x`, which the stored parameter shares.
     adopted: int | None = None
 
     def _get(self) -> Tensor | None:
-        # Asked for several times a step and leaf: half a microsecond less than by the name of the module.
+        # Read several times a step and leaf: half a microsecond less than by the name of the module.
         asking = not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING
         if asking and self._check_asked(sys._getframe(1)):
             return torch.full((), math.nan, device=self.device)
@@ -136,11 +135,11 @@ class Partial(nn.Parameter):
         return grad if grad is None else self._shown(grad, "p.grad", sys._getframe(1))
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        """As whoever asks has what is kept."""
+        """What the caller is given for the stored `x`; `how` it was asked for, for messages."""
         return x
 
     def _set(self, value: Tensor | None) -> None:
-        # A graph that the compiler made has no name.
+        # A function that the compiler made has no module name.
         asks = not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
         if asks and not asks.startswith(OURS):
             self._check_clearing("p.grad = None" if value is None else "p.grad = g")
@@ -149,7 +148,7 @@ class Partial(nn.Parameter):
         write(self, self._own(value, "p.grad = x", sys._getframe(1)))
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
-        """As what is kept has what is set by whoever asks."""
+        """What to store for `value` that the caller sets."""
         return plain(value)
 
     def _delete(self) -> None:
@@ -168,7 +167,7 @@ class Partial(nn.Parameter):
         value, mine = self._own(value, "p.data = x", frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
         if kept and not is_dynamo_compiling() and frame.f_code is APPLYING:
-            # Into the memory that there is, which the optimizer has: `model.to("cpu:0")`, as accelerate writes it.
+            # Into the memory that the optimizer has: `model.to("cpu:0")`, as accelerate calls it.
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
         else:
@@ -181,7 +180,7 @@ class Partial(nn.Parameter):
         return Tensor.detach(self)
 
     def _check_new(self, frame: FrameType) -> None:
-        """Refuse `nn.Parameter(p)`, which torch makes by `p.detach()` and would refuse in words about that."""
+        """Refuse `nn.Parameter(p)`, which calls `p.detach()`: torch's own message would be about `detach`."""
         if frame.f_code is COPYING:
             raise RuntimeError(
                 explain(
@@ -194,7 +193,7 @@ class Partial(nn.Parameter):
             )
 
     def _moved(self, frame: FrameType) -> None:
-        """It has other memory now."""
+        """The user has given it other memory."""
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():
@@ -207,7 +206,7 @@ class Partial(nn.Parameter):
             )
 
     def _check_asked(self, frame: Any) -> bool:
-        """Whether it is a norm for a log, of which nothing is clipped; an error where it would be wrong."""
+        """Whether the caller wants a norm for a log and does not clip; raises if the caller's function is refused."""
         if frame.f_code is CLEARING:
             self._check_clearing("model.zero_grad()")
             self.asks.cleared(frame.f_locals.get("set_to_none", True))
@@ -236,9 +235,9 @@ class Partial(nn.Parameter):
 
 
 def _logs(frame: Any) -> bool:
-    """Whether accelerate asks for the norm of gradients that nobody clips, as a Hugging Face Trainer does for its log.
+    """Whether accelerate computes a norm without clipping, as a Hugging Face Trainer does for its log.
 
-    It is given NaN: that is not in the way, and cannot be taken for the norm.
+    It is given NaN, which changes nothing and cannot be taken for the norm.
     """
     most = None
     while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
@@ -247,26 +246,26 @@ def _logs(frame: Any) -> bool:
     return asks == LOGGING and most == math.inf
 
 
-# How often a tensor may have been written into: as autograd counts it, and how often its memory was lent.
+# How often a tensor may have been written into: its version, and how often its `.data` was read.
 Writes = tuple[int, int]
 _LENT = attrgetter("lent")
 
 
 def writes(tensors: Collection[Tensor]) -> list[Writes]:
-    """Of each tensor; from C, since steps and calls ask of every leaf."""
+    """`Writes` of each tensor, without a call in Python for each: steps and calls ask of every leaf."""
     with torch.DisableTorchFunctionSubclass():
         try:
             return list(zip(map(version, tensors), map(_LENT, tensors), strict=True))
         except (AttributeError, RuntimeError):
-            # One is no parameter of an attached model, or was made in inference mode, where nothing is counted.
+            # One is no parameter of an attached model, or was made in inference mode and has no version.
             return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
 
 
 def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
-    """Exchange the class of a parameter, which stays the object it was; what is returned undoes it.
+    """Change the class of a parameter in place, as `torch.nn.parameter` does for lazy modules; the result undoes it.
 
-    As `torch.nn.parameter` does for lazy modules. A parameter of a class of the user's gets one that is of
-    both, unless that one has a `__torch_function__`, of which a tensor has only one.
+    A parameter of a class of the user's gets a class that is both. It is left as it is where the user's class has a
+    `__torch_function__`: a tensor has only one.
     """
     plain: Any = type(p)
     if plain is not nn.Parameter:

@@ -1,8 +1,8 @@
 """A full parameter that is gathered when something is computed with it.
 
-A `Lazy` has shape, dtype, device, a place in autograd's graph, and no memory. An operation on it gathers its
-block (`sharded.gather_on_use.Units`) and runs on that; a view of it is another `Lazy`. A subclass of Tensor is what a
-tensor without memory takes; DTensor and FSDP do the like.
+A `Lazy` has a shape, a dtype, a device, a node in autograd's graph, and no memory. An operation on it gathers its
+unit (`gather_on_use.Units`) and runs on the full parameter; a view of it is another `Lazy`. A tensor without memory has
+to be a subclass of Tensor, as DTensor is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.tree import Tree, tree_map
 
 
 class Source(Protocol):
-    """What gathers: `sharded.gather_on_use.Units`."""
+    """What gathers: `gather_on_use.Units`, which imports this file."""
 
     units: list[list[Leaf]]
     params: Leaves
@@ -31,11 +31,12 @@ class Source(Protocol):
 
 
 class Lazy(Tensor):
-    """A full parameter, or a view of one, that is gathered when something is computed with it."""
+    """A full parameter, or a view of one with the sizes and dtype of `like`, gathered on use."""
 
-    # Everything is done below autograd, which sees an ordinary tensor.
+    # All is done in `__torch_dispatch__`, below autograd, which sees an ordinary tensor.
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     blocks: Source
+    # The leaf's unit and place in it, and how often it had changed when this was made.
     place: tuple[int, int]
     age: int
 
@@ -55,7 +56,7 @@ class Lazy(Tensor):
         return self
 
     def full(self) -> Tensor:
-        """The tensor, gathered; outside of autograd."""
+        """The tensor with memory, gathered; outside of autograd."""
         with torch.no_grad(), torch.inference_mode(False):
             full = self.blocks.parameter(*self.place, self.age)
         return full.as_strided(self.size(), self.stride(), self.storage_offset())
@@ -101,7 +102,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _shape_only(lazy: Lazy) -> Tensor:
-    """What views do to sizes and strides is asked of a meta tensor."""
+    """A meta tensor of the same sizes and strides, to find those of a view of it."""
     i, j = lazy.place
     flat = torch.empty(lazy.blocks.units[i][j].numel, dtype=lazy.dtype, device="meta")
     return flat.as_strided(lazy.size(), lazy.stride(), lazy.storage_offset())
@@ -132,5 +133,5 @@ def _flat(x: Any) -> Any:
 
 
 def settled(tree: Tree) -> Tree:
-    """What a function of parameters returns, with parameters in it as tensors of their own."""
+    """A tree in which each `Lazy` is gathered, as a tensor of its own: what a function of parameters returns."""
     return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)

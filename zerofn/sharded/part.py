@@ -1,20 +1,18 @@
-"""This rank's part of a sharded parameter or of its gradient: elements alone stay a part, all else has the whole.
+"""`Part`: this rank's shard as a tensor of the global shape. Elementwise functions run on it, others gather.
 
-A part is a flat piece, and says of itself what the whole would: sizes, strides, `print` (`whole_sizes`).
-Under `shard` `p.data`, `p.detach()`, `p.grad`, what `torch.autograd.grad` returns, what a hook on `p` is given and what
-`model.state_dict()` has are parts. A decay, a clamp, a difference, an average of parts runs on them
-(`part_functions`); for what makes one number of many, products, indices, and beside full tensors they are gathered, as
-parameters are outside of the model's calls, and all ranks have the same plain result; what writes keeps this rank's
-rows (`writes_into_parts`). That is a collective in the middle of the user's code: a rank that asks alone is told, and
-within backward, where ranks may come to it in different orders, it is refused.
+Under `shard` these are parts: `p.data`, `p.detach()`, `p.grad`, what `torch.autograd.grad` returns, what a hook on `p`
+is given and what `model.state_dict()` has. A part holds this rank's flat shard, and has the sizes and strides of the
+whole (`global_shape`). Elementwise functions (a decay, a clamp, a difference, an average of parts) run on the shard
+(`torch_functions`). Reductions, products, indices and functions of a part and a full tensor gather it, and all ranks
+have the same plain result. What writes keeps this rank's rows of the result (`part_writes`). To gather is a collective
+in the middle of the user's code: a rank that calls it alone raises. Within backward, where ranks may come to it in
+different orders, it is refused.
 
-It is not torch's DTensor, though it answers the same need: of that `w.norm().item()`, `w.max().item()` and
-`bool(isnan(g).any())` are this rank's alone, without a word; `p.data = x` has no effect; `normal_` under one seed gives
-all ranks the same rows; a full tensor beside it is an error; and clipping by the largest element hangs where a rank has
-no rows.
+Torch's DTensor answers the same need, but `w.norm().item()`, `w.max().item()` and `bool(isnan(g).any())` of one are
+silently of this rank alone, `p.data = x` has no effect, `normal_` under one seed gives all ranks the same rows, a full
+tensor beside it is an error, and clipping by the largest element hangs where a rank has no rows.
 
-It costs some 5 us for an operation on elements; the library itself works on plain tensors, which `x.to_local()` gives
-to anybody.
+An elementwise function takes some 5 us longer. The library itself works on plain tensors, as `x.to_local()` gives.
 """
 
 from __future__ import annotations
@@ -31,26 +29,30 @@ from .._errors import explain
 from .hook_linearity import check_linear, from_hooks
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
 from .part_writes import into_out, into_plain, write
-from .read_only_views import PLAIN, ReadOnly, check_unwritten
+from .read_only_views import ReadOnly, check_unwritten, has_other_class
 from .torch_function_arguments import tensors_in
 from .torch_function_kinds import Kind, in_place, kind_of
 from .torch_functions import HANDLERS
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
-# Made beside a part, and of nothing that is in it.
+# Made of the part's shape and not of its elements.
 BESIDE = (Kind.LIKE, Kind.DRAWS)
-# What functions of torch call their first argument.
-FIRST = ("input", "tensors", "tensor", "self")
+# What functions of torch call their first argument; those of two of these names have it first that is first here.
+FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 
 
 class Part(Tensor):
-    """A part, or what is made of one element by element: this rank's piece, flat, with the sizes of the whole."""
+    """This rank's flat shard of a parameter or gradient, or of what was computed of one elementwise.
+
+    Attributes:
+        of: which leaf it is a part of, and how it is gathered.
+    """
 
     of: Origin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _knows_better(types):
+        if has_other_class(types, (Part, ReadOnly)):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -58,21 +60,21 @@ class Part(Tensor):
                 return func(*args, **kwargs)
             if name == "__deepcopy__":
                 return part_of(args[0].as_subclass(Tensor).clone(), args[0].of)
-            return kept(function(func, name, args, kwargs))
+            return kept(_call(func, name, args, kwargs))
 
     def to_local(self) -> Tensor:
-        """This rank's piece, flat, as a plain tensor over the same memory."""
+        """This rank's flat shard as a plain tensor on the same memory."""
         with torch.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def full_tensor(self) -> Tensor:
-        """The whole, gathered, as of one of torch's distributed tensors: a call of every rank."""
+        """The whole as a plain tensor, gathered: a collective of every rank. Named as that of DTensor."""
         with torch.DisableTorchFunctionSubclass():
             return self.of.whole(self, "full_tensor")
 
 
-def function(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function that is given parts, by what it does."""
+def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """A torch function that is given parts, by its kind."""
     if not args:
         args, kwargs = named_first(kwargs)
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
@@ -84,20 +86,20 @@ def function(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     hooked = from_hooks(args, kwargs, origin_of)
     if hooked:
         check_linear(name, kwargs, hooked)
-    # Of one argument it gives indices.
-    handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 else kind]
+    # `where(condition)` gives indices.
+    handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 and not kwargs else kind]
     out = handler(func, name, args, kwargs, origin_of)
     return in_hook(out, name) if hooked and kind not in BESIDE else out
 
 
 def named_first(kwargs: dict) -> tuple[tuple, dict]:
-    """The first argument of a function that was given it by name."""
+    """Arguments whose first one is given by position, of a function that was given it by name."""
     first = next((k for k in FIRST if k in kwargs), "")
     return ((kwargs[first],), {k: x for k, x in kwargs.items() if k != first}) if first else ((), kwargs)
 
 
 def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function that writes into its first argument, or into `out`."""
+    """Run a function that writes into its first argument, or into `out`."""
     check_unwritten(name, args, kwargs)
     hooked = from_hooks(args, kwargs, origin_of)
     if hooked:
@@ -116,7 +118,7 @@ def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf
 
 
 def in_hook(out: Any, name: str) -> Any:
-    """What a function gave, as made from what a hook is given."""
+    """The result of a function that was given what a hook was given: marked as such."""
     if type(out) is not Stay:
         return type(out)(in_hook(x, name) for x in out) if type(out) in (list, tuple) else out
     if not (out.part.is_floating_point() or out.part.is_complex()):
@@ -125,37 +127,31 @@ def in_hook(out: Any, name: str) -> Any:
 
 
 def origin_of(x: Any) -> Origin | None:
-    """Of what something is a part; nothing, if it is none."""
+    """The origin of a part; `None` of what is no part."""
     return x.of if isinstance(x, Part) else None
 
 
-def _knows_better(types: Any) -> bool:
-    """Whether there is a sharded parameter among what a function is given, or a class of the user's."""
-    ours = (Part, ReadOnly)
-    return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
-
-
 def part_of(x: Tensor, of: Origin) -> Part:
-    """The same memory as a part of something."""
-    # Not a view in the eyes of torch, of which `p.grad.detach_()` would be refused.
+    """A part on the same memory."""
+    # No view for autograd, which would refuse `p.grad.detach_()`.
     part = x.as_subclass(Part) if x.requires_grad else alias_of(x, Part)
     part.of = of
     return part
 
 
 def plain(x: Any) -> Any:
-    """The tensor by itself."""
+    """A part or a read-only view as a plain tensor; anything else as it is."""
     return x.as_subclass(Tensor) if isinstance(x, Part | ReadOnly) else x
 
 
 def own_rows(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
-    """What is to stand in the place of a part: one that is cut alike, or this rank's rows of a whole.
+    """This rank's shard of what the user sets in the place of a part, as a plain tensor.
 
     Args:
         mine: the part, as a plain tensor.
-        of: of what.
-        value: what is to stand there.
-        how: how it was given, for a message.
+        of: its origin.
+        value: a part that is cut alike, or a tensor of the whole's shape.
+        how: how the user sets it, for messages.
     """
     own, value = origin_of(value), plain(value)
     if value is None or (own is not None and of.alike(own)):
@@ -171,7 +167,7 @@ def own_rows(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
 
 
 def set_data(part: Part, value: Any) -> None:
-    """`p.grad.data = x`: into the memory that there is, for whoever asks for `p.grad` has another object each time."""
+    """`p.grad.data = x`: writes into the memory of `p.grad`, which is another object each time it is asked for."""
     mine = part.to_local()
     value = own_rows(mine, part.of, value, "x.data = y")
     if value.dtype != mine.dtype or value.device != mine.device:
@@ -183,12 +179,7 @@ def set_data(part: Part, value: Any) -> None:
 
 
 class Handed(NamedTuple):
-    """A hook of the user's, which is given parts.
-
-    Attributes:
-        hook: the user's.
-        of: of what it is given.
-    """
+    """A gradient hook of the user's, which is given a part with this origin."""
 
     hook: Callable[[Tensor], Any]
     of: Origin
@@ -198,12 +189,12 @@ class Handed(NamedTuple):
 
 
 def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:
-    """A hook of the user's, which is given parts."""
+    """A gradient hook that gives the user's `hook` a part, and takes a part or a whole from it."""
     return Handed(hook, of._replace(in_hook=True))
 
 
 def kept(out: Any) -> Any:
-    """What a function gave, with what stays a part as one."""
+    """The result of a handler, with each `Stay` in it as a `Part`."""
     if type(out) is Stay:
         return part_of(out.part, out.of) if type(out.part) is Tensor else out.part
     return type(out)(map(kept, out)) if type(out) in (list, tuple) else out

@@ -1,4 +1,4 @@
-"""Of what something is a part, how the whole of it is gathered, and what is refused where it cannot be."""
+"""`Origin`: which leaf a part is of, and how the whole is gathered; refusals where it cannot be gathered."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .._compat.autograd import in_backward
 from .._errors import explain
 from .gather_part import Piece, cut, gathered
 
-# By which the whole is asked for as such.
+# The method that asks for the whole by name, which a hook may do.
 EXPLICIT = "full_tensor"
 
 
 class Origin(NamedTuple):
-    """Of what something is a part.
+    """What a part is a part of.
 
     Attributes:
-        how: how it was come by, for messages.
-        path: of the parameter.
+        how: how the user came by it, for messages.
+        path: of the parameter; empty for a part of several.
         gradient: whether it is a gradient.
-        pieces: of which leaves, one behind the other; nothing where it cannot be gathered.
+        pieces: this rank's pieces of leaves, concatenated; empty where they cannot be gathered.
         shape: of the whole.
-        in_hook: whether a hook is given it, or it is made from that: other stages have this rank's own there.
+        in_hook: whether a gradient hook is given it, or it is computed from that. At other stages than `shard` a hook
+            is given this rank's own gradient, not a part of the mean.
     """
 
     how: str
@@ -39,13 +40,13 @@ class Origin(NamedTuple):
         return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
 
     def alike(self, other: Origin) -> bool:
-        """Whether elements in the same place belong together, on every rank."""
+        """Whether both are cut alike on every rank, so that elementwise functions may run on the shards."""
         if self.shape != other.shape or len(self.pieces) != len(other.pieces):
             return False
         return self.pieces is other.pieces or all(map(Piece.alike, self.pieces, other.pieces))
 
     def whole(self, part: Tensor, name: str) -> Tensor:
-        """All of it, for a function that has that name; differentiable."""
+        """The whole, gathered, for the function of that name; differentiable."""
         if not self.pieces or in_backward():
             refuse(name, self)
         if self.in_hook and name != EXPLICIT:
@@ -53,23 +54,23 @@ class Origin(NamedTuple):
         return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
 
     def rows(self, full: Tensor) -> Tensor:
-        """This rank's part of something whole."""
+        """This rank's flat shard of a full tensor that broadcasts to the whole."""
         return cut(full.expand(self.shape), self.pieces)
 
 
-# Of what something is a part; nothing, if it is none.
+# Gives the origin of a part; `None` of what is no part.
 OriginOf = Callable[[Any], Origin | None]
 
 
 class Stay(NamedTuple):
-    """A part, by itself, and of what."""
+    """The result of a handler that is a part: its flat shard, and its origin."""
 
     part: Tensor
     of: Origin
 
 
 def refuse(name: str, of: Origin) -> Any:
-    """In the middle of backward, and what is a part of a part that other ranks have."""
+    """Raise for a function that would gather in the middle of backward, or gather what has no `pieces`."""
     of_gradients = (
         'opt.metrics["grad_norm"] after opt.step(), which is that of the whole; or it after backward;\n'
         "zf.clip_by_global_norm(max_norm), or a zf.leafwise function of whole gradients, in the chain"
@@ -89,7 +90,7 @@ def refuse(name: str, of: Origin) -> Any:
 
 
 def refuse_in_hook(name: str, of: Origin) -> Any:
-    """Of what a hook is given, what is not linear in it."""
+    """Raise for a function that is not linear in what a gradient hook is given."""
     raise RuntimeError(
         explain(
             f"{name.strip('_')} of {of}, in a hook or of what it kept",
@@ -103,7 +104,7 @@ def refuse_in_hook(name: str, of: Origin) -> Any:
 
 
 def refuse_saving(of: Origin) -> Any:
-    """What would put a part into a file."""
+    """Raise for a function that gives out a part's memory: `torch.save`, NumPy."""
     raise RuntimeError(
         explain(
             f"saving {of}",
@@ -116,7 +117,7 @@ def refuse_saving(of: Origin) -> Any:
 
 
 def check_sizes(name: str, of: Origin, part: Tensor, x: Tensor) -> None:
-    """Refuse a plain tensor as long as this rank's piece, unless it broadcasts to the whole, as torch would have it."""
+    """Refuse a plain tensor beside a part that has the shard's shape and does not broadcast to the whole's."""
     if x.shape == part.shape and not _fits(x.shape, of.shape):
         raise RuntimeError(
             explain(

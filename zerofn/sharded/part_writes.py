@@ -1,8 +1,8 @@
-"""What is written into a part: element by element where it stands; else the whole is gathered, and its rows kept.
+"""Functions that write into a part: elementwise into the shard, others into the gathered whole.
 
-Beside a part stands what is cut alike, a number, or something that broadcasts to the whole, of which this rank takes
-its rows: `p.grad.mul_(mask)`, `p.data.copy_(full)`, `p.add_(g / g.norm())`. What writes by index, along a dimension or
-at random (`p.grad[0] = 0`, `p.renorm_(2, 0, 1)`, `p.normal_()`) writes into the whole, as one process does.
+Beside the part may stand a part that is cut alike, a number, or a tensor that broadcasts to the whole, of which this
+rank takes its rows: `p.grad.mul_(mask)`, `p.data.copy_(full)`, `p.add_(g / g.norm())`. What writes by index, along a
+dimension or at random (`p.grad[0] = 0`, `p.renorm_(2, 0, 1)`, `p.normal_()`) writes into the whole, as in one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .torch_functions import all_of_it, all_stay, beside, stays
 
 
 def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function that writes into its first argument, a part, or into those of a list."""
+    """Run a function that writes into its first argument: a part, or a list of parts."""
     if name.startswith(FOREACH):
         if (
             pointwise(name)
@@ -39,7 +39,7 @@ def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """The same into a tensor that is no part: what is written is the whole."""
+    """Run a function that writes into its first argument, a full tensor, and is given parts, which are gathered."""
     target: Tensor = args[0]
     _check_target(name, target, args[1:], origin_of)
     given = wholes(name, origin_of)
@@ -55,7 +55,7 @@ def _check_target(name: str, target: Any, args: tuple, origin_of: OriginOf) -> N
 
 
 def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function with `out=`: of elements that are cut alike here, else of wholes, and this rank's rows of it."""
+    """Run a function with `out=`: on shards where it is elementwise and all is cut alike, else on wholes."""
     target = kwargs["out"]
     of = origin_of(target)
     if of is not None and pointwise(name) and stays(name, (target, *args), kwargs, origin_of):
@@ -108,7 +108,7 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
 
 
 def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: OriginOf) -> bool:
-    """Whether `x[index] = value` is about elements in their places: all of them, or those of a mask, to one number."""
+    """Whether a function is `x[index] = value` and elementwise: of all elements, or of a mask and one number."""
     if name != "__setitem__":
         return False
     index, value = args[1:]
@@ -120,7 +120,7 @@ def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: 
 
 
 def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -> Any:
-    """What stands beside a part that is written into: as it is cut, or a number."""
+    """This rank's shard of an argument beside the part that is written into; numbers as they are."""
     if type(x) in (list, tuple):
         return type(x)(_local(y, target, of, name, origin_of) for y in x)
     if not isinstance(x, Tensor):

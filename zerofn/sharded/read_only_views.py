@@ -1,6 +1,6 @@
-"""Views of a gathered copy, into which nobody writes: it would be lost.
+"""Views of a gathered whole refuse writes, which would be lost.
 
-`p.grad[0].zero_()` writes through a view into a gradient. Of a part the row is gathered, and is no view of it.
+In torch `p.grad[0].zero_()` writes into the gradient through a view. Of a part the row is gathered, and is no view.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 class ReadOnly(Tensor):
-    """A view of a gathered copy."""
+    """A view of a gathered whole."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(t is not ReadOnly and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types):
+        if has_other_class(types, (ReadOnly,)):
             return NotImplemented
         kwargs = kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -34,15 +34,20 @@ class ReadOnly(Tensor):
             return out if is_dynamo_compiling() or func.__name__ == "as_subclass" else read_only(out, given)
 
 
+def has_other_class(types: Any, ours: tuple[type, ...]) -> bool:
+    """Whether a class that is not `ours` handles the function: that of sharded parameters, or one of the user's."""
+    return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
+
+
 def read_only(out: Any, given: list[Any]) -> Any:
-    """What a function gave; a view of something that was gathered for it as one."""
+    """The result of a function, with views of `given`, the wholes that were gathered for it, as `ReadOnly`."""
     if type(out) is Tensor and any(memory(out) == memory(x) for x in given):
         return out.as_subclass(ReadOnly)
     return type(out)(read_only(x, given) for x in out) if type(out) in (list, tuple) else out
 
 
 def check_unwritten(name: str, args: tuple, kwargs: dict) -> None:
-    """Refuse to write into one."""
+    """Refuse a function that writes into a read-only view."""
     into = [args[0] if args and in_place(name) else None, kwargs.get("out")]
     if name != "requires_grad_" and any(_is(x) for x in into):
         raise RuntimeError(

@@ -1,14 +1,13 @@
-"""Gradients leave during backward: bucket after bucket, in an order that no rank's graph can change.
+"""Gradients are reduced during backward, bucket after bucket, in one order on all ranks whatever their graphs.
 
-Backward has no end that could be observed: an unused parameter never fires, checkpointing nests backwards, a
-kept graph runs again. So nothing here waits for one. A bucket is sent once all of its leaves have a
-gradient and the bucket before it is on its way; whatever is left, `settle` sends. A *round* is one pass over
-all buckets, with the first gradient that waits of each leaf. Those of later backwards queue: added up beforehand
-they would be fewer messages, but how many had come by then is a matter of time, and so would be the last bits
-of the sum. What must be equal on all ranks is the number of rounds. The first one needs no agreement, since
-`settle` always completes it. Before every further one ranks tell each other whether they want it, and nobody
-waits long for the answer before `settle`: until then another rank may be in a collective of the user's, which
-waits for this one.
+The end of a backward cannot be observed: an unused parameter never fires, checkpointing nests backwards, a kept
+graph runs again. So nothing here waits for it. A bucket is sent once all of its leaves have a gradient and the bucket
+before it was sent; `settle` sends the rest. A *round* is one pass over all buckets, with the oldest waiting gradient of
+each leaf. Gradients of later backwards queue. To add them up first would save messages, but how many have come by
+then depends on timing, and so would the last bits of the sum. All ranks must make the same number of rounds. The first
+one needs no agreement, since `settle` always completes it. Before every further one ranks tell each other whether they
+want it. Nobody waits long for the answer before `settle`: another rank may be in a collective of the user's, which
+waits for this rank.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from ..core.coalesced_views import Like, cut
 from ..core.layout import Leaf
 from ..core.views import Wire
 from ..ranks.group import Group
-from .round_agreement import Question, check_marks
-from .unit_plans import Sum
+from .round_agreement import RoundAgreement, check_marks
+from .unit_plans import GradBucket
 
-# Buckets under way at once. Each holds one buffer; more would make a full gradient of them.
+# Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
 IN_FLIGHT = 2
-# Gradients of one leaf that may wait before backward does.
+# Gradients of one leaf that may wait before backward waits for other ranks.
 DEPTH = 2
-# Seconds that backward waits for other ranks to take a bucket off its hands, before it goes on with more
-# under way or waiting: a rank that has no gradient for that bucket sends it at `settle` only, and may be held up on the
-# way there by a collective of the user's that waits for this very rank.
+# Seconds that backward waits for a bucket to be reduced before it goes on with more of them under way or waiting. A
+# rank that has no gradient for that bucket sends it only at `settle`, and may be blocked on the way there by a
+# collective of the user's that waits for this rank.
 PATIENCE = 1.0
 
 
 class Stream:
-    """Reduces the gradients of resident parameters as they arrive.
+    """Reduces the gradients of full parameters as they arrive.
 
     Args:
-        wire: what carries them, on a group of this stream's own.
-        control: a group for the agreement at `settle`, apart from the buckets under way.
+        wire: the collectives, on a group of their own.
+        control: another group, for the agreement on rounds and at `settle`.
         leaves: trainable leaves, in the order in which backward is expected to reach them.
-        like: what the gradient of each is.
-        done: takes a reduced gradient to its place; called in a fixed order.
+        like: by path, shape, dtype and device of gradients.
+        done: takes each reduced gradient; called in a fixed order.
         marks: names of the numbers that `settle` compares.
         name: of the transform that reduces, for profilers.
     """
@@ -62,26 +61,31 @@ class Stream:
         marks: tuple[str, ...],
         name: str,
     ):
-        self.question = Question(control, marks)
+        self.agreement = RoundAgreement(control, marks)
         self.wire, self.control, self.done, self.name = wire, control, done, name
-        self.buckets = [_sum_of(bucket, like) for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})]
+        self.buckets = [
+            GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
+            for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})
+        ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
+        # By path, gradients that wait; and how many leaves of each bucket have none.
         self.pending: dict[str, deque[Tensor]] = {}
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
-        self.next = 0
-        self.rounds = 0
+        # The bucket to send next, and the rounds that were sent.
+        self.next = self.rounds = 0
         self.patience = PATIENCE
         self.dropping = False
+        # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has arrived since all was settled."""
+        """Whether nothing has arrived since the last `settle`."""
         return not (self.pending or self.rounds or self.next)
 
     def arrived(self, path: str, grad: Tensor) -> None:
-        """A gradient of this rank. It belongs to the stream from now on."""
+        """Take a gradient of this rank, which may be written into from now on; send the buckets that it completes."""
         queue = self.pending.setdefault(path, deque())
         queue.append(grad)
         if len(queue) == 1:
@@ -90,26 +94,29 @@ class Stream:
             self._send()
 
     def _may_begin(self, behind: bool) -> bool:
-        """Whether the next bucket's round is one that all ranks know of; asks them if it is not."""
-        question = self.question
-        if self.rounds < question.allowed:
+        """Whether all ranks know of the next bucket's round; asks them if not, and waits if gradients are `behind`."""
+        agreement = self.agreement
+        if self.rounds < agreement.allowed:
             return True
-        work = question.ask(True)
-        if work.is_completed() or (behind and self._comes(work, "all_gather")):
-            question.answer()
-        return self.rounds < question.allowed
+        work = agreement.ask(True)
+        if work.is_completed() or (behind and self._done_in_time(work, "all_gather")):
+            agreement.answer()
+        return self.rounds < agreement.allowed
 
-    def _comes(self, work: Any, what: str) -> bool:
-        """Wait for a collective, but not for ever. Whether it is done."""
+    def _done_in_time(self, work: Any, what: str) -> bool:
+        """Wait for a collective for some seconds, see `PATIENCE`; whether it is done."""
+        deadline = time.monotonic() + self.patience
         with ranged(WAIT, what):
-            if _within(self.patience, work):
-                return True
-        # Most likely the program is one where it happens at each step.
-        self.patience /= 4
-        return False
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    # Most likely it will not be done in time in any step of this program.
+                    self.patience /= 4
+                    return False
+                time.sleep(5e-5)
+        return True
 
     def _send(self) -> None:
-        """Send the next bucket with what has arrived for it."""
+        """Send the next bucket with the gradients that have arrived for it."""
         leaves, numels, dtype = self.buckets[self.next]
         with ranged(VIEW, self.name):
             with torch.no_grad():
@@ -117,7 +124,6 @@ class Stream:
                 buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[self.next])
             del flat
             work, out = self.wire.send(buffer, async_op=True)
-        # The buffer must live until the work is done.
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = sum(leaf.path not in self.pending for leaf in leaves) if self.pending else len(leaves)
         self.next = (self.next + 1) % len(self.buckets)
@@ -125,12 +131,13 @@ class Stream:
         self._hold_back()
 
     def _hold_back(self) -> None:
-        """Keep few buckets under way."""
+        """Wait until few buckets are under way."""
         what = "reduce_scatter" if self.wire.cuts else "all_reduce"
-        while len(self.flying) > IN_FLIGHT and self._comes(self.flying[0][0], what):
+        while len(self.flying) > IN_FLIGHT and self._done_in_time(self.flying[0][0], what):
             self._land()
 
     def _land(self) -> None:
+        """Wait for the oldest bucket under way, and hand on its reduced gradients."""
         work, out, _, i = self.flying.popleft()
         work.wait()
         leaves, numels = self.buckets[i][:2]
@@ -139,39 +146,39 @@ class Stream:
         with torch.no_grad():
             for leaf, g in zip(leaves, self.wire.unpack(out, leaves, numels), strict=True):
                 if g is not None:
-                    # Parts of one buffer, which all leaves of the bucket keep alive together.
+                    # A view of the bucket's buffer.
                     self.done(leaf, g)
 
     def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:
-        """Send what is left, on every rank as many rounds, and wait for all of it.
+        """Send what is left, in as many rounds on every rank, and wait for all of it.
 
         Args:
-            marks: numbers that must be equal on all ranks, by the names it was made with.
-            noticed: something of this rank that the others are to know of.
+            marks: by the names of the constructor, numbers that must be equal on all ranks.
+            noticed: this rank has noticed something that the others must know of.
 
         Returns:
             Whether any rank has noticed something.
 
         Raises:
-            RuntimeError: on every rank, if a number differs; each rank's value is named.
+            RuntimeError: on every rank, if a number differs; names each rank's value.
         """
-        question = self.question
+        agreement = self.agreement
         while True:
-            while self.rounds < question.allowed:
+            while self.rounds < agreement.allowed:
                 self._send()
-            question.ask(bool(self.pending), marks, noticed)
-            rows, found = question.answer()
-            if self.rounds == question.allowed:
+            agreement.ask(bool(self.pending), marks, noticed)
+            rows, found = agreement.answer()
+            if self.rounds == agreement.allowed:
                 break
         while self.flying:
             self._land()
-        self.rounds, question.allowed = 0, 1
+        self.rounds, agreement.allowed = 0, 1
         if rows.count(rows[0]) < len(rows):
             check_marks([row[1:] for row in rows], list(marks), self.control)
         return found
 
     def discard(self, marks: dict[str, int]) -> None:
-        """Forget what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
+        """Drop what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
         self.pending.clear()
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
         self.dropping = True
@@ -181,22 +188,8 @@ class Stream:
             self.dropping = False
 
 
-def _within(seconds: float, work: Any) -> bool:
-    """Whether an operation ends in time: see `PATIENCE`."""
-    deadline = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(5e-5)
-    return True
-
-
-def _sum_of(bucket: list[Leaf], like: dict[str, Like]) -> Sum:
-    return Sum(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
-
-
 def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:
-    """The first gradient of a leaf that waits, flat, which it does no longer."""
+    """Take the oldest waiting gradient of a leaf, flat; `None` if none waits."""
     queue = pending.get(path)
     if queue is None:
         return None

@@ -1,15 +1,16 @@
-"""What autograd saves of a gathered parameter: a note of where it came from, and not the tensor.
+"""Autograd saves a note of where a full parameter came from in place of the full parameter.
 
-So what is gathered does not outlive its use: backward gathers it again. At the end of a block's call its graph is
-walked, and what it has saved of gathered parameters is exchanged for notes (`Walks`). Hooks for saved tensors that
-stand around the call would do so at once, but while there are any torch refuses `torch.func.grad`, `vjp` and `jacrev`.
-Where the user has some around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway, and ours are
-put inside of them (`noting`): a checkpoint holds all that it repeats. Hooks do not add up, torch runs those
-that were entered last, so what is no parameter is handed on to the user's.
+So no full parameter outlives its use: backward gathers it again. At the end of a block's call its graph is walked, and
+full parameters among saved tensors are exchanged for notes (`Walks`). Saved-tensor hooks around the call would do so
+at once, but while there are any torch refuses `torch.func.grad`, `vjp` and `jacrev`. Where the user has such hooks
+around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway, and ours are put inside of them
+(`noting`), or a checkpoint would hold all parameters that it repeats. Torch runs only the hooks that were entered last,
+so ours hand on to the user's what is no parameter.
 
-What no walk reaches is saved as it is, and freed with the graph: right, and as large as a parameter. These are a loss
-that a block keeps in an attribute, writes into views of activations that multiply by a parameter, and C++ nodes; a
-parameter that another module than its own computes with is saved until that one's call ends.
+Saved tensors that no walk reaches stay full parameters, and are freed with the graph: the numbers are right, and memory
+holds them longer. These are those of a loss that a block keeps in an attribute, of writes into views of activations
+that multiply by a parameter, and of C++ nodes. Where another module than its own computes with a parameter, it is
+saved until that module's call ends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -31,12 +33,13 @@ from .._compat.tensors import local_of, version
 from ..ranks.dtensor_parameters import Form, is_distributed
 from .gather_on_use import Units
 
+# Above every number of an autograd node.
 NEVER = 1 << 64
-_NODE = itemgetter(0)
+_FIRST = itemgetter(0)
 
 
 class Note(NamedTuple):
-    """What is saved in place of a gathered parameter, or of a view of it."""
+    """What is saved in place of a full parameter or of a view of it: which one, its age, the sizes of the view."""
 
     source: Units
     age: int
@@ -45,22 +48,22 @@ class Note(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    # What is saved of one that tensor parallelism has made is a distributed tensor.
+    # Makes a distributed tensor of it, where tensor parallelism has saved one.
     form: Form | None
 
 
 def note_of(source: Units, t: Tensor) -> Note | None:
-    """The note for a tensor that is saved; `None` for what is no parameter."""
+    """The note for a saved tensor; `None` for what is no full parameter."""
     local = _local(t)
     found = source.gathered.origin(local)
-    if found is None or source.watch.is_elsewhere(*found):
+    if found is None or source.forward_writes.is_replaced(*found):
         return None
     place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
     return Note(source, source.age(*found), *found, *place, None if local is t else Form.of(t))
 
 
 def _local(t: Tensor) -> Tensor:
-    """What this rank has of a tensor that is saved."""
+    """What this rank has of a saved tensor."""
     return t if type(t) is Tensor or not is_distributed(t) else local_of(t)
 
 
@@ -72,83 +75,77 @@ def _unpack(note: Note) -> Tensor:
     return local if note.form is None else note.form.wrap(local)
 
 
-class _Hooks:
-    """Hooks for saved tensors, inside of others."""
+@uncompiled
+def _pack_inside(source: Units, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+    """A saved-tensor hook inside of the user's `pack`, which is given what is no full parameter."""
+    note = note_of(source, t)
+    return pack(t) if note is None else note
 
-    def __init__(self, source: Units, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]):
-        self.source, self.outer = source, outer
 
-    @uncompiled
-    def pack(self, t: Tensor) -> Any:
-        note = note_of(self.source, t)
-        return self.outer[0](t) if note is None else note
-
-    @uncompiled
-    def unpack(self, saved: Any) -> Tensor:
-        return _unpack(saved) if isinstance(saved, Note) and saved.source is self.source else self.outer[1](saved)
+@uncompiled
+def _unpack_inside(source: Units, unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    return _unpack(saved) if isinstance(saved, Note) and saved.source is source else unpack(saved)
 
 
 def noting(source: Units) -> AbstractContextManager:
-    """Inside, the parameters that `source` has gathered are saved as notes, if there are hooks around."""
+    """A context in which full parameters of `source` are saved as notes at once, if the user has saved-tensor hooks."""
     outer = saved_tensors_hooks()
     if outer is None:
         return contextlib.nullcontext()
-    hooks = _Hooks(source, outer)
-    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    pack, unpack = partial(_pack_inside, source, outer[0]), partial(_unpack_inside, source, outer[1])
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Walk:
-    """The call of one module, under way.
+class _Call(NamedTuple):
+    """The call of a block that is under way.
 
     Attributes:
-        module: it.
+        module: the block.
         start: the number of the first autograd node that may be made in it.
-        inner: of calls inside of it that have been walked, in order: where their nodes begin and end, and the older
-            nodes that lead out of them.
+        inner: of calls inside of it that have ended, in order: the number of their first node, that behind their last
+            one, and the older nodes that their graph leads to.
     """
 
-    __slots__ = ("inner", "module", "start")
-
-    def __init__(self, module: Any, start: int):
-        self.module, self.start = module, start
-        self.inner: list[tuple[int, int, list[Any]]] = []
+    module: Any
+    start: int
+    inner: list[tuple[int, int, list[Any]]]
 
 
 class Walks:
-    """The calls of blocks that are under way in one thread, each walked when it ends.
+    """The calls of blocks that are under way in one thread. The graph of each is walked when it ends.
 
     Args:
-        source: what gathers.
+        source: gathers parameters.
     """
 
     def __init__(self, source: Units):
         self.source = source
-        self.open: list[_Walk] = []
+        self.open: list[_Call] = []
 
     def begin(self, module: Any) -> None:
         """A call begins."""
-        # Hooks that are there have packed all, when it ends.
-        self.open.append(_Walk(module, next_sequence() if saved_tensors_hooks() is None else NEVER))
+        # Where there are hooks, `noting` has made the notes already.
+        self.open.append(_Call(module, next_sequence() if saved_tensors_hooks() is None else NEVER, []))
 
     def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
-        """It has ended, and those inside of it which an error has ended have as well."""
+        """A call has ended; calls inside of it that are still open were ended by an exception."""
         while self.open:
-            walk = self.open.pop()
-            if walk.module is module:
+            call = self.open.pop()
+            if call.module is module:
                 break
         else:
             return
-        if walk.start == NEVER:
+        if call.start == NEVER:
             return
-        older = self._through(walk, [innermost(t).grad_fn for t in outputs])
+        older = self._walk(call, [innermost(t).grad_fn for t in outputs])
         if self.open:
-            self.open[-1].inner.append((walk.start, next_sequence(), older))
+            self.open[-1].inner.append((call.start, next_sequence(), older))
 
-    def _through(self, walk: _Walk, nodes: list[Any]) -> list[Any]:
-        """Go through all nodes of a call; the older ones that they lead to."""
-        starts = [start for start, _, _ in walk.inner]
+    def _walk(self, call: _Call, nodes: list[Any]) -> list[Any]:
+        """Make notes at all nodes of a call, from those of its outputs on; the older nodes that they lead to."""
+        starts = list(map(_FIRST, call.inner))
         older: list[Any] = []
-        # Nodes are kept: an id is only unique among the living.
+        # Nodes are kept: the id of one that is gone may be given to another.
         seen: dict[int, Any] = {}
         passed: set[int] = set()
         while nodes:
@@ -157,26 +154,27 @@ class Walks:
                 continue
             seen[id(node)] = node
             number = number_of(node)
-            if number < walk.start:
+            if number < call.start:
                 older.append(node)
                 continue
             k = bisect_right(starts, number) - 1
-            if k >= 0 and number < walk.inner[k][1]:
+            if k >= 0 and number < call.inner[k][1]:
+                # Of a call inside, which was walked.
                 if k not in passed:
                     passed.add(k)
-                    nodes += walk.inner[k][2]
+                    nodes += call.inner[k][2]
                 continue
             for saved in saved_by(node):
                 self._exchange(saved)
-            nodes += map(_NODE, node.next_functions)
+            nodes += map(_FIRST, node.next_functions)
         return older
 
     def _exchange(self, saved: Any) -> None:
         t = saved.data
-        # What hooks have packed is no tensor. What has been written into since is left to torch, which compares
+        # What hooks have packed is no tensor. One that was written into since is left to torch, which compares
         # versions where there are no hooks, and refuses a backward with other numbers than forward's.
         if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(_local(t)):
             return
         with contextlib.suppress(RuntimeError):
-            # It is refused where the user's hooks hand on what they are given.
+            # Torch refuses it where the user's hooks return what they are given.
             saved.register_hooks(lambda _: note, _unpack)

@@ -1,4 +1,4 @@
-"""What functions of torch are given: tensors in lists, columns of `foreach` functions, wholes in the place of parts."""
+"""Arguments of torch functions: tensors in lists, columns of `foreach` functions, wholes in the place of parts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FOREACH = "_foreach_"
 
 
 class Wholes:
-    """What a function of wholes is given in the place of parts, each gathered once.
+    """Gathers the parts among a function's arguments, each once.
 
     Args:
-        whole: of a part; `None` of what is none.
+        whole: gathers a part; `None` of what is no part.
     """
 
     def __init__(self, whole: Callable[[Any], Tensor | None]):
@@ -24,7 +24,7 @@ class Wholes:
         self.found: dict[int, Tensor] = {}
 
     def of(self, x: Any) -> Any:
-        """A part's whole; of what is none itself; of a list each of its elements."""
+        """The same argument with wholes in the place of parts, in lists and dicts too."""
         if type(x) in (list, tuple):
             return type(x)(map(self.of, x))
         if type(x) is dict:
@@ -39,12 +39,12 @@ class Wholes:
 
 
 def wholes(name: str, origin_of: OriginOf) -> Wholes:
-    """For the function of that name."""
+    """`Wholes` for the function of that name."""
     return Wholes(lambda x: None if (of := origin_of(x)) is None else of.whole(x, name))
 
 
 def tensors_in(args: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists of them."""
+    """Tensors among arguments, and in lists among them."""
     for x in args:
         if isinstance(x, Tensor):
             yield x
@@ -53,14 +53,14 @@ def tensors_in(args: Any) -> Iterator[Tensor]:
 
 
 def columns_of(args: tuple) -> Iterator[tuple]:
-    """The arguments of a `foreach` function for each tensor of its lists: lists of one."""
+    """The arguments of a `foreach` function for each tensor of its lists, as lists of one element."""
     longest = max((len(x) for x in args if type(x) in (list, tuple)), default=0)
     for i in range(longest):
         yield tuple(type(x)(x[i : i + 1]) if type(x) in (list, tuple) else x for x in args)
 
 
 def side_by_side(args: tuple) -> Iterator[tuple]:
-    """What meets in a `foreach` function: the first elements of its lists and what is no list, the second ones, ..."""
+    """Tensors that a `foreach` function takes together: the n-th elements of its lists, and tensors beside them."""
     lists = [x for x in args if type(x) in (list, tuple)]
     alone = [x for x in args if isinstance(x, Tensor)]
     return (column + tuple(alone) for column in zip(*lists, strict=False))

@@ -1,4 +1,4 @@
-"""What functions of torch do to a part: treat elements alone, look, ask for sizes, reshape, write, compute."""
+"""Kinds of torch functions on a part: elementwise, asking for sizes, reshaping, writing, computing, ..."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .._compat.tensors import SHALLOW
 class Kind(enum.Enum):
     """What a function does."""
 
-    ELEMENTS = enum.auto()  # gives elements that are made of those in the same place
-    LOOKS = enum.auto()  # asks, or gives the same elements
+    ELEMENTS = enum.auto()  # elementwise
+    LOOKS = enum.auto()  # asks about the tensor, or gives the same elements
     SIZES = enum.auto()  # asks for sizes
     PRINTS = enum.auto()
     RESHAPES = enum.auto()  # gives the same elements in another shape
-    JOINS = enum.auto()  # puts tensors one behind the other
+    JOINS = enum.auto()  # concatenates tensors
     SPLITS = enum.auto()  # takes them apart again
     INDEXES = enum.auto()
     LIKE = enum.auto()  # makes a tensor beside it
-    MAKES = enum.auto()  # makes a tensor of a shape that it is told
-    DRAWS = enum.auto()  # makes random numbers beside it
-    SAVES = enum.auto()  # gives away memory
+    MAKES = enum.auto()  # makes a tensor of a given shape
+    DRAWS = enum.auto()  # makes a tensor of random numbers beside it
+    SAVES = enum.auto()  # gives out the memory
     COMPARES = enum.auto()
-    WRITES = enum.auto()  # into its first argument, and not element by element
-    COMPUTES = enum.auto()
+    WRITES = enum.auto()  # writes into its first argument, and not elementwise
+    COMPUTES = enum.auto()  # all else
 
 
 # fmt: off
-# Of what torch does not tag as such.
+# Elementwise, and not tagged as such by torch.
 POINTWISE = frozenset({
     "copy", "divide", "fill", "floor_divide", "isclose", "masked_fill", "multiply", "not_equal", "square", "subtract",
     "zero",
 })
-# Names that mean a reduction as well.
+# Names of an elementwise function and of a reduction.
 REDUCING = frozenset({"max", "min"})
 LOOKS = frozenset({
     "__delete__", "__dir__", "__hash__", "__set__", "alias", "as_subclass", "backward", "bfloat16", "clone",
@@ -65,7 +65,7 @@ BY_NAME = {
     Kind.JOINS: frozenset({"cat", "concat", "concatenate", "hstack"}),
     Kind.SPLITS: frozenset({"split", "split_with_sizes"}),
     Kind.INDEXES: frozenset({"__getitem__"}),
-    # By which torch.save, safetensors and NumPy come at what a tensor holds.
+    # With which torch.save, safetensors and NumPy read memory.
     Kind.SAVES: frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"}),
     Kind.COMPARES: frozenset({"allclose", "equal"}),
 }
@@ -89,7 +89,7 @@ INIT = nn.init.__name__
 
 @functools.cache
 def pointwise(name: str) -> bool:
-    """Whether a function treats elements alone, so that shapes that differ are broadcast.
+    """Whether a function is elementwise, and broadcasts its arguments.
 
     >>> pointwise("_foreach_lerp_"), pointwise("__radd__"), pointwise("isnan"), pointwise("sum")
     (True, True, True, False)
@@ -112,11 +112,11 @@ def in_place(name: str) -> bool:
 
 @functools.cache
 def kind_of(name: str, attribute: str = "") -> Kind:
-    """What a function does to a part.
+    """The kind of a function.
 
     Args:
         name: its name.
-        attribute: which one, where it gives an attribute.
+        attribute: the name of the attribute, if it is `__get__` of one.
 
     >>> kind_of("mul_"), kind_of("norm"), kind_of("view"), kind_of("__get__", "T"), kind_of("cumsum_")
     (<Kind.ELEMENTS: 1>, <Kind.COMPUTES: 15>, <Kind.RESHAPES: 5>, <Kind.COMPUTES: 15>, <Kind.WRITES: 14>)
@@ -138,10 +138,10 @@ def kind_of(name: str, attribute: str = "") -> Kind:
 
 
 def from_init(func: object) -> bool:
-    """Whether a function fills a parameter for the first time."""
+    """Whether a function is one of `torch.nn.init`."""
     return getattr(func, "__module__", None) == INIT
 
 
 def dtype_in(args: tuple, kwargs: dict) -> bool:
-    """Whether `x.view(dtype)` is meant."""
+    """Whether a dtype is among the arguments, as in `x.view(dtype)`."""
     return any(isinstance(x, torch.dtype) for x in (*args, *kwargs.values()))

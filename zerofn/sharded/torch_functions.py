@@ -1,9 +1,11 @@
-"""Functions of parts: what treats elements alone stays a part, what computes otherwise has the whole.
+"""Torch functions of parts, by kind: elementwise ones give a part; others gather and give a plain tensor.
 
-A function of elements runs on this rank's part where all that it is given is cut alike. Beside a tensor of the whole's
-shape, and for everything else (`g.norm()`, `g1 @ g2`, `g.view(-1)[i]`), parts are gathered first, and what comes of it
-is a plain tensor, the same on all ranks. `foreach` functions go through their lists one by one, so that two wholes are
-alive at a time and not a model.
+An elementwise function runs on this rank's shard where all parts among its arguments are cut alike. Beside a tensor of
+the whole's shape, and for all other functions (`g.norm()`, `g1 @ g2`, `g.view(-1)[i]`), parts are gathered first, and
+the result is a plain tensor, the same on all ranks. `foreach` functions that gather go through their lists one by one,
+so that two wholes are in memory at a time and not a model.
+
+A handler takes the function, its name, its arguments, and what gives the origin of a part.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .global_shape import printed, sizes, without_memory
+from .global_shape import printed, sizes
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
 from .read_only_views import read_only
 from .torch_function_arguments import FOREACH, columns_of, side_by_side, tensors_in, wholes
 from .torch_function_kinds import Kind, dtype_in
 
-# Formats that what is flat cannot have.
+# Memory formats that a flat shard cannot have.
 OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
 
 
 def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What treats elements alone, and writes into none of them."""
+    """An elementwise function that writes into none of its arguments."""
     if name.startswith(FOREACH):
         if all_stay(name, args, kwargs, origin_of):
             return _each(func(*args, **kwargs), [first_of(column, origin_of) for column in side_by_side(args)])
@@ -35,7 +37,7 @@ def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """One function, or one column of the lists of a `foreach` function."""
+    """The same of single tensors, or of one column of the lists of a `foreach` function."""
     if stays(name, args, kwargs, origin_of):
         out = func(*args, **kwargs)
         of = first_of((*args, *kwargs.values()), origin_of)
@@ -44,7 +46,7 @@ def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: 
 
 
 def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function of wholes."""
+    """A function that needs wholes, which are gathered."""
     if name.startswith(FOREACH) and any(type(x) in (list, tuple) for x in args[:1]):
         found = [_of_wholes(func, name, column, kwargs, origin_of) for column in columns_of(args)]
         return None if found and found[0] is None else tuple(x[0] for x in found)
@@ -58,35 +60,33 @@ def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """The same elements in another shape of the whole; this rank's piece stays flat."""
+    """`view`, `reshape` and the like: the whole has another shape, the shard stays flat."""
     x, of = args[0], origin_of(args[0])
     if of is None or dtype_in(args, kwargs):
         return computes(func, name, args, kwargs, origin_of)
     if len(args) == 2 and type(args[1]) is int and args[1] == -1:
-        # Asked for most often, and a meta tensor takes longer than the rest.
+        # The most frequent one, without a meta tensor, which takes longer than the rest.
         return Stay(x.view(-1), of._replace(shape=torch.Size((of.shape.numel(),))))
-    shape = func(*(without_memory(y, origin_of) for y in args), **kwargs).shape
+    shape = sizes(func, name, args, kwargs, origin_of).shape
     return Stay(x.view(x.shape), of._replace(shape=shape))
 
 
 def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Flat parts one behind the other are a part of what is flat, one behind the other."""
-    tensors = args[0] if args else kwargs.get("tensors", ())
+    """`torch.cat` of flat parts: a part of several concatenated leaves; of others a gather."""
+    tensors = args[0]
     origins = [origin_of(x) for x in tensors] if type(tensors) in (list, tuple) else []
     along = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     known = [of for of in origins if of is not None and len(of.shape) == 1 and of.pieces]
-    if along not in (0, -1) or len(known) < len(origins) or not known:
-        return computes(func, name, args, kwargs, origin_of)
-    if len({id(piece.by) for of in known for piece in of.pieces}) > 1:
-        return computes(func, name, args, kwargs, origin_of)
     pieces = tuple(piece for of in known for piece in of.pieces)
+    if along not in (0, -1) or len(known) < len(origins) or len({id(piece.by) for piece in pieces}) != 1:
+        return computes(func, name, args, kwargs, origin_of)
     shape = torch.Size((sum(of.shape.numel() for of in known),))
     several = Origin("parts of several sharded parameters", "", all(of.gradient for of in known), pieces, shape)
     return Stay(func(*args, **kwargs), several)
 
 
 def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What was put one behind the other is taken apart where its leaves end; elsewhere the whole is."""
+    """`torch.split` of a flat part where leaves end: parts; elsewhere a gather."""
     x, of = args[0], origin_of(args[0])
     wanted: list[int] = [*args[1]] if len(args) > 1 and isinstance(args[1], list | tuple) else []
     ends = list(itertools.accumulate(wanted, initial=0))
@@ -99,7 +99,7 @@ def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf)
 
 
 def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """All of it, or leaves out of several that were put one behind the other; else an index of the whole."""
+    """`x[:]`, or a slice of a flat part that begins and ends where leaves do: a part; other indices gather."""
     of, index = origin_of(args[0]), args[1]
     if of is None or all_of_it(index):
         return Stay(func(*args, **kwargs), of) if of else computes(func, name, args, kwargs, origin_of)
@@ -112,10 +112,10 @@ def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf
 
 
 def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
-    """The numbers of the leaves between two places of what is flat; nothing where none of them ends there."""
+    """The leaves between two elements of a flat whole, from the first to behind the last; `None` if none end there."""
     ends = list(itertools.accumulate((piece.leaf.numel for piece in of.pieces), initial=0))
     if low == high:
-        # Leaves without elements end where they begin.
+        # A leaf without elements.
         return next(((i, i + 1) for i, pair in enumerate(itertools.pairwise(ends)) if pair == (low, high)), None)
     if low > high or low not in ends or high not in ends:
         return None
@@ -123,7 +123,7 @@ def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
 
 
 def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
-    """Leaves out of several."""
+    """The part of some of the leaves of a flat part of several."""
     begin, length = (sum(piece.numel for piece in x) for x in (of.pieces[:first], of.pieces[first:last]))
     pieces = of.pieces[first:last]
     shape = torch.Size((sum(piece.leaf.numel for piece in pieces),))
@@ -132,14 +132,14 @@ def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
 
 
 def likes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What is made beside a part is one."""
+    """`zeros_like` and the like: a part."""
     of = origin_of(args[0])
     out = func(*args, **kwargs)
     return out if of is None or out.shape != args[0].shape else Stay(out, of._replace(how=f"{name}(...)"))
 
 
 def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Noise for the whole, as one process draws it, of which this rank keeps its rows."""
+    """`randn_like` and the like: drawn for the whole, as in one process, of which this rank keeps its rows."""
     x, of = args[0], origin_of(args[0])
     if of is None or not of.pieces:
         return refuse(name, of) if of else func(*args, **kwargs)
@@ -148,8 +148,9 @@ def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Whether wholes are the same."""
-    for x, y in (args[:2], args[1::-1]):
+    """`equal` and `allclose` of wholes."""
+    x0, x1 = args[0], kwargs["other"] if "other" in kwargs else args[1]
+    for x, y in ((x0, x1), (x1, x0)):
         of = origin_of(x)
         if of is not None and origin_of(y) is None:
             check_sizes(name, of, x, y)
@@ -157,13 +158,13 @@ def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def prints(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What it is; a number by `f"{x:.3f}"`, which is gathered."""
+    """`print(x)`; `f"{x:.3f}"` of a number, which is gathered."""
     of = origin_of(args[0])
     return computes(func, name, args, kwargs, origin_of) if of is None or any(args[1:]) else printed(args[0], of)
 
 
 def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What asks, or gives the same elements."""
+    """What asks about a tensor, or gives the same elements."""
     if kwargs.get("memory_format") in OF_IMAGES:
         return computes(func, name, args, kwargs, origin_of)
     out, of = func(*args, **kwargs), origin_of(args[0])
@@ -172,12 +173,12 @@ def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def makes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Something of another shape."""
+    """`new_zeros` and the like: a plain tensor."""
     return func(*args, **kwargs)
 
 
 def saves(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Who has the memory of a part takes it for the whole."""
+    """What gives out memory, which would be taken for that of the whole."""
     return refuse_saving(first_of(args, origin_of))
 
 
@@ -205,12 +206,12 @@ def all_of_it(index: Any) -> bool:
 
 
 def first_of(args: Sequence[Any], origin_of: OriginOf) -> Origin:
-    """Of what the first of the arguments that is a part is one."""
+    """The origin of the first part among the arguments."""
     return next(of for of in map(origin_of, tensors_in(args)) if of is not None)
 
 
 def all_stay(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
-    """Whether in each column of the lists of a `foreach` function there is a part, and all is cut alike."""
+    """Whether a `foreach` function may run on shards: each column of its lists has a part, and all is cut alike."""
     columns = list(side_by_side(args))
     if any(all(origin_of(x) is None for x in tensors_in(column)) for column in columns):
         return False
@@ -224,7 +225,7 @@ def _each(out: Any, origins: list[Origin]) -> Any:
 
 
 def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
-    """Whether all is cut alike, or a number."""
+    """Whether an elementwise function may run on shards: parts are cut alike, and all else is numbers."""
     part, of = None, None
     for x in tensors_in((*args, *kwargs.values()) if kwargs else args):
         own = origin_of(x)
@@ -237,14 +238,14 @@ def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
 
 
 def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
-    """Whether a tensor that is no part is a number, beside which a part stays one; else it is of the whole's shape."""
+    """Whether a plain tensor is one number, so that a function of it and a part may run on the shard."""
     if len(x.shape) < 2 and x.numel() == 1 and x.requires_grad and torch.is_grad_enabled():
-        # Its derivative is a sum over all elements, and not over this rank's.
+        # Its derivative is a sum over all elements, not only over this rank's.
         return _unknown(name, of)
     if x.dim() == 0:
         return True
     if x.dim() == 1 and len(x) == 1:
-        # A number of no dimensions has one beside it.
+        # Beside a whole without dimensions the result would have one.
         return len(of.shape) > 0
     check_sizes(name, of, part, x)
     return _unknown(name, of)

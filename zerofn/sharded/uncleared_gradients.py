@@ -1,9 +1,9 @@
-"""What `p.grad` would keep between steps, where gradients leave to be reduced and it is `None`.
+"""What torch keeps in `p.grad` between steps, where gradients are reduced in backward and `p.grad` is `None`.
 
-A loop that never clears gradients adds them up in torch. Here those of the last step are gone: to keep them would also
-sum for a loop that clears behind `if p.grad is not None:`, without a word, so the second step is refused.
-`zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no
-backward reaches; these can be given.
+In torch a loop that never clears gradients adds them up. Here those of the last step are gone, and the second step
+is refused. To keep them would silently add up gradients for a loop that clears behind `if p.grad is not None:`.
+`zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no backward
+reaches: a step is given zeros for it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from ..core.layout import Leaves
 
 
 class Uncleared:
-    """The gradients of one attached model between its steps.
+    """Which gradients of one attached model were used and cleared.
 
     Args:
-        zero: the zero gradient of a leaf, by path.
+        zero: makes the zero gradient of a leaf, from its path.
     """
 
     def __init__(self, zero: Callable[[str], Tensor]):
         self.zero = zero
+        # Paths of leaves that had a gradient since it was cleared, and of those whose gradient was set to zero.
         self.had: set[str] = set()
         self.zeros: set[str] = set()
+        # Those of the last step were used, and are not cleared yet.
         self.used = False
         self.warned = False
 
     def take(self, grads: Leaves) -> Leaves:
-        """The gradients of a step as torch would have them.
+        """The gradients of a step, with zeros where torch has them.
 
         Raises:
-            RuntimeError: those of the last step were not cleared.
+            RuntimeError: those of the last step are not cleared.
         """
         if self.used and grads:
             raise RuntimeError(
@@ -52,13 +54,18 @@ class Uncleared:
         return grads
 
     def clear(self, to_none: bool, more: Iterable[str] = ()) -> None:
-        """Gradients are cleared, those of `more` as well."""
+        """The user clears gradients.
+
+        Args:
+            to_none: `set_to_none` of `zero_grad`.
+            more: paths of gradients that have arrived since the last step.
+        """
         self.used = False
         self.zeros = set() if to_none else self.had | set(more)
         self.had = set(self.zeros)
 
     def missed(self) -> None:
-        """Somebody reads `p.grad` where it has left; told once."""
+        """The user reads `p.grad`, whose gradient is being reduced. Warns the first time."""
         if not self.warned:
             self.warned = True
             warnings.warn(

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: those of a block, or small neighbours outside of any.
+"""Which parameters are gathered together: those of a block, or small neighbours outside of all blocks.
 
 A block is an element of one of the model's outermost `ModuleList`, `Sequential` or `ModuleDict`.
 """
@@ -11,12 +11,12 @@ from torch import nn
 
 from ..core.layout import Leaf, Leaves
 
-# Elements up to which parameters that stand outside of blocks, one after the other, are one unit.
+# How many elements neighbours outside of blocks have at most to be one unit.
 SMALL = 1 << 18
 
 
 def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[list[list[Leaf]], list[nn.Module]]:
-    """Leaves by unit, in the model's order; and the modules that they are parameters of, blocks as one."""
+    """Leaves by unit, in the model's order; and the modules that own them, each block as one module."""
     named = {id(p): path for path, p in params.items()}
     by_path = {leaf.path: leaf for leaf in leaves}
     done: set[str] = set()
@@ -40,7 +40,7 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[l
 
 
 def _pieces(module: nn.Module, inside: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules in order, and whether each is a block; what is in a block goes with it."""
+    """Modules in order, and whether each is a block. Modules inside of a block are not listed."""
     yield module, inside
     if not inside:
         container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)

@@ -1,4 +1,4 @@
-"""The collectives of one unit: its parts, gathered to full parameters, and full gradients, summed to parts."""
+"""The collectives of one unit: all-gather of shards to full parameters, reduce-scatter of full gradients."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from .._ranges import VIEW, ranged
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import over
-from .unit_plans import Plan, Sum, UnitPlans
+from .unit_plans import GradBucket, Plan, UnitPlans
 
 NOTHING = type(None)
 
 
 class UnitCollectives:
-    """Collectives of the units of one model; one for each dtype that is in a unit.
+    """Begins collectives of the units of one model: one for each dtype in a unit.
 
     Args:
-        plans: what is sent for each.
-        params: this rank's parts by path.
+        plans: what they carry.
+        params: this rank's shards by path.
         scale: the loss scale in force.
     """
 
@@ -29,11 +29,14 @@ class UnitCollectives:
         self.plans, self.wire, self.params, self.scale = plans, plans.wire, params, scale
 
     def begin_gather(self, i: int, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to gather something of the parameters' layout; what is returned waits, and gives full tensors.
+        """Begin an all-gather.
 
         Args:
             i: the unit.
-            parts: of this rank, for each leaf.
+            parts: for each leaf this rank's shard, or something that is cut as it is.
+
+        Returns:
+            A function that waits, and gives full tensors.
         """
         sent: list[tuple[list[Leaf], Any, Tensor]] = []
         plan = self.plans.plan(i)
@@ -51,57 +54,60 @@ class UnitCollectives:
     def _end_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
         out: list[Any] = [None] * len(plan.place)
         while sent:
-            # What has been joined is let go.
+            # From the end, so that each buffer is freed before the next is unpacked.
             bucket, work, rows = sent.pop()
             if work is not None:
                 work.wait()
             for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
                 full = full.view(leaf.shape)
-                for stage in self.plans.of_wholes[::-1]:
+                for stage in self.plans.full_stages[::-1]:
                     full = stage.view(full, leaf)
                 out[plan.place[leaf.path]] = full
         return out
 
     def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        """Begin to sum full gradients; what is returned waits, and gives true ones of this rank's parts.
+        """Begin a reduce-scatter.
 
         Args:
             i: the unit.
-            fulls: a gradient for each leaf, where this rank has one.
+            fulls: the full gradient of each leaf; `None` where this rank has none.
+
+        Returns:
+            A function that waits, and gives true gradients of this rank's shards.
         """
-        sent: list[tuple[Sum, Any, Tensor]] = []
+        sent: list[tuple[GradBucket, Any, Tensor]] = []
         plan = self.plans.plan(i)
-        for sum_ in plan.sums:
+        for bucket in plan.grad_buckets:
             flat: list[Tensor | None] = []
             device = None
-            for leaf in sum_.leaves:
+            for leaf in bucket.leaves:
                 g = fulls[plan.place[leaf.path]]
                 if g is not None:
-                    for stage in self.plans.of_wholes:
+                    for stage in self.plans.full_stages:
                         g = stage.pull(g, leaf)
                     g, device = g.reshape(-1), g.device
                 flat.append(g)
             with ranged(VIEW, self.plans.name):
-                # A parameter that is a part is asked for nothing that a gradient tells: that takes longer.
-                device = device or self.params[sum_.leaves[0].path].device
-                rows = self.wire.pack(flat, sum_.leaves, sum_.numels, sum_.dtype, device)
-                sent.append((sum_, *self.wire.send(rows, async_op=True)))
+                # Of a gradient if there is one: attributes of a sharded parameter take longer.
+                device = device or self.params[bucket.leaves[0].path].device
+                rows = self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
+                sent.append((bucket, *self.wire.send(rows, async_op=True)))
         return partial(self._end_scatter, i, plan, sent)
 
-    def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[Sum, Any, Tensor]]) -> list[Tensor | None]:
+    def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[GradBucket, Any, Tensor]]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(plan.place)
         scale = self.scale() if i < self.plans.blocks else None
-        for sum_, work, mine in sent:
+        for bucket, work, mine in sent:
             work.wait()
-            found = self.wire.unpack(mine, sum_.leaves, sum_.numels)
-            # What is a part of one buffer keeps all of it: that of a bucket of which all are kept anyway may be.
+            found = self.wire.unpack(mine, bucket.leaves, bucket.numels)
+            # Gradients are views of one buffer, which any of them keeps alive. Copied where the buffer has more.
             copy = NOTHING in map(type, found)
-            for leaf, g in zip(sum_.leaves, found, strict=True):
+            for leaf, g in zip(bucket.leaves, found, strict=True):
                 if g is not None:
-                    for stage in self.plans.pulled_by:
+                    for stage in self.plans.pull_stages:
                         g = stage.pull(g, leaf)
-                    own = plan.kept[leaf.path]
-                    # With a count of its own of what is written into it, unlike a view.
-                    g = g.to(own, copy=copy).data if scale is None else over(g, scale, own)
+                    dtype = plan.grad_dtypes[leaf.path]
+                    # `.data` has a version count of its own, unlike a view.
+                    g = g.to(dtype, copy=copy).data if scale is None else over(g, scale, dtype)
                     out[plan.place[leaf.path]] = g
         return out

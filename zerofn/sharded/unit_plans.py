@@ -1,6 +1,6 @@
-"""What is sent for each unit: which leaves travel together, in which dtypes, and what they are seen through before.
+"""What the collectives of each unit carry: leaves by bucket, dtypes, and the views on both sides.
 
-All of it follows from the pipeline, so the pure route, which gathers anew in every evaluation, finds it once.
+All of it follows from the pipeline, so the pure route, which makes new `Units` in every evaluation, finds it once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..core.views import View, Wire, summed_in
 NO_LIMIT = 1 << 62
 
 
-class Sum(NamedTuple):
-    """What is summed in one collective: leaves, and in which dtype."""
+class GradBucket(NamedTuple):
+    """What one collective reduces: gradients of leaves, how many elements each has, the dtype of the sum."""
 
     leaves: list[Leaf]
     numels: list[int]
@@ -27,22 +27,22 @@ class Sum(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is sent for a unit.
+    """What the collectives of one unit carry.
 
     Attributes:
-        stages: what parts are seen through before they are gathered.
-        dtypes: in which they are, by path.
+        stages: views that shards go through before they are gathered, in this order.
+        dtypes: by path, in which they are gathered.
         buckets: leaves of one dtype, which one collective gathers.
-        sums: of gradients.
-        kept: the dtypes of gradients that are true ones, by path.
-        place: where in the unit each leaf stands, by path.
+        grad_buckets: of gradients.
+        grad_dtypes: by path, of true gradients of shards.
+        place: by path, the leaf's place in the unit.
     """
 
     stages: Sequence[View]
     dtypes: dict[str, torch.dtype]
     buckets: list[list[Leaf]]
-    sums: list[Sum]
-    kept: dict[str, torch.dtype]
+    grad_buckets: list[GradBucket]
+    grad_dtypes: dict[str, torch.dtype]
     place: dict[str, int]
 
 
@@ -52,15 +52,18 @@ class UnitPlans:
     Args:
         units: leaves that are gathered together.
         road: of a pipeline with a `shard`.
-        wire: how they are, over the ranks.
-        alone: leaves that may be asked for one by one as well, as they are stored and outside of the loss scale.
+        wire: the collectives.
+        alone: leaves that may also be gathered one by one, in the stored dtype and without the loss scale.
 
     Attributes:
-        units: these, and those of one leaf behind them.
+        units: these, and behind them one unit for each leaf of `alone`.
         blocks: how many of them the model sees.
         place: by path, the unit of a leaf that the model sees, and the place in it.
         alone: by path, the unit of the leaf by itself.
-        frozen: places of leaves that are not trained, by unit.
+        frozen: by unit, the places of leaves that are not trained.
+        full_stages: views that full gradients are pulled back through, in this order.
+        shard_stages: views of shards, from the model to storage.
+        pull_stages: those of them that do more than change the dtype.
     """
 
     def __init__(self, units: list[list[Leaf]], road: Road, wire: Wire, alone: tuple[Leaf, ...] = ()):
@@ -73,25 +76,26 @@ class UnitPlans:
         stages = road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
-        # From the model to storage: what whole leaves are seen through, and what parts are before they are gathered.
-        self.of_wholes, self.of_parts = stages[:at], stages[at + 1 :]
-        self.pulled_by = [stage for stage in self.of_parts if not stage.only_dtype]
+        # From the model to storage, on both sides of the all-gather.
+        self.full_stages, self.shard_stages = stages[:at], stages[at + 1 :]
+        self.pull_stages = [stage for stage in self.shard_stages if not stage.only_dtype]
         self.plans: list[Plan | None] = [None] * len(self.units)
 
     def plan(self, i: int) -> Plan:
-        """What is sent for a unit, found at its first use: most leaves never travel alone."""
+        """What the collectives of a unit carry, found at its first use: most leaves are never gathered alone."""
         found = self.plans[i]
         if found is None:
             unit, alone = self.units[i], i >= self.blocks
-            # What is sent is cast in any case: a cast by itself needs no view, and one between others has its place.
-            stages = self.pulled_by if alone or not self.pulled_by else self.of_parts
+            # Shards are cast to `dtypes` in any case, so casts alone need no view; among others their order counts.
+            stages = self.pull_stages if alone or not self.pull_stages else self.shard_stages
             of = self.road.dtypes.stored if alone else self.road.dtypes.seen
             dtypes = {leaf.path: of(leaf) for leaf in unit}
-            sums = [
-                Sum(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
+            grad_buckets = [
+                GradBucket(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
                 for bucket in cut([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
             ]
-            kept = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
+            grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
             place = {leaf.path: j for j, leaf in enumerate(unit)}
-            found = self.plans[i] = Plan(stages[::-1], dtypes, cut(unit, dtypes, NO_LIMIT), sums, kept, place)
+            buckets = cut(unit, dtypes, NO_LIMIT)
+            found = self.plans[i] = Plan(stages[::-1], dtypes, buckets, grad_buckets, grad_dtypes, place)
         return found

@@ -1,7 +1,8 @@
-"""Units are sent in the order in which ranks ask for them: parameters, sums of gradients, second derivatives.
+"""Collectives of units in an order that all ranks agree on, with the next unit's all-gather begun early.
 
-What a rank wants it says to the others first (`ranks.join`), and takes part in what others want. What is expected
-next is begun early (`prefetch`).
+Before a collective each rank tells the others which one it wants, and takes part in those that they want
+(`ranks.ordered_collectives`). A model mostly needs the same units in the same order as the last time, so the next
+unit is gathered while the last one computes (prefetch).
 """
 
 from __future__ import annotations
@@ -18,130 +19,146 @@ from torch import Tensor
 from ..core.layout import Leaf
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import CALL, Asked, Rounds
-from .gathered_units import ALIVE, Gathered
-from .prefetch import Course
+from .gathered_units import ALIVE, GatheredUnits
 from .unit_collectives import UnitCollectives
 
-# Kinds of collective: parameters, sums of gradients, and cotangents of gradients (second derivatives).
+# Kinds of collective: all-gathers of parameters, reduce-scatters of gradients, and all-gathers of cotangents of
+# gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
-# How many sums of gradients are told apart where ranks meet.
-TOLD_APART = 1 << 20
+# In the place of what came before the first collective of a call or of a backward.
+START: Asked = (0, 0)
+# Up to which number of reduce-scatters ranks tell each other where they meet.
+COUNTED = 1 << 20
 
 
 class UnitRounds:
     """The collectives of one model's units.
 
     Args:
-        control: a group for the exchange of what is wanted.
-        collectives: what is sent for a unit.
-        gathered: which units are here.
-        accept: takes the gradient of a shard that other ranks' backward brought about.
-        course: what is expected next; `None` where nothing is gathered early.
+        control: a group on which ranks tell each other what they want.
+        collectives: of each unit.
+        gathered: which units have full parameters here.
+        accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
+        prefetch: whether the unit that is expected next is gathered before it is used.
 
     Attributes:
-        partial: leaves of which other ranks may still bring a part of the gradient of this backward.
-        kept: sums of gradients since gradients were last cleared, of which every rank has its part, or has dropped it.
+        partial: paths of leaves whose gradient of this backward may still grow by other ranks' parts.
+        kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
+            numbers one has cleared its part of a sum of which the others have theirs.
     """
 
     def __init__(
         self,
         control: Group,
         collectives: UnitCollectives,
-        gathered: Gathered,
+        gathered: GatheredUnits,
         accept: Callable[[Leaf, Tensor], None],
-        course: Course | None,
+        prefetch: bool,
     ):
-        self.collectives, self.gathered, self.accept, self.course = collectives, gathered, accept, course
+        self.collectives, self.gathered, self.accept, self.prefetch = collectives, gathered, accept, prefetch
         self.units = collectives.plans.units
-        # A cycle would keep the shards of a state that is gone until the collector comes by.
+        # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
         this = weakref.ref(self)
         self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
         self.partial: set[str] = set()
         self.kept = 0
+        # What followed each pair of collectives the last time. Of pairs, since between any two blocks there may be
+        # parameters that all blocks share.
+        self.followers: dict[tuple[Asked, Asked], Asked] = {}
+        self.last_two = (START, START)
 
-    def parameters(self, i: int) -> list[Tensor]:
-        """Gather a unit's full parameters in the compute dtype."""
-        return self._perform(PARAMETERS, i, partial(self._gather, i))
+    def perform(self, kind: int, i: int, tensors: tuple[Tensor | None, ...] = ()) -> list[Any]:
+        """Run a collective of a unit, and those that other ranks want before it.
 
-    def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """Gather something else of the parameters' layout."""
-        return self._perform(TANGENTS, i, partial(self._gather_filled, i, shards))
+        Args:
+            kind: of collective.
+            i: the unit.
+            tensors: for each leaf, of `GRADIENTS` the full gradient, of `TANGENTS` what is gathered.
 
-    def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """True gradients of this rank's shards: averaged over ranks, unscaled."""
-        found = self._perform(GRADIENTS, i, partial(self.collectives.begin_scatter, i, fulls))
-        self.kept += 1
-        if not self.protocol.together:
-            self.partial.update(leaf.path for leaf in self.units[i])
+        Returns:
+            For each leaf the full tensor; of `GRADIENTS` the true gradient of this rank's shard, averaged over ranks
+            and unscaled, `None` where no rank has one.
+        """
+        begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
+        if self.prefetch:
+            self.followers[self.last_two] = (kind, i)
+            self.last_two = (self.last_two[1], (kind, i))
+            found = self.protocol.perform(kind, i, begin, self._expected, self._begin_next)
+        else:
+            found = self.protocol.perform(kind, i, begin)
+        if kind == GRADIENTS:
+            self.kept += 1
+            if not self.protocol.together:
+                self.partial.update(leaf.path for leaf in self.units[i])
         return found
 
     def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
-        """Nothing follows here: take part in what others want until every rank rests; see `ranks.join`."""
-        if self.course is not None:
-            self.course.end()
+        """Nothing follows here: take part in what others want until every rank rests; see `Rounds.rest`."""
+        self.followers.pop(self.last_two, None)
+        self.last_two = (START, START)
         return self.protocol.rest(place, told)
 
     def meet(self, what: int) -> str:
-        """Wait until all ranks have come to the same, as `ranks.join.Rounds.meet`."""
-        # Those that have other gradients, since some are in another backward, have not.
-        return self.protocol.meet(lambda: what * TOLD_APART + self.kept % TOLD_APART)
+        """Wait until all ranks have come to the same; see `Rounds.meet`."""
+        # Ranks in different backwards have not: their gradients differ.
+        return self.protocol.meet(lambda: what * COUNTED + self.kept % COUNTED)
 
-    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
-        if self.course is None:
-            return self.protocol.perform(kind, i, begin)
-        self.course.go(kind, i)
-        # Sums of gradients are asked for one by one: that others have a part of one too is to be known, and where
-        # a rank brings zeros for what it has a part of later, sums are made in another order.
-        return self.protocol.perform(kind, i, begin, partial(self.course.ahead, PARAMETERS), self._early)
+    def _expected(self, most: int) -> list[Asked]:
+        """The all-gathers of parameters that followed here the last time, at most so many of them.
 
-    def _early(self, now: Asked, then: Asked) -> bool:
-        """Begin to gather what is used next while what is asked for now is under way; whether it has begun."""
-        kind, unit = then
-        if self.course is None or kind != PARAMETERS or then == now or unit in self.gathered:
+        No reduce-scatters, each of which is agreed on by itself: ranks must know whether others have a part of that
+        gradient too, and a rank that joins with zeros and brings its own part later would change the order of the sum.
+        """
+        found: list[Asked] = []
+        two = self.last_two
+        while len(found) < most and (then := self.followers.get(two, START))[0] == PARAMETERS:
+            found.append(then)
+            two = (two[1], then)
+        return found
+
+    def _begin_next(self, now: Asked, then: Asked) -> bool:
+        """Begin the all-gather `then` while the collective `now` is under way; whether it was begun."""
+        kind, i = then
+        if kind != PARAMETERS or then == now or i in self.gathered:
             return False
-        # What is here is no longer needed once the next one is: beside a unit that is on its way nothing is kept.
-        self._fetch(unit, keep=ALIVE - 1 - (now[0] == PARAMETERS))
-        self.course.go(kind, unit)
+        # One that was prefetched and passed over is not expected any more.
+        self.gathered.finish_prefetched()
+        # Beside the unit that comes, only one that is being gathered `now` is kept: what computes has its own tensors.
+        self.gathered.drop(ALIVE - 1 - (now[0] == PARAMETERS))
+        self.gathered.coming[i] = self._gather(i)
+        self.last_two = (self.last_two[1], then)
         return True
 
-    def _fetch(self, i: int, keep: int) -> None:
-        """Begin to gather the unit that is used next; `keep` others are still needed."""
-        # Of those on their way one is enough: an earlier one that was passed over is no longer expected.
-        self.gathered.turn_away()
-        self.gathered.drop(keep)
-        self.gathered.coming[i] = self._gather(i)
-
     def _join(self, kind: int, i: int) -> None:
-        """Take part in a collective for other ranks."""
+        """Take part in a collective that only other ranks want."""
         nothing: tuple = (None,) * len(self.units[i])
         with lasting(), torch.no_grad():
-            if kind == PARAMETERS:
-                self.gathered.drop(ALIVE - 1)
-                self._gather(i)()
-            elif kind == TANGENTS:
-                self._gather_filled(i, nothing)()
-            else:
+            if kind == GRADIENTS:
                 self.kept += 1
                 for leaf, g in zip(self.units[i], self.collectives.begin_scatter(i, nothing)(), strict=True):
-                    if g is not None and leaf.trainable:
+                    if g is not None:
                         self.accept(leaf, g)
+                return
+            if kind == PARAMETERS:
+                self.gathered.drop(ALIVE - 1)
+            self._gather(i, nothing if kind == TANGENTS else ())()
 
-    def _gather(self, i: int) -> Callable[[], list[Tensor]]:
-        self.gathered.settle(i)
-        with torch.DisableTorchFunctionSubclass():
-            mine = list(map(Tensor.detach, self.gathered.parts[i]))
+    def _gather(self, i: int, tensors: tuple[Tensor | None, ...] = ()) -> Callable[[], list[Tensor]]:
+        """Begin an all-gather of a unit: of its parameters, or of `tensors`, with zeros for `None`."""
+        parts = self.gathered.parts[i]
+        if tensors:
+            mine = [torch.zeros_like(part) if x is None else x for part, x in zip(parts, tensors, strict=True)]
+        else:
+            self.gathered.settle(i)
+            with torch.DisableTorchFunctionSubclass():
+                mine = list(map(Tensor.detach, parts))
         return self.collectives.begin_gather(i, mine)
-
-    def _gather_filled(self, i: int, shards: tuple[Tensor | None, ...]) -> Callable[[], list[Tensor]]:
-        pairs = zip(self.gathered.parts[i], shards, strict=True)
-        filled = [torch.zeros_like(part) if shard is None else shard for part, shard in pairs]
-        return self.collectives.begin_gather(i, filled)
 
 
 def lasting() -> AbstractContextManager[Any]:
-    """Where tensors are made that outlive a call under `torch.inference_mode`: of its own, training can use none.
+    """Leaves `torch.inference_mode`, for tensors that outlive the call: training can use none that were made in it.
 
-    A unit that an evaluation has gathered may be the next one that training wants, and gradients come to a
-    rank that rests between two calls, whatever mode it rests in.
+    A unit that an evaluation has gathered may be the one that training uses next, and gradients come to a rank that
+    waits between two calls, in whatever mode.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -1,13 +1,13 @@
-"""What is written into copies of sharded parameters goes back to where they are stored, and is compared over ranks.
+"""Writes into full parameters under `shard` are stored in the shards, and compared over ranks.
 
-Each rank stores the rows that it has a part of; they agree where all write the same, and whether they did is compared
-at the step (`checksum`). In another dtype than the stored one what is written is stored element by element.
+Each rank stores its own rows. These fit together if all ranks write the same numbers, which a checksum of the full
+parameter compares at the step. Where the full parameter has another dtype than the shard, only elements that were
+written are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -18,71 +18,77 @@ from .._errors import bad_leaves
 from ..core.layout import Leaf, Leaves
 
 _SHAPE = attrgetter("shape")
-# Where a tensor's memory is, and how it lies there.
+# Of a tensor: address, shape, strides.
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def place(x: Tensor) -> Place:
-    """Another after `x.data = y`."""
+    """Where a tensor's memory is: `x.data = y` changes it."""
     return x.data_ptr(), x.shape, x.stride()
 
 
 def places(xs: Sequence[Tensor]) -> list[Place]:
-    """Of each; from C, since every call asks of every leaf."""
+    """`place` of each, without a call in Python for each: every call of the model asks of every leaf."""
     return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
 
 
 WRITTEN = "what the model wrote in forward into its parameters"
-# Numbers that ranks compare are not negative, and have 63 bits.
+# Numbers that ranks compare are not negative, and have at most 63 bits.
 MASK = (1 << 62) - 1
-# Elements below which it takes longer to see in which words a tensor can be compared than to compare it.
+# Elements below which it takes longer to choose an integer dtype for a comparison than to compare.
 FEW = 1 << 12
 
 
 class WriteBack:
-    """The way back from copies to what is stored.
+    """Stores in shards what was written into full parameters.
 
     Args:
         params: this rank's shards by path.
         span: this rank's flat range of a leaf.
-        exact: whether a copy has the numbers that are stored, in whatever dtype. Where a view has made others, what
-            is written into it is noticed and cannot be stored.
+        exact: whether a full parameter has the stored numbers, in whatever dtype. Where a view half has made other
+            numbers of them, a write is found and cannot be stored.
 
     Attributes:
-        lost: what could not be stored, by path, and why.
-        sums: `checksum` of every leaf that was written into since the last step, by path.
+        lost: by path, why a write could not be stored.
+        sums: by path, `checksum` of every leaf that was written into since the last step.
     """
 
     def __init__(self, params: Leaves, span: Callable[[Leaf], tuple[int, int]], exact: bool):
         self.params, self.span, self.exact = params, span, exact
-        # Of leaves that were looked at: this rank's range.
+        # `span` of leaves that were asked for, by path.
         self.spans: dict[str, tuple[int, int]] = {}
         self.lost: dict[str, str] = {}
         self.sums: dict[str, int] = {}
 
     def rows(self, leaf: Leaf, full: Tensor) -> Tensor:
-        """This rank's rows of a leaf's copy, flat."""
+        """This rank's rows of a full parameter, flat."""
         if leaf.path not in self.spans:
             self.spans[leaf.path] = self.span(leaf)
         low, high = self.spans[leaf.path]
         return full.reshape(-1)[low:high]
 
     def note(self, leaf: Leaf, full: Tensor) -> None:
-        """A leaf has been written into, whether or not rows of this rank are among what is."""
+        """A leaf was written into, in rows of this rank or of others."""
         if not self.exact:
             self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
         else:
             self.sums[leaf.path] = checksum(full)
 
     def fits(self, leaf: Leaf, other: Tensor, full: Tensor) -> bool:
-        """Whether other data that forward has put in a leaf's place may be stored in it."""
+        """Whether a tensor that forward has put in a leaf's place by `w.data = x` may be stored."""
         fits = (other.numel(), other.dtype, other.device) == (full.numel(), full.dtype, full.device)
         if not fits:
             self.lost[leaf.path] = f"its .data was exchanged for {tuple(other.shape)} {other.dtype} on {other.device}"
         return fits
 
     def store(self, leaf: Leaf, full: Tensor, rows: Tensor | None) -> bool:
-        """Store this rank's rows of a copy if they are not what they were; whether they are not."""
+        """Store this rank's rows of a full parameter if they have changed; whether they were stored.
+
+        Args:
+            leaf: the leaf.
+            full: its full parameter.
+            rows: this rank's rows as they were; by default as the shard has them.
+        """
         mine, stored = self.rows(leaf, full), self.params[leaf.path]
         if rows is None:
             rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
@@ -95,16 +101,16 @@ class WriteBack:
         return True
 
     def marks(self) -> dict[str, int]:
-        """What must be the same on all ranks at a step, under one name."""
+        """A number that must be equal on all ranks at a step, under a name for the message."""
         paths = ", ".join(sorted(self.sums))
         total = sum(self.sums.values()) & MASK
         return {f"{WRITTEN} {paths}; Average what it is computed from." if paths else WRITTEN: total}
 
     def check(self) -> None:
-        """Refuse what could not be stored.
+        """Raise if a write could not be stored.
 
         Raises:
-            RuntimeError: every such parameter is named.
+            RuntimeError: names every such parameter.
         """
         if not self.lost:
             return
@@ -121,15 +127,8 @@ class WriteBack:
         )
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Parameters are parts, and what is done with them is none of autograd's business."""
-    with torch.no_grad(), torch.DisableTorchFunctionSubclass():
-        yield
-
-
 def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
-    """What is stored of `mine`, which was `before`: in another dtype, an element that was not written is more exact.
+    """What to store of `mine`, which was `before`. Where dtypes differ, what was not written stays as stored.
 
     >>> stored = torch.tensor([0.1, 0.2])
     >>> before = stored.bfloat16()
@@ -140,7 +139,7 @@ def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype have the same numbers, or the same bits: NaN is not equal to itself."""
+    """Whether tensors of one dtype have equal numbers, or equal bits: NaN is not equal to itself."""
     if a.numel() < FEW:
         return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
     # `torch.equal` takes about as long for a number of 16 bits as for one of 64.
@@ -151,9 +150,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 class Sampling:
-    """In which calls copies are compared for what NumPy or `.data` wrote, which nobody counts.
+    """In which calls parameters are compared for writes by NumPy or `.data`, which no version count tells.
 
-    It takes a pass over all of them: so in calls 1, 2, 4, 8, ..., and in each once one has been found written, for
+    It takes a pass over all of them, so it is done in calls 1, 2, 4, 8, ..., and in every call once a write was found:
     programs repeat themselves.
 
     >>> sampling = Sampling()
@@ -166,18 +165,18 @@ class Sampling:
         self.found = False
 
     def next(self, mode: bool = True) -> tuple[bool, bool]:
-        """Of one more call: whether copies are compared in it, and whether they were not in all before it.
+        """Of one more call: whether parameters are compared in it, and whether some call before did not compare them.
 
         Args:
-            mode: calls are counted apart in `train()` and in `eval()`.
+            mode: `module.training`: calls in `train()` and in `eval()` are counted separately.
         """
         n = self.calls[mode] = self.calls.get(mode, 0) + 1
         return self.found or n & (n - 1) == 0, not self.found and n > 1
 
 
 def checksum(x: Tensor) -> int:
-    """A number that is equal on ranks that have the same bits, and hardly on others."""
+    """A number below 2^62 that is equal for equal bits, and hardly ever for others."""
     bits = x.reshape(-1).view(torch.uint8)
     words = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
-    # Odd factors, or a permutation would have the same sum.
+    # Each word has a factor of its own, or a permutation would have the same sum; odd, or bits would be lost.
     return int((words * (2 * torch.arange(len(words), device=x.device) + 1)).sum()) & MASK
