@@ -204,7 +204,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
     """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
     gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
-    if any(p.facts.optimizes for p in parts) or not gradient or not parts[gradient[-1]].facts.adds:
+    if any([p.facts.optimizes for p in parts]) or not gradient or not parts[gradient[-1]].facts.adds:
         return parts
     last = parts[gradient[-1]]
 

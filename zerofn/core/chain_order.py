@@ -26,8 +26,12 @@ def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
         spec: of the gradient before it, with its name and its axis.
         leaf: the path of the leaf, if one is meant.
     """
+    facts = part.facts
+    by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
     try:
-        return _through(part, spec)
+        if not facts.optimizes and not facts.watches:
+            spec.refuse("updated_by", USED_UP)
+        return (part.through or by_facts)(spec)
     except Misplaced as error:
         of = f" of {leaf}" if leaf else ""
         raise ValueError(
@@ -39,22 +43,14 @@ def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
         ) from None
 
 
-def _through(part: Transform, spec: Spec) -> Spec:
-    facts = part.facts
-    if not facts.optimizes and not facts.watches:
-        spec.refuse("updated_by", USED_UP)
-    by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
-    return (part.through or by_facts)(spec)
-
-
 def effect(part: Transform) -> Spec:
     """What a transform alone does to a gradient."""
-    return _through(part, Spec(here=part.name))
+    return passed(part, Spec(here=part.name))
 
 
 def check_complete(parts: Sequence[Transform], where: str) -> None:
     """A pipeline that trains has an optimizer; a part of one need not."""
-    if not any(p.facts.optimizes for p in parts):
+    if not any([p.facts.optimizes for p in parts]):
         names = ", ".join(p.name for p in parts) or "nothing"
         raise ValueError(
             explain(

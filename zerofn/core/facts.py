@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -26,6 +26,7 @@ class Facts:
         reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
             In a step that does not reach it each is 0, or what its state has under that name.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
+        holds: it keeps gradients for a later micro-step.
     """
 
     optimizes: bool = False
@@ -38,11 +39,10 @@ class Facts:
     settable: tuple[tuple[str, Any], ...] = ()
     reports: frozenset[str] = frozenset()
     copies: bool = True
+    holds: bool = field(init=False)
 
-    @property
-    def holds(self) -> bool:
-        """Whether it keeps gradients for a later micro-step."""
-        return self.window > 1 or self.weighted
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "holds", self.window > 1 or self.weighted)
 
 
 class Scope(Enum):

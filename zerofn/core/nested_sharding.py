@@ -19,7 +19,7 @@ from .._errors import explain
 from ..ranks.group import Group
 from .layout import Leaf
 from .row_sharding import rows_between
-from .views import View, Wire, cutter, over_ranks
+from .views import View, Wire, over_ranks
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
         if rest:
-            # What cuts behind another wire was made by `behind`.
+            # What cuts behind another wire was made by `on_parts`.
             yield from spans_of_all([replace(cast(OfParts, rest[0]), first=wire), *rest[1:]], leaf)
         else:
             yield wire.span(leaf)
@@ -113,21 +113,23 @@ def _flat(leaf: Leaf) -> Leaf:
     return replace(leaf, shape=torch.Size([leaf.numel]))
 
 
-def behind(view: View, before: Sequence[View]) -> View:
-    """The view as it is behind others: of parts of leaves, if one of those cuts them."""
-    first = cutter(before)
-    if first is None or view.wire is None or not view.wire.cuts:
+def on_parts(view: View, cutting: Sequence[Wire]) -> View:
+    """The view as it is behind wires that cut leaves: of what the last of those leaves of them."""
+    if not cutting or view.wire is None or not view.wire.cuts:
         return view
-    wire = OfParts(first, view.wire)
+    wire = OfParts(cutting[-1], view.wire)
     parts = over_ranks(wire, view.resident, view.traceable)
     return replace(parts, given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
 
 
-def check_axes(views: Sequence[View]) -> None:
-    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common."""
-    seen: list[tuple[str, Group]] = []
-    for name, group in ((view.name, view.wire.group) for view in views if view.wire is not None):
-        for other, before in seen:
+def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
+    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common.
+
+    Args:
+        reduced: the transforms that reduce, by name, and over which ranks.
+    """
+    for i, (name, group) in enumerate(reduced):
+        for other, before in reduced[:i]:
             both = sorted(set(before.ranks) & set(group.ranks))
             if len(both) > 1:
                 raise ValueError(
@@ -138,4 +140,3 @@ def check_axes(views: Sequence[View]) -> None:
                         f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
                     )
                 )
-        seen.append((name, group))

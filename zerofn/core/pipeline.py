@@ -28,11 +28,10 @@ from .road import Road, groups_of
 from .segments import Stretch, stretches
 from .spec import Station
 from .state import State, counter
-from .stations import at_views
 from .tensor_parallel_leaves import counted_elsewhere
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
-from .views import Factor, View, Wire, cutter
+from .views import Factor, View, Wire, cutting_wires
 
 T = TypeVar("T")
 
@@ -47,9 +46,9 @@ class Pipeline:
         parts: its members; a guest that ends it made the optimizer.
         views: the view half of each part; `None` where it does nothing to leaves.
         dtypes: on the road of a parameter and its gradient.
-        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
         factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
         stations: what gradients are in front of each part and behind it.
+        road: the way of leaves between the model and storage.
         model: the groups of ranks over which the model itself is cut, of which the chain does not know.
     """
 
@@ -58,9 +57,9 @@ class Pipeline:
     parts: tuple[Transform, ...]
     views: tuple[View | None, ...]
     dtypes: Dtypes
-    held: tuple[str, ...]
     factors: tuple[tuple[str, Factor], ...]
     stations: tuple[Station, ...]
+    road: Road
     model: tuple[Group, ...] = ()
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -81,20 +80,15 @@ class Pipeline:
     @cached_property
     def reads(self) -> bool:
         """Whether a view reads the state of its transform, so that it cannot be called before `reading`."""
-        return any(view is not None and view.reads for view in self.views)
+        return any([view.reads for view in self.stages])
 
     def reading(self, state_of: Callable[[str], TransformState]) -> Pipeline:
         """The same, whose views find the states of their transforms by name, as they are when a leaf is seen."""
         if not self.reads:
             return self
-        given = [v if v is None else v.reading(partial(state_of, v.name)) for v in self.views]
-        return replace(self, views=tuple(given))
-
-    @cached_property
-    def road(self) -> Road:
-        """The way of leaves between the model and storage."""
-        stages = tuple(view for view in self.views if view is not None)
-        return Road(self.layout, stages, self.dtypes, self.held, at_views(self.stations, self.views))
+        views = tuple([v if v is None else v.reading(partial(state_of, v.name)) for v in self.views])
+        road = replace(self.road, stages=tuple([view for view in views if view is not None]))
+        return replace(self, views=views, road=road)
 
     @cached_property
     def stages(self) -> tuple[View, ...]:
@@ -104,12 +98,12 @@ class Pipeline:
     @cached_property
     def sharding(self) -> Wire | None:
         """How leaves are cut over ranks, if they are."""
-        return cutter(self.stages)
+        return next(reversed(cutting_wires(self.stages)), None)
 
     @cached_property
     def gathering(self) -> Wire | None:
         """How resident parameters are cut, if even they are shards: those are gathered when they are used."""
-        return cutter(self.road.at_use)
+        return next(reversed(cutting_wires(self.road.at_use)), None)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -119,12 +113,12 @@ class Pipeline:
     @cached_property
     def every_group(self) -> tuple[Group, ...]:
         """Every group of ranks among which steps must agree: those over which the model itself is cut as well."""
-        return (*self.groups, *(group for group in self.model if group.size > 1))
+        return (*self.groups, *[group for group in self.model if group.size > 1])
 
     @cached_property
     def traceable(self) -> bool:
         """Whether a compiler can make a graph of what goes over ranks."""
-        return all(view.traceable for view in self.stages if view.wire is not None)
+        return all([view.traceable for view in self.stages if view.wire is not None])
 
     @property
     def scaled(self) -> bool:
@@ -134,7 +128,7 @@ class Pipeline:
     @cached_property
     def weighted(self) -> bool:
         """Whether micro-batches have weights."""
-        return any(part.facts.weighted for part in self.parts)
+        return any([part.facts.weighted for part in self.parts])
 
     @cached_property
     def weighted_after(self) -> tuple[Group, ...]:
@@ -227,7 +221,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
             kept.append(_late_half(pipe, part, view))
         if not part.idle:
             kept.append(part)
-    if not any("grad_norm" in p.facts.reports for p in kept):
+    if not any(["grad_norm" in p.facts.reports for p in kept]):
         at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
         kept.insert(at, GRAD_NORM)
     return tuple(kept)

@@ -17,15 +17,15 @@ from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .coalesced_views import Like, pull_all, view_all
 from .dtypes import Dtypes, summable
-from .layout import Layout, Leaf, Leaves
+from .layout import Leaf, Leaves
 from .linear_map import LeafView, over, stored_by
 from .spec import Spec
-from .views import View, cutting
+from .views import View, cutting_wires
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
     """The groups of ranks in which views talk."""
-    return tuple(view.wire.group for view in stages if view.wire is not None)
+    return tuple([view.wire.group for view in stages if view.wire is not None])
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,23 @@ class Road:
     """Between the model and storage.
 
     Attributes:
-        layout: of the parameters.
+        leaves: all parameters.
         stages: the views that do something, from the model to storage.
         dtypes: of a parameter and its gradient on the way.
         held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
-        specs: by path, what gradients are in front of each stage, and behind the last one; nothing before a survey.
+        specs: by path, what gradients are in front of each stage, and behind the last one.
     """
 
-    layout: Layout
+    leaves: tuple[Leaf, ...]
     stages: tuple[View, ...]
     dtypes: Dtypes
     held: tuple[str, ...]
-    specs: tuple[Mapping[str, Spec], ...] = ()
+    specs: tuple[Mapping[str, Spec], ...]
+
+    @cached_property
+    def trainable(self) -> tuple[Leaf, ...]:
+        """The leaves that want a gradient."""
+        return tuple([leaf for leaf in self.leaves if leaf.trainable])
 
     @cached_property
     def at_use(self) -> tuple[View, ...]:
@@ -59,17 +64,17 @@ class Road:
     @cached_property
     def behind_reduction(self) -> tuple[View, ...]:
         """Those of them that gradients have yet to come through once they are reduced."""
-        return tuple(view for view in self.after_update[1:] if not view.only_dtype)
+        return tuple([view for view in self.after_update[1:] if view.dtypes is None])
 
     @cached_property
     def casts_after_update(self) -> bool:
         """Whether an attached model keeps parameters in the dtypes that it sees, and not in those that are stored."""
-        return any(view.only_dtype for view in self.after_update)
+        return any([view.dtypes is not None for view in self.after_update])
 
     @cached_property
     def renumbers_after_update(self) -> bool:
         """Whether an attached model keeps other numbers than those that are stored, in whatever dtype."""
-        return any(view.renumbers for view in self.after_update)
+        return any([view.renumbers for view in self.after_update])
 
     @cached_property
     def late(self) -> bool:
@@ -84,22 +89,22 @@ class Road:
     @cached_property
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks that leaves are cut over, one after the other."""
-        return tuple(wire.group for wire in cutting(self.stages))
+        return tuple([wire.group for wire in cutting_wires(self.stages)])
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
         """By path: the dtype of a gradient once it is pulled back."""
-        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.layout.leaves}
+        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.leaves}
 
     @cached_property
     def exact(self) -> bool:
         """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
-        return not any(view.renumbers for view in self.stages)
+        return not any([view.renumbers for view in self.stages])
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
         """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
-        every, leaves = stages[::-1], self.layout.leaves
-        return {x.path: LeafView(x, tuple(s for s in every if s.changes(x)), dtype(x)) for x in leaves}
+        every = stages[::-1]
+        return {x.path: LeafView(x, tuple([s for s in every if s.changes(x)]), dtype(x)) for x in self.leaves}
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
@@ -116,7 +121,7 @@ class Road:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Global index of the first stored element of each leaf; box by box where the model itself is cut."""
-        begin = {x.path: 0 if x.within is None else x.within.before for x in self.layout.leaves}
+        begin = {x.path: 0 if x.within is None else x.within.before for x in self.leaves}
         if not self.cutting:
             return begin if any(begin.values()) else {}
         return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
@@ -148,7 +153,7 @@ class Road:
         If the last view is a gather it is written `into` tensors that are given, and is then one collective.
         """
         if stages:
-            here = self.layout.leaves if which is None else which
+            here = self.leaves if which is None else which
             with torch.no_grad():
                 for i, stage in reversed(list(enumerate(stages))):
                     leaves = view_all(stage, leaves, here, None if i else into)
@@ -164,7 +169,7 @@ class Road:
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
         """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
         for stage in self.at_use:
-            x = x if stage.only_dtype else stage.store(x, leaf)
+            x = x if stage.dtypes is not None else stage.store(x, leaf)
         return x
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -175,20 +180,19 @@ class Road:
 
     def whole(self, leaves: Leaves) -> Leaves:
         """Stored parameters in full, in their storage dtype; functions of them where that is recorded."""
-        stages = tuple(stage for stage in self.stages if not stage.only_dtype)
+        stages = tuple([stage for stage in self.stages if stage.dtypes is None])
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
 
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
-    leaves = road.layout.trainable
     for at, stage in enumerate(road.stages):
         # By identity, as the compiler can: it knows no equality of records of functions.
         if any([stage is x for x in stages]) and (scale is None or not stage.only_dtype):
             # What a gradient is on its way matters to buffers alone, in which wires pack many.
-            like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
-            grads = pull_all(stage, grads, leaves, like)
+            like = {} if stage.wire is None else _arriving(road.specs[at], road.trainable, stored)
+            grads = pull_all(stage, grads, road.trainable, like)
     return grads
 
 

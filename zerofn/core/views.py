@@ -192,15 +192,9 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
     return None
 
 
-def cutting(views: Sequence[View]) -> tuple[Wire, ...]:
-    """What cuts leaves over ranks, one after the other."""
+def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
+    """The wires that cut leaves over ranks, one after the other."""
     return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
-
-
-def cutter(views: Sequence[View]) -> Wire | None:
-    """The last wire that cuts leaves over ranks, if one does: what it leaves of them is what there is behind all."""
-    wires = cutting(views)
-    return wires[-1] if wires else None
 
 
 def reducing_in(view: View, dtype: torch.dtype | None) -> View:
