@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import zerofn as zf
 from zerofn.core.layout import Leaf
-from zerofn.core.owners import owners
+from zerofn.core.owners import assign_owners
 from zerofn.extend import span
 from zerofn.transforms import muon as module
 
@@ -168,7 +168,7 @@ def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
 
 
 def owned(leaves, size):
-    ranks = owners(leaves, size)
+    ranks = assign_owners(leaves, size)
     return [(leaf, ranks[leaf.path]) for leaf in leaves]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._compat.tensors import is_shape_only
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
-from .owners import Exchange, OwnerFailed, owners_of
+from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import over_each
 from .row_updates import Rows, by_rows, keeps_leaves_alone, rows_here
 from .transform import Transform, TransformState
@@ -53,14 +53,14 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             part, leaves = by_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")
-        at = owners_of(cutting, leaves)
+        at = owner_exchange(cutting, leaves)
         ranks[where] = at.rank_of
         return at_owners(part, at)
 
     return over_each(t, owned, layout), ranks
 
 
-def at_owners(part: Transform, at: Exchange) -> Transform:
+def at_owners(part: Transform, at: OwnerExchange) -> Transform:
     """The same transform, run at the owners of these leaves; of others it is handed what this rank has."""
     owned = {leaf.path for leaf in at.leaves}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +47,14 @@ class OwnerFailed(RuntimeError):
         super().__init__(explain(wrong, "\n".join(lines), right))
 
 
-def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
+def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     """By path: the rank that updates the leaf. Chosen by the sizes of leaves and the number of ranks alone.
 
     The largest first, each to the rank that has the least.
 
     >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
     >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
-    >>> owners(leaves, 2)
+    >>> assign_owners(leaves, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
     """
     load = [0] * size
@@ -66,57 +66,14 @@ def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     return found
 
 
-class Exchange(Protocol):
-    """The way from pieces to whole leaves at their owners, and back.
-
-    Attributes:
-        leaves: all of them, in one order on all ranks.
-        rank_of: by path, the owner: its place among the ranks of the cut, as `place_in` counts.
-    """
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]: ...
-    @property
-    def rank_of(self) -> dict[str, int]: ...
-
-    def mine(self, paths: Iterable[str]) -> list[str]:
-        """Those of this rank."""
-        ...
-
-    def to_owners(self, pieces: Leaves) -> Leaves:
-        """Whole leaves of this rank from the pieces of all. The same paths on every rank."""
-        ...
-
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
-        """This rank's pieces of all leaves from the whole ones that owners have.
-
-        Args:
-            wholes: of this rank; or why there are none.
-            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
-
-        Raises:
-            OwnerFailed: on every rank, if there are none on one.
-        """
-        ...
-
-    def agree(self, failure: Exception | None) -> None:
-        """Where nothing comes back: tell all ranks why this one has failed, if it has.
-
-        Raises:
-            Exception: `failure`.
-            OwnerFailed: on the other ranks.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class Owners:
-    """The exchange along one axis of ranks.
+class AxisExchange:
+    """The way from pieces to whole leaves at their owners, and back, along one axis of ranks.
 
     Attributes:
-        wire: how leaves are cut.
+        wire: how leaves are cut along it.
         leaves: all of them, in one order on all ranks.
-        rank_of: by path, the owner.
+        rank_of: by path, the owner's place along the axis.
         spans: for each rank, by path: the flat range that it has of what all have between them, a leaf or a part.
     """
 
@@ -126,17 +83,14 @@ class Owners:
     spans: list[dict[str, tuple[int, int]]]
 
     @classmethod
-    def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Owners:
-        """The exchange of leaves that this wire cuts. Spans are found here: the compiler cannot find them."""
+    def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> AxisExchange:
+        """The exchange of leaves that this wire cuts. Spans are found here: a compiled graph cannot find them."""
         group = wire.group
         wires = [wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
         found = [{leaf.path: each.span(leaf) for leaf in leaves} for each in wires]
         begin = {leaf.path: min(spans[leaf.path][0] for spans in found) for leaf in leaves}
         spans = [{p: (low - begin[p], high - begin[p]) for p, (low, high) in own.items()} for own in found]
         return cls(wire, leaves, rank_of, spans)
-
-    def mine(self, paths: Iterable[str]) -> list[str]:
-        return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
 
     def to_owners(self, pieces: Leaves) -> Leaves:
         out: Leaves = {}
@@ -174,21 +128,14 @@ class Owners:
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
             got = self._exchange(sent, lengths, first)
             if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
-                raise OwnerFailed(self._told(wholes))
+                raise OwnerFailed(self.told(wholes))
             for of_rank, parts in zip(theirs, got, strict=True):
                 out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
         if isinstance(wholes, Exception):
             raise wholes
         return {path: out[path] for path in like}
 
-    def agree(self, failure: Exception | None) -> None:
-        lines = self._told(failure)
-        if failure is not None:
-            raise failure
-        if lines:
-            raise OwnerFailed(lines, IN_INIT, INIT_AGAIN)
-
-    def _told(self, wholes: Leaves | Exception | None) -> list[str]:
+    def told(self, wholes: Leaves | Exception | None) -> list[str]:
         """What each owner that failed says of it."""
         group = self.wire.group
         mine: list[str] = []
@@ -224,48 +171,70 @@ class Owners:
 
 
 @dataclass(frozen=True)
-class OwnersBehind:
-    """The exchange where leaves are cut along several axes: along the last one first, which joins what it cut.
+class OwnerExchange:
+    """The way from pieces to whole leaves at their owners, and back, along each axis of ranks that leaves are cut over.
 
-    So a piece goes along each axis once, and no channel between all ranks is needed.
+    Pieces go along the last axis first, which joins what it has cut: each goes along each axis once, and no channel
+    between all ranks is needed.
 
     Attributes:
-        first: the exchange of what the first axis cuts.
-        rest: that of its parts.
-        size: of the rest: how many ranks have one part of a leaf.
+        axes: the exchange along each, in the order in which they cut leaves.
+        leaves: all of them, in one order on all ranks.
+        rank_of: by path, the owner: its place among the ranks that share a leaf, as `place_in` counts.
     """
 
-    first: Owners
-    rest: Exchange
-    size: int
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        return self.first.leaves
-
-    @property
-    def rank_of(self) -> dict[str, int]:
-        return {path: rank * self.size + self.rest.rank_of[path] for path, rank in self.first.rank_of.items()}
+    axes: tuple[AxisExchange, ...]
+    leaves: tuple[Leaf, ...]
+    rank_of: dict[str, int]
 
     def mine(self, paths: Iterable[str]) -> list[str]:
-        return self.first.mine(self.rest.mine(paths))
+        """Those of leaves that this rank owns."""
+        return _owned_here(self.axes, paths)
 
     def to_owners(self, pieces: Leaves) -> Leaves:
-        return self.first.to_owners(self.rest.to_owners(pieces))
+        """The whole leaves that this rank owns, from the pieces of all ranks. The same paths on every rank."""
+        for axis in reversed(self.axes):
+            pieces = axis.to_owners(pieces)
+        return pieces
 
     def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
-        try:
-            wholes = self.first.to_pieces(wholes, {path: like[path] for path in self.rest.mine(like)})
-        except Exception as error:  # on the ranks of the other axis, too
-            wholes = error
-        return self.rest.to_pieces(wholes, like)
+        """This rank's pieces of all leaves, from the whole ones at their owners.
+
+        Args:
+            wholes: the leaves that this rank owns; or why there are none.
+            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+
+        Raises:
+            OwnerFailed: on every rank, if there are none on one.
+        """
+        for i, axis in enumerate(self.axes):
+            here = _owned_here(self.axes[i + 1 :], like)
+            try:
+                wholes = axis.to_pieces(wholes, {path: like[path] for path in here})
+            except Exception as error:  # to be told along the other axes, too
+                wholes = error
+        if isinstance(wholes, Exception):
+            raise wholes
+        return wholes
 
     def agree(self, failure: Exception | None) -> None:
-        try:
-            self.first.agree(failure)
-        except Exception as error:  # on the ranks of the other axis, too
-            failure = error
-        self.rest.agree(failure)
+        """Where nothing comes back: tell all ranks why this one has failed, if it has.
+
+        Raises:
+            Exception: `failure`.
+            OwnerFailed: on the other ranks.
+        """
+        for axis in self.axes:
+            lines = axis.told(failure)
+            if failure is None and lines:
+                failure = OwnerFailed(lines, IN_INIT, INIT_AGAIN)
+        if failure is not None:
+            raise failure
+
+
+def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]:
+    """Those of paths whose owner has this rank's place along each axis."""
+    return [p for p in paths if all([axis.rank_of[p] == axis.wire.group.rank for axis in axes])]
 
 
 def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
@@ -276,15 +245,14 @@ def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
     return rank, size
 
 
-def owners_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> Exchange:
-    """The exchange of leaves that are cut along these axes, one after the other."""
-    return _exchange_of(cutting, leaves, owners(leaves, place_in(cutting)[1]))
-
-
-def _exchange_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Exchange:
-    first, *rest = cutting
-    size = place_in(rest)[1]
-    here = Owners.of(first, leaves, {path: rank // size for path, rank in rank_of.items()})
-    if not rest:
-        return here
-    return OwnersBehind(here, _exchange_of(rest, leaves, {path: rank % size for path, rank in rank_of.items()}), size)
+def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerExchange:
+    """The exchange of leaves that these wires cut, one after the other."""
+    size = place_in(cutting)[1]
+    rank_of = assign_owners(leaves, size)
+    axes = []
+    for wire in cutting:
+        # How many ranks have one part of a leaf behind this axis.
+        size //= wire.group.size
+        along = {path: rank // size % wire.group.size for path, rank in rank_of.items()}
+        axes.append(AxisExchange.of(wire, leaves, along))
+    return OwnerExchange(tuple(axes), leaves, rank_of)
