@@ -196,14 +196,14 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
 
 
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
-    """Spread a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
+    """By path of each place: a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
     found: dict[str, Any] = {}
     try:
         values, spec = flatten(prefix)
         for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):
             for position in flatten(below)[0]:
                 if layout.places[position] >= 0:
-                    found[layout.leaves[layout.places[position]].path] = value
+                    found[layout.paths[position]] = value
     except (ValueError, TypeError) as error:
         raise ValueError(
             _structure_message(layout, prefix, what, "a tree of the parameters' structure, or a function of the path")

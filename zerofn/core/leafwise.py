@@ -218,7 +218,8 @@ class _OnLeaves:
                 continue
             out[path] = apart(returned[0].to(p.dtype) if self.optimizes else returned[0], (p,))
             if stateful:
-                kept[path] = apart(returned[1], (g, p))
+                # A new parameter may be written in place too.
+                kept[path] = apart(returned[1], (g, p, out[path]) if self.optimizes else (g, p))
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         return out, {"value": kept} if stateful else {}

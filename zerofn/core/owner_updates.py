@@ -86,8 +86,8 @@ def at_owners(part: Transform, at: OwnerExchange) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
         theirs = {path: g for path, g in grads.items() if path in owned}
-        here = grads.keys() - owned
-        own = _of(state, {*here, *at.mine(theirs)}, owned | here)
+        here = [path for path in grads if path not in owned]
+        own = _of(state, {*here, *at.mine(theirs)}, owned.union(here))
         wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
         all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
         like = given if part.facts.optimizes else theirs
@@ -112,13 +112,18 @@ def _without_memory(x: Any, device: torch.device) -> Any:
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
 
-def _of(state: Any, own: set[str], paths: set[str]) -> Any:
-    """The same state, whose entries by path are only those of the leaves in `own`."""
-    if not isinstance(state, dict):
-        return state
-    if state.keys() & paths and state.keys() <= paths:
-        return {path: x for path, x in state.items() if path in own}
-    return {key: _of(x, own, paths) for key, x in state.items()}
+def _of(state: TransformState, own: set[str], paths: set[str]) -> TransformState:
+    """The same state, whose entries by path are only those of the leaves in `own`.
+
+    What is by path lies below a name: that of an entry may be that of a leaf.
+    """
+    found: TransformState = {}
+    for name, entry in state.items():
+        if isinstance(entry, dict) and entry.keys() <= paths:
+            found[name] = {path: x for path, x in entry.items() if path in own}
+        else:
+            found[name] = _of(entry, own, paths) if isinstance(entry, dict) else entry
+    return found
 
 
 def _laid_over(old: Any, new: Any) -> Any:

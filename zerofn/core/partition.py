@@ -130,6 +130,7 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[st
 
     Raises:
         TypeError: of another kind; every such leaf is named.
+        ValueError: another value at two places of one tensor.
     """
     if callable(given):
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
@@ -140,7 +141,14 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[st
         raise TypeError(
             bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
         )
-    return values
+    leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
+    for place, value in values.items():
+        path = leaf_at[place]
+        if found.setdefault(path, value) != value:
+            wrong.append((place, f"{value!r}, and {found[path]!r} at {path}, which is the same tensor"))
+    if wrong:
+        raise ValueError(bad_leaves(f"wrong {what}", wrong, "one value at all places of a tied tensor"))
+    return found
 
 
 def _inside(t: Transform, where: str) -> Transform:

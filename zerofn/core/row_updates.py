@@ -44,7 +44,8 @@ def keeps_leaves_alone(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> 
     metas = {leaf.path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves}
     state = t.init_fn(metas, layout)
     kept = zip(tree_keys(state), flatten(state)[0], strict=True)
-    of_leaves = [(keys, x) for keys, x in kept if set(keys) & shapes.keys()]
+    # The first key is the name of an entry, which may be that of a leaf.
+    of_leaves = [(keys, x) for keys, x in kept if set(keys[1:]) & shapes.keys()]
     return all(isinstance(x, Tensor) and shapes.get(keys[-1]) == x.shape for keys, x in of_leaves)
 
 
@@ -79,4 +80,4 @@ def _each(state: TransformState, fn: Any, rows: Mapping[str, tuple[int, ...]]) -
     """A state with `fn(tensor, shape)` in the place of what is kept of leaves."""
     values, spec = flatten(state)
     named = zip(tree_keys(state), values, strict=True)
-    return unflatten(spec, [fn(x, rows[keys[-1]]) if keys[-1] in rows else x for keys, x in named])
+    return unflatten(spec, [fn(x, rows[keys[-1]]) if keys[-1] in rows and keys[1:] else x for keys, x in named])

@@ -149,14 +149,17 @@ class Transform:
         return layout.join(out), state
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Transform) and self._identity() == other._identity()
+        if not isinstance(other, Transform) or self._identity() != other._identity():
+            return False
+        (mine, form), (theirs, other_form) = flatten(dict(self.config)), flatten(dict(other.config))
+        return form == other_form and all(map(_equal, mine, theirs))
 
     def __hash__(self) -> int:
         return hash((self.name, self.factory, self.parts))
 
     def _identity(self) -> tuple:
         # What numbered members are called in a longer chain depends on the name they had before.
-        return self.name, self.base, self.factory, dict(self.config), self.parts
+        return self.name, self.base, self.factory, self.parts
 
     def __repr__(self) -> str:
         if self.in_turn:
@@ -192,6 +195,13 @@ def _rebuild(
 ) -> Transform:
     built = factory.__rebuild__(config, parts)  # type: ignore[attr-defined]
     return built.renamed(name, base)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two arguments are equal; tensors by all of their numbers."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and bool((a == b).all()))
+    return a is b or bool(a == b)
 
 
 def _same(value: Any, default: Any) -> bool:
