@@ -1,4 +1,4 @@
-"""Which orders of transforms have a meaning. Checked when a chain is built, so that nothing runs in a wrong order."""
+"""Checks of the order of transforms: when a chain is built, and when leaves and ranks are known."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def check_order(parts: Sequence[Transform]) -> None:
 
 
 def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
-    """What a transform says that a gradient is behind it; a `ValueError` where it says that it cannot stand there.
+    """The spec of a gradient behind a transform; a `ValueError` where the transform cannot stand there.
 
     Args:
         part: the transform.
-        spec: of the gradient before it, with its name and its axis.
-        leaf: the path of the leaf, if one is meant.
+        spec: of the gradient before it, with the transform's name and axis.
+        leaf: the path of the leaf, if one is known.
     """
     facts = part.facts
     by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
@@ -44,7 +44,7 @@ def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
 
 
 def effect(part: Transform) -> Spec:
-    """What a transform alone does to a gradient."""
+    """The spec of a gradient behind a transform that stands alone."""
     return passed(part, Spec(here=part.name))
 
 
@@ -65,7 +65,7 @@ WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
 def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
-    """Where leaves are cut over ranks, refuse what must see more than a piece of them. On one rank nothing is cut."""
+    """Where leaves are cut over ranks, refuse transforms that must see more than a piece of a leaf."""
     found = [entry for part in parts for entry in _more_than_pieces(part, "")]
     by = [s for s in stations if any(spec.in_parts for spec in s.gives.values())] if found else []
     if not by:
@@ -86,7 +86,7 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
 
 
 def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transform]]:
-    """The transforms that say so, each with the one in the chain that it stands in."""
+    """The innermost transforms that need more than pieces, each by a name that tells in which of the chain it is."""
     if t.needs in OF_PIECES:
         return
     name = f"{t.name} in {inside}" if inside and inside != t.name else t.name

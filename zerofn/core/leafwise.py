@@ -1,4 +1,4 @@
-"""Functions that build transforms: their arguments become the configuration that prints, compares and pickles."""
+"""`leafwise`: transforms from functions on one tensor; `transform`: factories that record their arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tree import apart, flatten
 from .update_context import Context, Prepared
 
 P = ParamSpec("P")
-# What a function of one tensor is told where it asks for it, as keyword-only arguments without a default.
+# Keyword-only arguments without a default that the library gives to a function which has them.
 STEP, PATH = "step", "path"
 
 
@@ -159,7 +159,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf; `told` is what it asks for, `STEP` or `PATH`."""
+    """A user's function on one tensor, run on each leaf; `told` are the arguments that the library gives it."""
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
@@ -226,7 +226,7 @@ class _OnLeaves:
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:
-    """Why it is no pair of a tensor that fits the parameter and a state; `None` if it is."""
+    """Why `returned` is no pair of a tensor that fits the parameter and a state; `None` if it is one."""
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         return f"{_kind(returned) or 'a Tensor'} instead of a pair"
     first = returned[0]
@@ -243,14 +243,14 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
 
 
 def _kind(x: Any, *others: Any) -> str | None:
-    """In words what `x` is; `None` for a dense tensor, and for one of `others`."""
+    """What `x` is, in words; `None` for a dense tensor, and for one of `others`."""
     if not isinstance(x, Tensor):
         return None if x in others else kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
 
 
 def _other_state(old: Any, new: Any) -> str | None:
-    """How a leaf's state differs in form from what it was: no checkpoint could be loaded into a new one."""
+    """How a leaf's state differs in form from what it was, so that a checkpoint could not be loaded; else `None`."""
     if type(old) is type(new) is Tensor and old.shape == new.shape and old.dtype == new.dtype:
         return None
     (olds, was), (news, now) = flatten(old), flatten(new)

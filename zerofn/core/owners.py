@@ -1,14 +1,13 @@
-"""Whole leaves where leaves are cut over ranks: each leaf has an owner, who updates it.
+"""Owners: where leaves are cut over ranks, one rank for each leaf that updates it whole.
 
-Parameters stay cut. For an update the pieces of a leaf's gradient and parameter travel to its owner, which runs the
-transform on whole leaves as one process would, and the result comes back cut. States live at the owner alone. A matrix
-is worked on once in the whole job, and what travels is an all-to-all each way: a rank sends what it has of others'
-leaves and gets what others have of its own. The alternative, to gather every leaf on every rank, costs as many bytes
-times the number of ranks, and the work of each leaf on all of them.
+Parameters stay cut. For an update the shards of a leaf's gradient and parameter travel to its owner, which runs the
+transform on whole leaves as one process would, and the result travels back in shards. States live at the owner alone.
+A matrix is worked on once in the whole job, and what travels is one all-to-all each way: a rank sends its shards of
+others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as many bytes times
+the number of ranks, and all ranks work on each leaf.
 
-With the pieces that come back each owner says whether it has them: a function that raises at one owner is known to all
-ranks in the same step, and who catches its error there waits for nobody. Nothing comes back of first states: there
-owners say it in a message of its own.
+With the shards each owner sends back a flag that says whether its function raised, so that all ranks raise in the same
+step and none waits for another. First states are not sent back: there owners send the flag by itself.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ INIT_AGAIN = "an init= without that error"
 
 
 class OwnerFailed(RuntimeError):
-    """Whole leaves could not be updated somewhere, or have no first state. Raised on every rank.
+    """An owner could not update its leaves, or make their first states. Raised on every rank.
 
     Args:
-        lines: of each owner that failed, its rank and why.
+        lines: for each owner that failed, its rank and why.
         wrong: what failed.
         right: what to write.
     """
@@ -48,9 +47,9 @@ class OwnerFailed(RuntimeError):
 
 
 def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
-    """By path: the rank that updates the leaf. Chosen by the sizes of leaves and the number of ranks alone.
+    """By path: the rank that updates the leaf, chosen by the sizes of leaves and the number of ranks alone.
 
-    The largest first, each to the rank that has the least.
+    The largest leaf first, each to the rank that has least to do.
 
     >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
     >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
@@ -74,7 +73,7 @@ class AxisExchange:
         wire: how leaves are cut along it.
         leaves: all of them, in one order on all ranks.
         rank_of: by path, the owner's place along the axis.
-        spans: for each rank, by path: the flat range that it has of what all have between them, a leaf or a part.
+        spans: for each rank, by path: its range of what the ranks of this axis share, a flat leaf or a shard of it.
     """
 
     wire: Wire
@@ -95,9 +94,9 @@ class AxisExchange:
     def to_owners(self, pieces: Leaves) -> Leaves:
         out: Leaves = {}
         for leaves in self._by_dtype(pieces):
-            like = pieces[leaves[0].path]
-            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == self.wire.group.rank]
-            sent = [[pieces[leaf.path] for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+            like, owned = pieces[leaves[0].path], self._by_owner(leaves)
+            mine = owned[self.wire.group.rank]
+            sent = [[pieces[leaf.path] for leaf in of_rank] for of_rank in owned]
             lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
             got = self._exchange(sent, lengths, like)
             for i, leaf in enumerate(mine):
@@ -112,16 +111,15 @@ class AxisExchange:
         out: Leaves = {}
         here = self.wire.group.rank
         for leaves in self._by_dtype(like):
-            first = like[leaves[0].path]
-            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == here]
+            first, owned = like[leaves[0].path], self._by_owner(leaves)
+            mine = owned[here]
             if isinstance(wholes, Exception):
                 flat = {leaf.path: first.new_zeros(leaf.numel) for leaf in mine}
             else:
                 flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
             sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
-            theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
-            lengths = [[self._length(here, x) for x in of_rank] for of_rank in theirs]
-            # Not in a graph: nobody can look there, and a function that raises has done so before its graph runs.
+            lengths = [[self._length(here, x) for x in of_rank] for of_rank in owned]
+            # Not in a graph: Python cannot branch there, and a function that raises has done so before its graph runs.
             tells = concrete(first)
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))
@@ -129,14 +127,14 @@ class AxisExchange:
             got = self._exchange(sent, lengths, first)
             if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
                 raise OwnerFailed(self.told(wholes))
-            for of_rank, parts in zip(theirs, got, strict=True):
+            for of_rank, parts in zip(owned, got, strict=True):
                 out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
         if isinstance(wholes, Exception):
             raise wholes
         return {path: out[path] for path in like}
 
     def told(self, wholes: Leaves | Exception | None) -> list[str]:
-        """What each owner that failed says of it."""
+        """A line for each owner of this axis that failed; asks all of its ranks."""
         group = self.wire.group
         mine: list[str] = []
         if isinstance(wholes, OwnerFailed):
@@ -149,12 +147,16 @@ class AxisExchange:
     def _ranks(self) -> range:
         return range(self.wire.group.size)
 
+    def _by_owner(self, leaves: list[Leaf]) -> list[list[Leaf]]:
+        """For each rank, those of the leaves that it owns."""
+        return [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+
     def _length(self, rank: int, leaf: Leaf) -> int:
         low, high = self.spans[rank][leaf.path]
         return high - low
 
     def _by_dtype(self, tensors: Leaves) -> list[list[Leaf]]:
-        """Leaves that travel in one message each."""
+        """Lists of leaves, each of which travels in one message."""
         found: dict[Any, list[Leaf]] = {}
         for leaf in self.leaves:
             if leaf.path in tensors:
@@ -162,7 +164,7 @@ class AxisExchange:
         return list(found.values())
 
     def _exchange(self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """Send a list of flat tensors to each rank; what each rank has sent, of these lengths."""
+        """All-to-all of lists of tensors, one list for each rank; `lengths` are those of what comes from each."""
         flat = torch.cat([like.new_empty(0), *(x.reshape(-1) for parts in sent for x in parts)])
         totals = [sum(of_rank) for of_rank in lengths]
         out = like.new_empty(sum(totals))
@@ -238,7 +240,7 @@ def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]
 
 
 def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
-    """This rank among all that share a leaf, in the order of their parts of it, and how many those are."""
+    """This rank's number among those that share a leaf, in the order of their shards, and how many they are."""
     rank, size = 0, 1
     for wire in cutting:
         rank, size = rank * wire.group.size + wire.group.rank, size * wire.group.size

@@ -1,4 +1,4 @@
-"""A chain resolved for a tree of parameters: which of its views do something there, and how leaves lie over ranks."""
+"""Resolves a chain for a tree of parameters: which views do something there, and how leaves lie over ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from .chain import as_transform, complete
 from .chain_order import check_complete, check_pieces
 from .dtypes import Dtypes
 from .facts import OF_PIECES
-from .layout import Layout, Placement, the_one
-from .nested_sharding import check_axes, on_parts
+from .layout import Layout, Placement, canonical
+from .nested_sharding import check_axes, on_ranks
 from .owner_updates import run_at_owners
 from .owners import place_in
 from .pipeline import Pipeline
 from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
-from .tensor_parallel_checks import beside, check_other_axes, check_wholes
+from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform
-from .views import Factor, Ranks, View, Wire, cutting_wires, reducing_in
+from .views import Factor, Ranks, View, Wire, cutting_wires, same_tensor
 
 
 def pipeline(
     tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
 ) -> Pipeline:
-    """Resolve a transform for a layout; an error where it cannot train.
+    """Resolve a transform for a layout.
 
     Args:
         tx: the transform.
         layout: of the parameters.
-        where: the function that asks, for messages.
+        where: the public function that was called, for messages.
         ranks: opens groups of ranks.
-        model: those over which the model itself is cut.
+        model: the groups over which the model itself is cut.
+
+    Raises:
+        ValueError: it cannot train these parameters.
     """
     tx = as_transform(tx)
     parts = complete(tx.members)
@@ -45,32 +48,32 @@ def pipeline(
         view = part.view_fn(layout, ranks)
         if view is not None and view.factor is not None:
             factors.append((part.name, view.factor))
-        found.append(_of_leaves(view, part.name, layout))
+        found.append(_named(view, part.name, layout))
     dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
     views, cutting = _over_ranks(found, dtypes)
     stages = tuple([view for view in views if view is not None])
     reduced = [(view.name, view.wire.group) for view in stages if view.wire is not None]
     check_axes(reduced)
-    check_other_axes(reduced, model)
-    check_wholes(parts, layout, where, bool(model))
+    check_model_axes(reduced, model)
+    check_model_parts(parts, layout, where, bool(model))
     stations = survey(layout.leaves, parts, views, dtypes, tuple([name for name, _ in factors]))
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
-    placement = beside(_placement(road), model)
-    # What holds others needs as much as any of them.
+    placement = with_model_ranks(_placement(road), model)
+    # A transform that contains others needs as much as any of them.
     if cutting and any([part.needs not in OF_PIECES for part in parts]):
         parts, placement = _with_owners(parts, layout, placement, cutting)
         hand_to_owners(stations, placement)
         check_pieces(parts, stations, where)
-    layout = the_one(replace(layout, placement=placement))
+    layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, tuple(factors), stations, road, model)
 
 
-def _of_leaves(view: View | None, name: str, layout: Layout) -> View | None:
-    """The view, if it does something to leaves, with its transform's name.
+def _named(view: View | None, name: str, layout: Layout) -> View | None:
+    """The view with its transform's name; `None` where it does nothing to leaves.
 
-    `changes` is asked once: each step asks it of every leaf.
+    Which leaves it `changes` is found once, as each step asks it of every leaf.
     """
-    if view is None or not view.of_leaves:
+    if view is None or view.view is same_tensor:
         return None
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
     return replace(view, name=name, changes=lambda leaf: leaf.path in touched)
@@ -86,7 +89,7 @@ def _over_ranks(views: Sequence[View | None], dtypes: Dtypes) -> tuple[tuple[Vie
     for view in views:
         if view is not None and view.wire is not None:
             several = view.wire.group.size > 1
-            view = on_parts(reducing_in(view, dtypes.reduce_dtype), cutting) if several else None
+            view = on_ranks(view, cutting, dtypes.reduce_dtype) if several else None
             if view is not None and view.wire is not None and view.wire.cuts:
                 cutting = (*cutting, view.wire)
         found.append(view)
@@ -127,5 +130,6 @@ def _behind(road: Road, stages: int) -> Placement:
     found = Placement(rank, size, math.prod([group.size for group in groups]), tuple([group.ranks for group in groups]))
     if size == 1:
         return found
+    usual = {shape: found.span(shape) for shape in {leaf.shape for leaf in road.leaves}}
     spans = [(leaf, road.specs[stages][leaf.path].range) for leaf in road.leaves]
-    return replace(found, ranges=tuple([(leaf.path, own) for leaf, own in spans if own != found.span(leaf.shape)]))
+    return replace(found, ranges=tuple([(leaf.path, own) for leaf, own in spans if own != usual[leaf.shape]]))

@@ -1,9 +1,8 @@
-"""Transforms that need whole rows, run where leaves are cut by rows: each rank has its rows, and nothing travels.
+"""Transforms that need whole rows, where leaves are cut by rows: each rank updates its rows.
 
-Pieces lie flat; such a transform is handed rows of the leaf, `(rows of this rank, ...)`, which may be none. What it
-keeps of a leaf is stored flat, as everything is that is cut over ranks, so its state must have the leaf's shape. Where
-it has another (a number for each row, a tree for each leaf) the leaf goes to an owner, and so does a leaf that is not
-cut by rows.
+Shards are flat; such a transform is handed this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. What it
+keeps of a leaf is stored flat, as all shards are, so its state must have the leaf's shape. A leaf whose state has
+another (a number for each row, a tree) goes to an owner, and so does a leaf that is not cut by rows.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from .views import Wire
 Rows = dict[str, tuple[int, ...]]
 
 
-def rows_here(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
-    """Of leaves of which every rank has whole rows, the shape of this rank's."""
+def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
+    """The shape of this rank's rows, of each leaf of which every rank has whole rows."""
     found: Rows = {}
     for leaf in leaves:
         if all(rows_between(leaf.shape, *span) is not None for span in spans_of_all(cutting, leaf)):
@@ -39,7 +38,7 @@ def rows_here(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
 
 
 def keeps_leaves_alone(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
-    """Whether all that a transform keeps of a leaf has the leaf's shape."""
+    """Whether every state of a leaf has the leaf's shape."""
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     metas = {leaf.path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves}
     state = t.init_fn(metas, layout)
@@ -49,8 +48,8 @@ def keeps_leaves_alone(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> 
     return all(isinstance(x, Tensor) and shapes.get(keys[-1]) == x.shape for keys, x in of_leaves)
 
 
-def by_rows(t: Transform, rows: Rows) -> Transform:
-    """The same transform, handed rows of these leaves where others have flat pieces."""
+def on_rows(t: Transform, rows: Rows) -> Transform:
+    """The same transform, handed rows of these leaves in place of flat shards."""
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
         return _each(t.init_fn(_shaped(pieces, rows), layout), _flat, rows)
@@ -77,7 +76,7 @@ def _flat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _each(state: TransformState, fn: Any, rows: Mapping[str, tuple[int, ...]]) -> TransformState:
-    """A state with `fn(tensor, shape)` in the place of what is kept of leaves."""
+    """A state with `fn(tensor, shape)` in the place of each tensor that is kept of a leaf."""
     values, spec = flatten(state)
     named = zip(tree_keys(state), values, strict=True)
     return unflatten(spec, [fn(x, rows[keys[-1]]) if keys[-1] in rows and keys[1:] else x for keys, x in named])

@@ -1,4 +1,4 @@
-"""What must be so of a chain where the model itself is cut over ranks of which the chain does not know."""
+"""Refusals where the model itself is cut over ranks (tensor parallelism), of which the chain does not know."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..ranks.group import Group
 from .chain_order import WHOLE
 from .facts import OF_PIECES
 from .layout import Layout, Placement
-from .partition import over_each
+from .partition import replace_innermost
 from .transform import Transform
 
 TOGETHER = "zf.partition of the chain, by which parameters that are cut get an optimizer with needs='element'"
 
 
-def beside(placement: Placement, model: Sequence[Group]) -> Placement:
-    """The same placement, of a state that is also held between the ranks over which the model is cut."""
+def with_model_ranks(placement: Placement, model: Sequence[Group]) -> Placement:
+    """The same placement, of a state that lies over the ranks over which the model is cut as well."""
     groups = [group for group in model if group.size > 1]
     if not groups:
         return placement
@@ -27,11 +27,11 @@ def beside(placement: Placement, model: Sequence[Group]) -> Placement:
         placement,
         together=placement.together * prod([group.size for group in groups]),
         axes=(*placement.axes, *[group.ranks for group in groups]),
-        unreduced=placement.unreduced and beside(placement.unreduced, groups),
+        unreduced=placement.unreduced and with_model_ranks(placement.unreduced, groups),
     )
 
 
-def check_other_axes(reduced: Sequence[tuple[str, Group]], model: Sequence[Group]) -> None:
+def check_model_axes(reduced: Sequence[tuple[str, Group]], model: Sequence[Group]) -> None:
     """Refuse a reduction over ranks among which the model itself is cut; `reduced` as for `check_axes`."""
     for (name, group), other in product(reduced, model):
         both = sorted(set(other.ranks) & set(group.ranks))
@@ -47,8 +47,8 @@ def check_other_axes(reduced: Sequence[tuple[str, Group]], model: Sequence[Group
             )
 
 
-def check_wholes(parts: Sequence[Transform], layout: Layout, where: str, attached: bool) -> None:
-    """Refuse what must see more of a leaf than this rank has, and states that only an attached model can go on with.
+def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, attached: bool) -> None:
+    """Refuse transforms that must see more of a leaf than this rank has, and states that belong to an attached model.
 
     Args:
         parts: of a chain.
@@ -65,15 +65,14 @@ def check_wholes(parts: Sequence[Transform], layout: Layout, where: str, attache
     bad: list[tuple[str, str]] = []
 
     def look(t: Transform, paths: set[str], place: str) -> Transform:
-        if t.needs not in OF_PIECES:
-            why = f"{t.name} needs {WHOLE[t.needs]} (needs={t.needs!r}), and this rank has {{}} of {{}}"
-            for leaf in layout.leaves:
-                if leaf.path in paths & cut.keys() and leaf.trainable:
-                    bad.append((leaf.path, why.format(tuple(leaf.shape), tuple(cut[leaf.path].shape))))
+        for leaf in layout.trainable:
+            if t.needs not in OF_PIECES and leaf.path in paths & cut.keys():
+                has = f"this rank has {tuple(leaf.shape)} of {tuple(cut[leaf.path].shape)}"
+                bad.append((leaf.path, f"{t.name} needs {WHOLE[t.needs]} (needs={t.needs!r}), and {has}"))
         return t
 
     for part in parts:
         if cut and part.needs not in OF_PIECES:
-            over_each(part, look, layout)
+            replace_innermost(part, look, layout)
     if bad:
         raise ValueError(bad_leaves(f"{where}: the model itself is cut over ranks", bad, TOGETHER))
