@@ -95,7 +95,7 @@ class Segment:
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
         # Asked once: to enter a profiler range that nobody records takes longer than much of what is in it.
-        self.told = told()
+        self.listened = told()
         self.prepared: list[Prepared] = []
         self.held = False
         # What comes to a `partition` comes to its members.
@@ -103,8 +103,10 @@ class Segment:
         for part in parts.parts:
             look = grads if part is first and part.scope is not Scope.LEAF else None
             # A transform without state, such as the norm among the metrics, may have no entry.
-            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._told_of(part, comes)
-            self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
+            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._context_of(part, comes)
+            self.prepared.append(
+                _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
+            )
             if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
                 # What follows is chosen between old and new values, for each member of the batch.
                 self.ctx = ctx = replace(ctx, donate_to_kernels=False)
@@ -153,9 +155,9 @@ class Segment:
                 signal = {**params, **signal}
             old = self.old.get(part.name, {})
             state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
-            ctx = self.ctx if comes is True else self._told_of(part, comes)
+            ctx = self.ctx if comes is True else self._context_of(part, comes)
             given = part, signal, state, params, p.carry, ctx
-            out, own = updated(*given) if self.told else part.update_fn(*given[1:])
+            out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
             if own is not state:
                 _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
@@ -167,7 +169,7 @@ class Segment:
                 signal = passed(emitted, out)
         return signal
 
-    def _told_of(self, part: Transform, comes: bool | Tensor) -> Context:
+    def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform where only a tensor knows whether anything comes to it."""
         return replace(self.ctx, comes=comes, standing=standing(part, self.old.get(part.name, {})))
 
@@ -199,7 +201,7 @@ def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) 
         return fn(*given)
 
 
-def updated(
+def listened_update(
     part: Transform, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
 ) -> tuple[Leaves | None, TransformState]:
     """Run a transform's update half in a profiler range of its name; a listener is told what it reads and writes."""

@@ -128,8 +128,8 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
     tensor([-1.,  1.])
     """
     options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    told = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
-    options = {name: default for name, default in options.items() if name not in told}
+    provided = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
+    options = {name: default for name, default in options.items() if name not in provided}
 
     @made_outside_of_graphs
     @functools.wraps(function)
@@ -141,7 +141,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         for name, value in config.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{function.__name__}() needs {name}=; it has no default.")
-        made = _OnLeaves(function, init, optimizer, config, told)
+        made = _OnLeaves(function, init, optimizer, config, provided)
         return Transform(
             made.name,
             needs=needs,
@@ -159,13 +159,13 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf; `told` are the arguments that the library gives it."""
+    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library gives it."""
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
     optimizes: bool
     config: dict[str, Any]
-    told: frozenset[str]
+    provided: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class _OnLeaves:
     @property
     def counts(self) -> bool:
         """Whether it keeps the number of its updates."""
-        return self.scheduled or STEP in self.told
+        return self.scheduled or STEP in self.provided
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         counted: TransformState = {STEP: counter()} if self.counts else {}
@@ -201,7 +201,7 @@ class _OnLeaves:
             if isinstance(rate, int | float | Tensor):
                 ctx.report("lr", rate)
             found["lr"] = ctx.replicated(rate) if self.scheduled else rate
-        if STEP in self.told:
+        if STEP in self.provided:
             found[STEP] = now
         return Prepared(carry=found, state={STEP: state[STEP] + 1} if self.counts else {})
 
@@ -211,7 +211,7 @@ class _OnLeaves:
         for path, g in grads.items():
             p = params[path]
             given = (g, p, kept[path]) if stateful else (g, p)
-            options = {**options, PATH: path} if PATH in self.told else options
+            options = {**options, PATH: path} if PATH in self.provided else options
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
             if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                 wrong.append((path, reason))

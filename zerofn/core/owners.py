@@ -126,14 +126,14 @@ class AxisExchange:
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
             got = self._exchange(sent, lengths, first)
             if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
-                raise OwnerFailed(self.told(wholes))
+                raise OwnerFailed(self.failures(wholes))
             for of_rank, parts in zip(owned, got, strict=True):
                 out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
         if isinstance(wholes, Exception):
             raise wholes
         return {path: out[path] for path in like}
 
-    def told(self, wholes: Leaves | Exception | None) -> list[str]:
+    def failures(self, wholes: Leaves | Exception | None) -> list[str]:
         """A line for each owner of this axis that failed; asks all of its ranks."""
         group = self.wire.group
         mine: list[str] = []
@@ -213,7 +213,7 @@ class OwnerExchange:
             here = _owned_here(self.axes[i + 1 :], like)
             try:
                 wholes = axis.to_pieces(wholes, {path: like[path] for path in here})
-            except Exception as error:  # to be told along the other axes, too
+            except Exception as error:  # which the other axes are told too
                 wholes = error
         if isinstance(wholes, Exception):
             raise wholes
@@ -227,7 +227,7 @@ class OwnerExchange:
             OwnerFailed: on the other ranks.
         """
         for axis in self.axes:
-            lines = axis.told(failure)
+            lines = axis.failures(failure)
             if failure is None and lines:
                 failure = OwnerFailed(lines, IN_INIT, INIT_AGAIN)
         if failure is not None:

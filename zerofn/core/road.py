@@ -47,11 +47,6 @@ class Road:
     specs: tuple[Mapping[str, Spec], ...]
 
     @cached_property
-    def trainable(self) -> tuple[Leaf, ...]:
-        """The leaves that want a gradient."""
-        return tuple([leaf for leaf in self.leaves if leaf.trainable])
-
-    @cached_property
     def at_use(self) -> tuple[View, ...]:
         """The views that an attached model applies to its resident parameters at each use."""
         return tuple(takewhile(lambda view: not view.resident, self.stages))
@@ -187,12 +182,13 @@ class Road:
 
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
+    leaves = [leaf for leaf in road.leaves if leaf.trainable]
     for at, stage in enumerate(road.stages):
         # By identity: the compiler knows no equality of records of functions.
         if any([stage is x for x in stages]) and (scale is None or not stage.only_dtype):
             # Sizes and dtypes of gradients matter to the buffers of wires alone.
-            like = {} if stage.wire is None else _arriving(road.specs[at], road.trainable, stored)
-            grads = pull_all(stage, grads, road.trainable, like)
+            like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
+            grads = pull_all(stage, grads, leaves, like)
     return grads
 
 

@@ -7,7 +7,7 @@ another (a number for each row, a tree) goes to an owner, and so does a leaf tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,33 +50,25 @@ def keeps_leaves_alone(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> 
 
 def on_rows(t: Transform, rows: Rows) -> Transform:
     """The same transform, handed rows of these leaves in place of flat shards."""
+    flat: Rows = dict.fromkeys(rows, (-1,))
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
-        return _each(t.init_fn(_shaped(pieces, rows), layout), _flat, rows)
+        return _reshaped_state(t.init_fn(_reshaped(pieces, rows), layout), flat)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        there = _each(state, _as_rows, rows)
-        out, new = t.update_fn(_shaped(grads, rows), there, _shaped(params, rows), carry, ctx)
-        new = _each(new, _flat, rows)
-        return None if out is None else {p: _flat(x, rows[p]) if p in rows else x for p, x in out.items()}, new
+        there = _reshaped_state(state, rows)
+        out, new = t.update_fn(_reshaped(grads, rows), there, _reshaped(params, rows), carry, ctx)
+        return None if out is None else _reshaped(out, flat), _reshaped_state(new, flat)
 
     return replace(t, needs="element", init_fn=init, update_fn=update)
 
 
-def _shaped(tensors: Leaves, rows: Mapping[str, tuple[int, ...]]) -> Leaves:
-    return {path: _as_rows(x, rows[path]) if path in rows else x for path, x in tensors.items()}
+def _reshaped(tensors: Leaves, shapes: Rows) -> Leaves:
+    return {path: x.reshape(shapes[path]) if path in shapes else x for path, x in tensors.items()}
 
 
-def _as_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(shape)
-
-
-def _flat(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(-1)
-
-
-def _each(state: TransformState, fn: Any, rows: Mapping[str, tuple[int, ...]]) -> TransformState:
-    """A state with `fn(tensor, shape)` in the place of each tensor that is kept of a leaf."""
+def _reshaped_state(state: TransformState, shapes: Rows) -> TransformState:
+    """A state whose tensors of leaves have these shapes; what is not by path below a name stays as it is."""
     values, spec = flatten(state)
     named = zip(tree_keys(state), values, strict=True)
-    return unflatten(spec, [fn(x, rows[keys[-1]]) if keys[-1] in rows and keys[1:] else x for keys, x in named])
+    return unflatten(spec, [x.reshape(shapes[k[-1]]) if k[-1] in shapes and k[1:] else x for k, x in named])

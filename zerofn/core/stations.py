@@ -25,7 +25,7 @@ from .spec import Spec, Station
 from .transform import Transform
 from .views import View, Wire, summed_in
 
-# What is known of a leaf before any transform is asked.
+# Fields that no transform may change.
 FIXED = attrgetter("shape", "stored_dtype", "sum_dtype", "mesh", "range", "axis", "here")
 
 
@@ -67,16 +67,16 @@ def survey(
         handed: dict[str, Spec] = {}
         wrong: dict[str, str] = {}
         for leaf in leaves:
-            asked = replace(specs[leaf.path], here=part.name, axis=None if wire is None else axis)
+            before = replace(specs[leaf.path], here=part.name, axis=None if wire is None else axis)
             if first_update:
                 # To the first update half it is handed cast and unscaled.
-                asked = replace(asked, dtype=dtypes.gradient(leaf), scaled_by=())
-            said = passed(part, asked, leaf.path)
-            found = said if view is None else _behind(view, asked, said, leaf, cast)
-            wrong[leaf.path] = _contradiction(asked, said, found, wire)
+                before = replace(before, dtype=dtypes.gradient(leaf), scaled_by=())
+            claimed = passed(part, before, leaf.path)
+            found = claimed if view is None else _behind(view, before, claimed, leaf, cast)
+            wrong[leaf.path] = _contradiction(before, claimed, found, wire)
             # A sum over micro-batches has the digits of the dtype that it is made in.
             specs[leaf.path] = replace(found, sum_dtype=found.dtype) if part.facts.holds else found
-            handed[leaf.path] = asked
+            handed[leaf.path] = before
         if any(wrong.values()):
             bad = [(path, wrong[of]) for path, of in alike.items() if wrong[of]]
             right = "a `through` that leaves unsaid what its view says, or says the same; see zerofn.extend.Spec"
@@ -110,52 +110,52 @@ def _at_model(leaf: Leaf, dtypes: Dtypes, mesh: tuple[int, ...], scaled_by: tupl
     )
 
 
-def _behind(view: View, asked: Spec, said: Spec, leaf: Leaf, cast: bool) -> Spec:
+def _behind(view: View, before: Spec, claimed: Spec, leaf: Leaf, cast: bool) -> Spec:
     """A gradient behind a view: what its transform says, and of what that leaves unsaid what the view says.
 
     Args:
         view: of the transform.
-        asked: the gradient in front of it.
-        said: behind it, as the transform says.
+        before: the gradient in front of it.
+        claimed: behind it, as the transform says.
         leaf: whose gradient it is.
         cast: whether it has the dtype of gradients already; else it arrives in that of a sum.
     """
     wire = view.wire
     if view.dtypes is not None:
-        return replace(said, dtype=view.dtypes.gradient(leaf))
+        return replace(claimed, dtype=view.dtypes.gradient(leaf))
     if wire is None:
-        return said
-    assert asked.sum_dtype is not None
-    summed = summed_in(wire, asked.sum_dtype)
-    there = wire.span(leaf) if wire.cuts else asked.range
-    found = replace(said, sum_dtype=summed, dtype=asked.dtype if cast else summed, range=there)
-    unsaid = said.placements == asked.placements
+        return claimed
+    assert before.sum_dtype is not None
+    summed = summed_in(wire, before.sum_dtype)
+    there = wire.span(leaf) if wire.cuts else before.range
+    found = replace(claimed, sum_dtype=summed, dtype=before.dtype if cast else summed, range=there)
+    unsaid = claimed.placements == before.placements
     return found.placed(Flat() if wire.cuts else Replicate()) if unsaid else found
 
 
-def _contradiction(asked: Spec, said: Spec, found: Spec, wire: Wire | None) -> str:
-    """What a transform says of a gradient that will not be so; nothing, if all is."""
-    if said is asked is found:
+def _contradiction(before: Spec, claimed: Spec, found: Spec, wire: Wire | None) -> str:
+    """How a transform's `through` contradicts its view; an empty string where it does not."""
+    if claimed is before is found:
         return ""
-    if FIXED(said) != FIXED(asked):
+    if FIXED(claimed) != FIXED(before):
         return "its `through` changes what it cannot: the leaf, the ranks, or what a rank has of it"
-    if said.dtype not in (asked.dtype, found.dtype):
-        return f"its `through` says {said.dtype}, and its view gives {found.dtype}"
-    if not set(said.scaled_by) <= set(asked.scaled_by):
+    if claimed.dtype not in (before.dtype, found.dtype):
+        return f"its `through` says {claimed.dtype}, and its view gives {found.dtype}"
+    if not set(claimed.scaled_by) <= set(before.scaled_by):
         return "its `through` says that it is multiplied by a factor, and its view has none"
-    if len(found.placements) != len(asked.placements):
-        return f"its `through` says {found.placements}, and there are {len(asked.mesh)} axes of ranks"
-    for axis, (before, after) in enumerate(zip(asked.placements, found.placements, strict=True)):
-        if axis != asked.axis and before != after:
-            return f"its `through` says {after} along an axis of {asked.mesh[axis]} ranks, where it sends nothing"
-    return "" if wire is None else _misplaced(asked, found, wire)
+    if len(found.placements) != len(before.placements):
+        return f"its `through` says {found.placements}, and there are {len(before.mesh)} axes of ranks"
+    for axis, (was, after) in enumerate(zip(before.placements, found.placements, strict=True)):
+        if axis != before.axis and was != after:
+            return f"its `through` says {after} along an axis of {before.mesh[axis]} ranks, where it sends nothing"
+    return "" if wire is None else _misplaced(before, found, wire)
 
 
-def _misplaced(asked: Spec, found: Spec, wire: Wire) -> str:
-    """What is wrong about how a gradient lies along the axis of its transform's wire; nothing, if nothing is."""
-    assert asked.axis is not None
-    after = found.placements[asked.axis]
-    expected = found.range if isinstance(after, Flat) and wire.cuts else _range(after, asked, wire)
+def _misplaced(before: Spec, found: Spec, wire: Wire) -> str:
+    """How a claimed placement along the wire's axis contradicts what the wire leaves; an empty string where not."""
+    assert before.axis is not None
+    after = found.placements[before.axis]
+    expected = found.range if isinstance(after, Flat) and wire.cuts else _range(after, before, wire)
     if expected == found.range and isinstance(after, Replicate) != wire.cuts:
         return ""
     where = "" if expected is None else f", elements {expected[0]} to {expected[1]} here"
@@ -164,7 +164,7 @@ def _misplaced(asked: Spec, found: Spec, wire: Wire) -> str:
 
 
 def _range(placement: AxisPlacement, before: Spec, wire: Wire) -> tuple[int, int] | None:
-    """Which elements this rank has where what it had is placed so; `None` where no wire places it so."""
+    """This rank's range, if what it had before is placed so along the axis; `None` where no wire places it so."""
     low, high = before.range
     rank, size = wire.group.rank, wire.group.size
     if isinstance(placement, Replicate):

@@ -177,15 +177,14 @@ class Transform:
         known = {} if self.factory is None else inspect.signature(self.factory).parameters
         given = dict(self.config)
         for name, value in self.config.items():
-            if name in known and (value is known[name].default or _same(value, known[name].default)):
+            # Of another type, as True for 1, it is not what one would write.
+            if name in known and type(value) is type(known[name].default) and _equal(value, known[name].default):
                 del given[name]
         return given
 
     def _repr_html_(self) -> str:
-        parts = self.parts if self.in_turn else (self,)
-        return road(
-            [("model", "what the model sees"), *((p.name, repr(p)) for p in parts), ("state", "what is stored")]
-        )
+        parts = [(part.name, repr(part)) for part in self.members]
+        return road([("model", "what the model sees"), *parts, ("state", "what is stored")])
 
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
@@ -203,11 +202,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and bool((a == b).all()))
     return a is b or bool(a == b)
-
-
-def _same(value: Any, default: Any) -> bool:
-    """Whether an argument is equal to its default; a tensor never is."""
-    return type(value) is type(default) and not isinstance(value, Tensor) and value == default
 
 
 def _show(value: Any) -> str:
