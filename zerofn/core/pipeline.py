@@ -158,7 +158,8 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """The context that update halves are handed."""
-        norms = Norms() if GRAD_NORM in self.updates and not given.get("recorded") else None
+        shown = not given.get("recorded") and any([part is GRAD_NORM for part in self.updates])
+        norms = Norms() if shown else None
         return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
 
     @cached_property

@@ -177,8 +177,9 @@ class Transform:
         known = {} if self.factory is None else inspect.signature(self.factory).parameters
         given = dict(self.config)
         for name, value in self.config.items():
+            default = known[name].default if name in known else inspect.Parameter.empty
             # Of another type, as True for 1, it is not what one would write.
-            if name in known and type(value) is type(known[name].default) and _equal(value, known[name].default):
+            if value is default or (type(value) is type(default) and _equal(value, default)):
                 del given[name]
         return given
 
@@ -201,7 +202,7 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two arguments are equal; tensors by all of their numbers."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and bool((a == b).all()))
-    return a is b or bool(a == b)
+    return a is b or bool(a == b)  # NaN is itself
 
 
 def _show(value: Any) -> str:
