@@ -90,17 +90,17 @@ def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
         own = _entries_of(state, {*here, *at.mine(theirs)}, owned.union(here))
         wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
         all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
-        like = given if part.facts.optimizes else theirs
+        like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
         try:
             out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
         except Exception as error:
             # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
             with contextlib.suppress(OwnerFailed):
-                at.to_pieces(error, like)
+                at.to_pieces(error, like, first)
             raise
         if out is None:
             return None, _overlaid(state, new)
-        pieces = at.to_pieces(out, like)
+        pieces = at.to_pieces(out, like, first)
         return {path: pieces[path] if path in owned else out[path] for path in grads}, _overlaid(state, new)
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)

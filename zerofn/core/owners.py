@@ -107,11 +107,12 @@ class AxisExchange:
                 out[leaf.path] = full.view(leaf.shape) if full.numel() == leaf.numel else full
         return out
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
-        for leaves in self._by_dtype(like):
-            first, owned = like[leaves[0].path], self._by_owner(leaves)
+        # Where no leaf travels along this axis a flag does all the same: a rank that owns none may have failed too.
+        for leaves in self._by_dtype(like) or [[]]:
+            first, owned = like[leaves[0].path] if leaves else first, self._by_owner(leaves)
             mine = owned[here]
             if isinstance(wholes, Exception):
                 flat = {leaf.path: first.new_zeros(leaf.numel) for leaf in mine}
@@ -121,6 +122,8 @@ class AxisExchange:
             lengths = [[self._length(here, x) for x in of_rank] for of_rank in owned]
             # Not in a graph: Python cannot branch there, and a function that raises has done so before its graph runs.
             tells = concrete(first)
+            if not tells and not leaves:
+                continue
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
@@ -199,12 +202,13 @@ class OwnerExchange:
             pieces = axis.to_owners(pieces)
         return pieces
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
         """This rank's pieces of all leaves, from the whole ones at their owners.
 
         Args:
             wholes: the leaves that this rank owns; or why there are none.
             like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+            first: a tensor on that device.
 
         Raises:
             OwnerFailed: on every rank, if there are none on one.
@@ -212,7 +216,7 @@ class OwnerExchange:
         for i, axis in enumerate(self.axes):
             here = _owned_here(self.axes[i + 1 :], like)
             try:
-                wholes = axis.to_pieces(wholes, {path: like[path] for path in here})
+                wholes = axis.to_pieces(wholes, {path: like[path] for path in here}, first)
             except Exception as error:  # which the other axes are told too
                 wholes = error
         if isinstance(wholes, Exception):
