@@ -97,7 +97,7 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
 
 
 def replace_innermost(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
-    """The same transform with `fn` of each transform inside that is neither a chain nor hands leaves to members.
+    """The same transform with `fn` of each transform inside that does more than hand leaves to members.
 
     `fn` is given the transform, the paths of its leaves, and where in the state of `t` its own state is: `""`, or keys
     that each end in a slash.
