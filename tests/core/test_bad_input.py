@@ -193,6 +193,10 @@ def test_groups():
         zf.init(zf.partition({"a": O}, lambda p: None), params())
     with refuses(ValueError, "mask does not fit", "b: missing", "c: extra"):
         zf.init(zf.masked(O, {"w": True, "c": True, "deep": True}), params())
+    w = torch.ones(2)
+    with refuses(ValueError, "wrong labels", "y: 'b', and 'a' at x, which is the same tensor"):
+        zf.init(zf.partition({"a": O, "b": O}, {"x": "a", "y": "b"}), {"x": w, "y": w})
+    zf.init(zf.partition({"a": O, "b": O}, {"x": "a", "y": "a", "z": "b"}), {"x": w, "y": w, "z": torch.ones(1)})
 
 
 # ---- parameters ----

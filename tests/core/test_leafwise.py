@@ -81,6 +81,23 @@ def test_what_a_transform_keeps_is_not_written_by_others(made, accumulate, route
     torch.testing.assert_close(final.double() - start().double(), change, rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_that_is_the_new_parameter_is_not_written_with_it():
+    @zf.leafwise(init=torch.zeros_like, optimizer=True)
+    def keeps_the_parameter(grad, param, state):
+        return param - grad, param - grad
+
+    @zf.leafwise(init=torch.zeros_like, optimizer=True)
+    def keeps_the_same_tensor(grad, param, state):
+        new = param - grad
+        return new, new
+
+    for made in (keeps_the_parameter, keeps_the_same_tensor):
+        tx = zf.chain(made())
+        state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+        state.params["w"].fill_(5.0)
+        assert state.transforms[made.__name__]["value"]["w"].tolist() == [-1.0, -1.0]
+
+
 def test_a_gradient_that_the_caller_writes_into_later():
     tx = zf.chain(difference(), zf.sgd(1.0))
     state, g = zf.init(tx, {"w": torch.zeros(2)}), {"w": torch.ones(2)}

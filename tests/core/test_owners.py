@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import zerofn as zf
 from zerofn.core.layout import Leaf
-from zerofn.core.owners import owners
+from zerofn.core.owners import assign_owners
 from zerofn.extend import span
 from zerofn.transforms import muon as module
 
@@ -137,6 +137,32 @@ def test_thirty_steps_are_those_of_one_process(stage, size):
                     torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
+@zf.leafwise(init=torch.zeros_like)
+def by_length(grad, param, state):
+    state = 0.9 * state + grad / grad.norm()
+    return state, state
+
+
+def named_as_entries(ranks):
+    """Leaves with the names of what transforms keep: of a leafwise one `value`, of muon `momentum`."""
+    found = []
+    for optimizer in (zf.chain(by_length(), zf.sgd(0.1)), zf.muon(lr=0.1)):
+        tx = zf.chain(*[zf.shard()] * ranks, optimizer)
+        generator = torch.Generator().manual_seed(0)
+        names = ("query", "key", "value", "momentum", "step")
+        state = zf.init(tx, {name: torch.randn(4, 3, generator=generator, dtype=F64) for name in names})
+        for i in range(3):
+            state, _ = zf.update(tx, {p: x.new_full(x.shape, 1.0 + i) for p, x in state.params.items()}, state)
+        found.append(zf.full_params(tx, state))
+    return found
+
+
+def test_leaves_may_have_the_names_of_what_transforms_keep():
+    (got, _), want = zf.launch(named_as_entries, 2, 1, timeout=limit(60)), named_as_entries(0)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 def counted(stage):
     """Shapes that the iteration has seen in one step; bytes of the exchanges; elements of states of this rank."""
     from zerofn.ranks.group import Traffic
@@ -168,7 +194,7 @@ def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
 
 
 def owned(leaves, size):
-    ranks = owners(leaves, size)
+    ranks = assign_owners(leaves, size)
     return [(leaf, ranks[leaf.path]) for leaf in leaves]
 
 

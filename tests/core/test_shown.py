@@ -56,6 +56,19 @@ def test_defaults_are_left_out_and_nothing_else():
     assert repr(zf.sgd(0.1).named("head")) == "sgd(lr=0.1).named('head')"
 
 
+def test_transforms_with_tensors_among_their_arguments_compare_by_their_numbers():
+    @zf.leafwise(needs="element")
+    def weighted(grad, param, *, by):
+        return grad * by
+
+    assert weighted(by=torch.ones(3)) == weighted(by=torch.ones(3))
+    assert weighted(by=torch.ones(3)) != weighted(by=torch.tensor([1.0, 1.0, 2.0]))
+    assert weighted(by=torch.ones(3)) != weighted(by=torch.ones(2))
+    assert zf.chain(weighted(by={"a": torch.ones(2)}), zf.sgd(1)) == zf.chain(
+        weighted(by={"a": torch.ones(2)}), zf.sgd(1.0)
+    )
+
+
 SCHEDULES = {
     "constant": schedules.constant(0.1),
     "linear": schedules.linear(1.0, 0.0, 4),

@@ -1,4 +1,4 @@
-"""`chain`, and guests from other libraries in it."""
+"""`chain`, and `guest`: transformations of other libraries in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .update_context import Context, Prepared
 
 @runtime_checkable
 class GradientTransformation(Protocol):
-    """The shape of torchopt's transformations, which a chain accepts as they are."""
+    """A transformation of torchopt, which a chain accepts as it is."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -73,7 +73,7 @@ chain.__rebuild__ = lambda config, parts: chain(*parts)  # type: ignore[attr-def
 
 
 def in_turn(parts: tuple[Transform, ...]) -> Transform:
-    """A chain of these, as they are."""
+    """A chain of these transforms, with the names they have."""
     alone = bool(parts) and all(p.scope is Scope.LEAF for p in parts)
     at_once, in_order = stretch(parts), stretches(parts)
 
@@ -110,7 +110,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
 
 
 def as_transform(t: Any) -> Transform:
-    """`t` itself, or a guest wrapped; a `TypeError` for anything else."""
+    """`t` itself, or a `guest` of a transformation of another library; a `TypeError` for anything else."""
     if isinstance(t, Transform):
         return t
     _check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
@@ -118,7 +118,7 @@ def as_transform(t: Any) -> Transform:
 
 
 def _check_guest(t: Any, where: str, right: str) -> None:
-    """A `TypeError` where it cannot be one; `where` has a place for it."""
+    """Raise a `TypeError` unless `t` is a transformation of another library; `where` has a `{}` for what it is."""
     if isinstance(t, torch.optim.Optimizer):
         raise TypeError(
             explain(
@@ -195,16 +195,16 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
         if wrong:
             raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
-        # It may keep what it is given, which is written in place afterwards.
+        # It may keep the tensors that it is given, which are written in place afterwards.
         return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
     return Transform(name, Scope.WHOLE, needs, Facts(adds=True), init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Let a guest that ends a chain without optimizer be the optimizer: what it returns is added."""
+    """Make a guest that ends a chain without optimizer the optimizer: what it returns is added to parameters."""
     gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
-    if any(p.facts.optimizes for p in parts) or not gradient or not parts[gradient[-1]].facts.adds:
+    if any([p.facts.optimizes for p in parts]) or not gradient or not parts[gradient[-1]].facts.adds:
         return parts
     last = parts[gradient[-1]]
 

@@ -1,4 +1,4 @@
-"""Which orders of transforms have a meaning. Checked when a chain is built, so that nothing runs in a wrong order."""
+"""Checks of the order of transforms: when a chain is built, and when leaves and ranks are known."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ def check_order(parts: Sequence[Transform]) -> None:
 
 
 def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
-    """What a transform says that a gradient is behind it; a `ValueError` where it says that it cannot stand there.
+    """The spec of a gradient behind a transform; a `ValueError` where the transform cannot stand there.
 
     Args:
         part: the transform.
-        spec: of the gradient before it, with its name and its axis.
-        leaf: the path of the leaf, if one is meant.
+        spec: of the gradient before it, with the transform's name and axis.
+        leaf: the path of the leaf, if one is known.
     """
+    facts = part.facts
+    by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
     try:
-        return _through(part, spec)
+        if not facts.optimizes and not facts.watches:
+            spec.refuse("updated_by", USED_UP)
+        return (part.through or by_facts)(spec)
     except Misplaced as error:
         of = f" of {leaf}" if leaf else ""
         raise ValueError(
@@ -39,22 +43,14 @@ def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
         ) from None
 
 
-def _through(part: Transform, spec: Spec) -> Spec:
-    facts = part.facts
-    if not facts.optimizes and not facts.watches:
-        spec.refuse("updated_by", USED_UP)
-    by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
-    return (part.through or by_facts)(spec)
-
-
 def effect(part: Transform) -> Spec:
-    """What a transform alone does to a gradient."""
-    return _through(part, Spec(here=part.name))
+    """The spec of a gradient behind a transform that stands alone."""
+    return passed(part, Spec(here=part.name))
 
 
 def check_complete(parts: Sequence[Transform], where: str) -> None:
     """A pipeline that trains has an optimizer; a part of one need not."""
-    if not any(p.facts.optimizes for p in parts):
+    if not any([p.facts.optimizes for p in parts]):
         names = ", ".join(p.name for p in parts) or "nothing"
         raise ValueError(
             explain(
@@ -69,7 +65,7 @@ WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
 def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
-    """Where leaves are cut over ranks, refuse what must see more than a piece of them. On one rank nothing is cut."""
+    """Where leaves are cut over ranks, refuse transforms that must see more than a piece of a leaf."""
     found = [entry for part in parts for entry in _more_than_pieces(part, "")]
     by = [s for s in stations if any(spec.in_parts for spec in s.gives.values())] if found else []
     if not by:
@@ -90,7 +86,7 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
 
 
 def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transform]]:
-    """The transforms that say so, each with the one in the chain that it stands in."""
+    """The innermost transforms that need more than pieces, each by a name that tells in which of the chain it is."""
     if t.needs in OF_PIECES:
         return
     name = f"{t.name} in {inside}" if inside and inside != t.name else t.name

@@ -1,4 +1,4 @@
-"""Views of many leaves at once: which leaves one collective carries, and what a view and its transpose make of them."""
+"""Views of many leaves at once: leaves are put into buckets, with one collective for each bucket."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .._ranges import VIEW, ranged
 from .layout import Leaf, Leaves
 from .views import View, summed_in
 
-# Bytes of one collective's buffer: a sixteenth of all, so that buffers under way are small beside the model, but
-# no smaller than what a message costs anyway and no larger than full bandwidth needs.
+# Bytes of a bucket: a sixteenth of all leaves, so that buffers are small beside the model; but not so small that
+# latency dominates, and no larger than full bandwidth needs.
 LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 
 
 class Like(NamedTuple):
-    """What a gradient would be at one place of the road, whether or not this rank has it."""
+    """The form of a gradient at one stage of the road, whether or not this rank has one."""
 
     numel: int
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Like(NamedTuple):
 
 
 def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
-    """Leaves of one dtype each, in order, about `limit` bytes together: what one collective carries."""
+    """Leaves in order, in buckets of one dtype and about `limit` bytes each."""
     if limit is None:
         total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
         limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
@@ -44,7 +44,7 @@ def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | Non
 
 
 def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
-    """A view of many leaves; gathers are coalesced, and written to `into`, plain tensors. Not differentiable."""
+    """A view of many leaves, with one all-gather for each bucket, written `into` plain tensors. Not differentiable."""
     with ranged(VIEW, view.name):
         wire = view.wire
         if wire is None or not wire.cuts or wire.group.size == 1:
@@ -52,7 +52,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
                 leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves
             }
         if into:
-            # A caller who says where to write to has cut them already.
+            # A caller who says where to write to gives the leaves of one bucket.
             flat = [into[leaf.path].view(-1) for leaf in leaves]
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
@@ -64,9 +64,9 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
 
 
 def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
-    """A view's transpose for many leaves, coalesced and in a fixed order whichever have a gradient here.
+    """A view's transpose for many leaves, with one reduction for each bucket. Not differentiable.
 
-    Not differentiable.
+    Buckets are the same on all ranks, whichever leaves have a gradient here.
     """
     with ranged(VIEW, view.name):
         wire = view.wire
@@ -79,6 +79,6 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
             buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
             for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
                 if g is not None:
-                    # A part is flat, as it comes.
+                    # A shard stays flat.
                     out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
         return out

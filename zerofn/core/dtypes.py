@@ -1,4 +1,4 @@
-"""Dtypes on the road of a parameter and its gradient."""
+"""`Dtypes`: in which dtypes parameters are stored and seen, and gradients reduced and accumulated."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .layout import Leaf
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes on the road of a parameter and its gradient; `None` leaves one as it is.
+    """Dtypes of parameters and gradients; `None` leaves one as it is.
 
     Attributes:
         param_dtype: what the model sees.
         store_dtype: what the state keeps.
-        grad_dtype: what the update half is given.
-        reduce_dtype: what gradients are summed over ranks in.
+        grad_dtype: what update halves are given.
+        reduce_dtype: in which gradients are summed over ranks.
         output_dtype: what floating-point outputs of the model are cast to.
         buffers: from the names of an attached model's floating-point buffers to what each is cast to.
-        by_path: others, for leaves that have their own.
+        by_path: the dtypes of leaves that have their own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,7 +33,7 @@ class Dtypes:
     by_path: Mapping[str, Dtypes] = field(default_factory=dict)
 
     def of(self, leaf: Leaf) -> Dtypes:
-        """Those of one leaf."""
+        """The dtypes of one leaf."""
         return self.by_path.get(leaf.path, self)
 
     def stored(self, leaf: Leaf) -> torch.dtype:
@@ -70,5 +70,5 @@ class Dtypes:
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:
-    """Where nobody says in which dtype to sum: in that of the gradients; fp16 in fp32, since it overflows at 65504."""
+    """The dtype in which gradients are summed by default: their own; of fp16 fp32, since fp16 overflows at 65504."""
     return torch.float32 if dtype == torch.float16 else dtype

@@ -1,8 +1,8 @@
-"""The update halves of a chain, run over a tree: segments, buckets, holding.
+"""Runs the update halves of a chain over a tree: stretch by stretch, each bucket by bucket.
 
-A chain is cut into stretches. One begins where a transform must see the whole tree (a norm, a
-search for overflow); everything up to the next such place treats leaves alone and is run bucket by
-bucket, so its temporaries are one bucket large however big the model is.
+A stretch begins where a transform must see the whole tree (a norm, a search for overflow). Everything up to the next
+such place treats leaves alone and is run bucket by bucket, so its temporaries are as large as one bucket, however big
+the model is.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def run(
     """One micro-step through the update halves.
 
     Returns what leaves the chain (new parameters once an optimizer has run, `None` when held), the
-    new states, and whether something was emitted: a 0-d bool tensor where Python may not branch.
+    new states, and whether anything leaves it: a 0-d bool tensor where Python may not branch.
     """
     signal: Leaves = grads
     emitted: bool | Tensor = True
     if ctx.donate and len(parts) > 1:
-        # A schedule that fails must do so before the first write, so that a state is whole after an error. The first
-        # stretch is prepared as a whole before any of it is run.
+        # A schedule that fails must do so before the first write, so that the state is whole after an error. All of the
+        # first stretch is prepared before any of it is run.
         for part in (part for later in parts[1:] for part in later.given):
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
@@ -64,19 +64,19 @@ def run(
 class Segment:
     """One run of a stretch.
 
-    Its transforms decide once, when it is made. Then it is fed: with all leaves, which go through in buckets, with
-    some, or with one as backward brings it. Each leaf once, in any order; its new state is laid over the old one.
+    Its transforms are prepared once, when it is made. Then it is fed with all leaves, which it updates in buckets, or
+    with some, or with one leaf as backward brings its gradient. Each leaf once, in any order.
 
     Args:
         parts: the stretch.
         states: of these transforms and others, by name.
         params: stored parameters of all leaves that it may be fed with.
         ctx: of the step.
-        grads: what the first looks at.
-        emitted: whether something has come, where only a tensor knows.
+        grads: what the first transform looks at.
+        emitted: whether anything comes to the stretch; a tensor in a graph or a batch.
 
     Attributes:
-        held: whether nothing goes on to the right.
+        held: whether nothing goes on behind the stretch.
     """
 
     def __init__(
@@ -94,19 +94,21 @@ class Segment:
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
-        # Asked once: to enter a range that nobody is told of takes longer than much of what is in it.
-        self.told = told()
+        # Asked once: to enter a profiler range that nobody records takes longer than much of what is in it.
+        self.listened = told()
         self.prepared: list[Prepared] = []
         self.held = False
-        # To a member of a group comes what comes to the group.
+        # What comes to a `partition` comes to its members.
         self.comes = comes = ctx.comes if emitted is True else emitted
         for part in parts.parts:
             look = grads if part is first and part.scope is not Scope.LEAF else None
-            # What keeps no state, such as the norm among the metrics, may have no entry.
-            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._told_of(part, comes)
-            self.prepared.append(_ranged(part, ctx, part.prepare_fn, *given) if self.told else part.prepare_fn(*given))
+            # A transform without state, such as the norm among the metrics, may have no entry.
+            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._context_of(part, comes)
+            self.prepared.append(
+                _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
+            )
             if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
-                # What follows is chosen between old and new for each member.
+                # What follows is chosen between old and new values, for each member of the batch.
                 self.ctx = ctx = replace(ctx, donate_to_kernels=False)
             self.held = self.prepared[-1].emit is False
             if self.held:
@@ -118,12 +120,12 @@ class Segment:
 
     @property
     def behind(self) -> list[Transform]:
-        """Those that a hold keeps from being run."""
+        """The transforms that are not run, since one before them holds."""
         later = self.stretch.parts[len(self.prepared) :]
         return [p for part in later for p in self.stretch.joined.get(part.name, (part,))]
 
     def feed(self, signal: Leaves, params: Leaves) -> Leaves:
-        """What leaves the last one for these leaves; nothing where it holds.
+        """What leaves the last transform for these leaves; nothing where one holds.
 
         Args:
             signal: gradients; a leaf may have none.
@@ -138,10 +140,10 @@ class Segment:
         return out
 
     def _room(self, signal: Leaves, params: Leaves) -> int:
-        """Bytes of parameters that go through at once: more where no temporaries come of it."""
+        """Bytes of parameters in one bucket: more where an update makes no temporaries."""
         if self.ctx.recorded or any(part.facts.copies for part in self.parts):
             return BUCKET_BYTES
-        # A kernel of one dtype makes gradients of another its own.
+        # A kernel copies gradients of another dtype than the parameters'.
         alike = all(g.dtype is params[path].dtype for path, g in signal.items())
         return BUCKET_BYTES * WITHOUT_COPIES if alike else BUCKET_BYTES
 
@@ -149,26 +151,26 @@ class Segment:
         emitted, comes = self.emitted, self.comes
         for part, p in zip(self.parts, self.prepared, strict=True):
             if part.facts.watches:
-                # A leaf without a gradient in this step has kept its value, and that is watched too.
+                # A leaf without a gradient in this step keeps its value, and that is watched too.
                 signal = {**params, **signal}
             old = self.old.get(part.name, {})
             state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
-            ctx = self.ctx if comes is True else self._told_of(part, comes)
+            ctx = self.ctx if comes is True else self._context_of(part, comes)
             given = part, signal, state, params, p.carry, ctx
-            out, own = updated(*given) if self.told else part.update_fn(*given[1:])
+            out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
             if own is not state:
                 _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
                 return {}
             signal = out
             if not isinstance(p.emit, bool):
-                # A window that closes in a step which is skipped has the sum of the steps before.
+                # An accumulation window that closes in a skipped step has the sum of the steps before.
                 emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
                 signal = passed(emitted, out)
         return signal
 
-    def _told_of(self, part: Transform, comes: bool | Tensor) -> Context:
-        """What a transform is told where only a tensor knows whether anything comes to it."""
+    def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
+        """The context of a transform where only a tensor knows whether anything comes to it."""
         return replace(self.ctx, comes=comes, standing=standing(part, self.old.get(part.name, {})))
 
     def close(self) -> None:
@@ -178,11 +180,11 @@ class Segment:
                 p.close()
 
     def states(self, emitted: bool | Tensor = True) -> tuple[dict[str, TransformState], bool | Tensor]:
-        """All states that it was given, with the new ones of its transforms, and whether something goes on.
+        """All states that it was given, with the new ones of its transforms, and whether anything goes on.
 
         Args:
-            emitted: whether something has come. What lies to the right of a hold that only a tensor knows of is
-                computed and then chosen.
+            emitted: whether anything came to the stretch. Where only a tensor knows whether a transform holds, what
+                follows it is computed, and then chosen between old and new.
         """
         new = dict(self.old)
         for part, p in zip(self.parts, self.prepared, strict=True):
@@ -199,22 +201,22 @@ def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) 
         return fn(*given)
 
 
-def updated(
+def listened_update(
     part: Transform, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
 ) -> tuple[Leaves | None, TransformState]:
-    """What a transform's update half gives, run under its name; who listens is told what it moves."""
+    """Run a transform's update half in a profiler range of its name; a listener is told what it reads and writes."""
     with ranged(UPDATE, ctx.prefix + part.name):
         out, own = part.update_fn(grads, state, params, carry, ctx)
         if (heard := listener()) is not None:
-            read, written = {"": _of(state, grads, params)}, {"": _of(own, grads, params)}
+            read, written = {"": _touched(state, grads, params)}, {"": _touched(own, grads, params)}
             if part.facts.optimizes and out:
                 read["params"], written["params"] = [params[p] for p in out], list(out.values())
             heard.moved(ctx.prefix + part.name, read, written)
     return out, own
 
 
-def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
-    """What of a state is shared, or of leaves that have a gradient."""
+def _touched(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
+    """The tensors of a state that are shared, or of leaves that have a gradient."""
     found: list[Any] = []
     for entry in state.values():
         by_leaf = isinstance(entry, dict) and entry.keys() <= params.keys()
@@ -223,30 +225,31 @@ def _of(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
 
 
 def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
-    """Whether something goes on behind a transform: something has come to it, and it holds nothing back."""
+    """Whether anything goes on behind a transform: something comes to it, and it holds nothing back."""
     return emit if emitted is True else emitted & emit
 
 
 def passed(emit: Tensor, signal: Leaves) -> Leaves:
-    """What goes on to the right of a hold that only a tensor knows of: what is held back counts as zero there.
+    """What goes on behind a transform of which only a tensor knows whether it holds: zeros where it does.
 
-    It is computed all the same and not chosen. But the derivative of what is not chosen is a zero times its own, so
-    that must be finite: with only the output masked, a step that a NaN has skipped has NaN for its derivative.
+    What follows is computed all the same, and not chosen afterwards. The derivative of a value that is not chosen is
+    zero times its own derivative, which must be finite: with the result alone masked, a step that is skipped for a NaN
+    would have NaN for its derivative.
     """
     return {p: torch.where(emit.to(x.device), x, torch.zeros_like(x)) for p, x in signal.items()}
 
 
 def slice_entry(entry: Any, paths: Iterable[str]) -> Any:
-    """What of a state's entry belongs to some leaves; a shared one as it is."""
+    """A state's entry, of leaves in `paths` alone; a shared entry as it is."""
     return {p: entry[p] for p in paths if p in entry} if isinstance(entry, dict) else entry
 
 
 def _merge(into: TransformState, own: TransformState, old: TransformState) -> None:
-    """Lay a bucket's entries over those of the whole tree."""
+    """Write a bucket's entries into `into`, over the `old` ones of the whole tree."""
     for name, entry in own.items():
         if isinstance(entry, dict) and isinstance(old.get(name), dict):
             if name not in into and list(entry) == list(old[name]):
-                into[name] = entry  # of all leaves at once, in their order
+                into[name] = entry  # of all leaves, in their order
             else:
                 into.setdefault(name, dict(old[name])).update(entry)
         else:
@@ -254,7 +257,7 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
 
 
 def buckets(leaves: Leaves, room: int) -> list[list[str]]:
-    """Paths in their order, cut so that a bucket holds about `room` bytes."""
+    """Paths in their order, in buckets of about `room` bytes each."""
     if sum(map(Tensor.numel, leaves.values())) <= room // WIDEST:
         return [list(leaves)]
     found: list[list[str]] = []
@@ -269,5 +272,5 @@ def buckets(leaves: Leaves, room: int) -> list[list[str]]:
 
 
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
-    """The new parameters after a run: none where it was held; where only a tensor knows, chosen between new and old."""
+    """New parameters after a run: none where it was held; where only a tensor knows, chosen between new and old."""
     return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}

@@ -1,9 +1,9 @@
-"""What a transform says of itself: what others may know of it, and how much of a tree its update must see."""
+"""`Facts`: what a transform says of itself; `needs` and `Scope`: how much of a tree its update must see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -19,13 +19,14 @@ class Facts:
         watches: it looks at new parameters.
         window: micro-steps that it adds up before one goes on; 1 where it holds none back.
         weighted: whether those are weighted.
-        adds: what leaves it is added to the parameters where nothing else makes new ones.
-        directs: what leaves it is the direction of a step, and no gradient.
+        adds: what leaves it is added to the parameters where no other transform makes new ones.
+        directs: what leaves it is the direction of a step, and no longer a gradient.
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
-        reports: metrics of the whole gradient that it shows, which the pipeline then need not; and counts of its own.
-            In a step that does not reach it each is 0, or what its state has under that name.
+        reports: metrics of the whole gradient that it reports, which the pipeline then does not compute; and counts of
+            its own. In a step that does not reach it each is 0, or what its state has under that name.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
+        holds: it keeps gradients for a later micro-step.
     """
 
     optimizes: bool = False
@@ -38,11 +39,10 @@ class Facts:
     settable: tuple[tuple[str, Any], ...] = ()
     reports: frozenset[str] = frozenset()
     copies: bool = True
+    holds: bool = field(init=False)
 
-    @property
-    def holds(self) -> bool:
-        """Whether it keeps gradients for a later micro-step."""
-        return self.window > 1 or self.weighted
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "holds", self.window > 1 or self.weighted)
 
 
 class Scope(Enum):
@@ -54,8 +54,8 @@ class Scope(Enum):
 
 
 # How much an update must see to be right, from least to most: an element; an element and a number of the whole tree
-# that is reduced over ranks (a norm, an overflow); a row of the first dimension; a leaf; the tree. `Scope` says how
-# much the executor hands over at once on one rank, and this what of it a rank must have whole.
+# that is reduced over ranks (a norm, an overflow); a row of the first dimension; a leaf; the tree. `Scope` is how much
+# the executor hands over at once on one rank; `needs` is what a rank must have whole.
 NEEDS = ("element", "number", "row", "leaf", "tree")
 
 
@@ -67,16 +67,16 @@ SKIPPED_STEPS = "skipped_steps"  # micro-steps that were left out: opt.skipped_s
 OVERFLOW_LEAF = "overflow_leaf"  # a metric, the index of the first leaf that is not finite or -1: opt.overflow_leaf
 
 
-# What is right where leaves are cut over ranks, flat, in ranges that may begin anywhere.
+# What is right on flat pieces of leaves, which may begin at any element.
 OF_PIECES = ("element", "number")
 
 
-# What is right at the owner of a leaf; the first of them also where a rank has whole rows.
+# What is right at the owner of a leaf; `"row"` also where a rank has whole rows.
 OF_LEAVES = ("row", "leaf")
 
 
 def most(needs: Iterable[str]) -> str:
-    """What a transform needs that holds others with these needs.
+    """What a transform needs that contains others with these needs.
 
     >>> most(["element", "leaf", "number"]), most([])
     ('leaf', 'element')

@@ -1,4 +1,4 @@
-"""Parameters by path: what is known of each, how they lie over ranks, and the structure of the tree they came in."""
+"""`Layout`: the structure of a parameter tree; `Leaf`: one parameter; `Placement`: how it lies over ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Leaves = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is known of one parameter wherever it lives.
+    """One parameter, without its values.
 
     Attributes:
         path: its place in the tree, for instance ``"blocks.0.weight"``.
-        shape: its global shape; of a leaf that the model itself has cut, that of the part.
+        shape: its global shape; of a leaf that the model itself has cut, that of this rank's part.
         dtype: the dtype it was given in.
         device: the type of device it was given on, for instance ``"cpu"``.
         trainable: whether a gradient is wanted.
-        within: where it lies in a tensor of the model's that is cut over other ranks than those of a chain.
+        within: where it lies in a tensor that the model itself has cut (tensor parallelism).
     """
 
     path: str
@@ -51,18 +51,18 @@ class Placement:
     """How stored leaves lie over ranks: whole on each, or cut by rows into consecutive ranges.
 
     Attributes:
-        rank: this rank among those that share a leaf.
-        size: how many those are.
-        together: how many ranks hold this state between them, replicas among them.
-        axes: the ranks along each axis that they lie on.
-        apart: transforms whose state holds sums of gradients that are not yet reduced, so that ranks have other sums.
+        rank: this rank's number among those that share a leaf.
+        size: how many ranks share a leaf.
+        together: how many ranks hold the state, replicas included.
+        axes: the ranks along each axis of the mesh.
+        apart: transforms whose state has sums of gradients that are not reduced yet, and differ between ranks.
         copies: how many such sums there are, one for each rank that the reduction is over.
         copy: which of them this rank has.
         unreduced: how each such sum lies over ranks; whole, by default.
-        later: names of views that change gradients, which those sums have yet to come through once they are reduced.
-        owners: of each transform that updates whole leaves its name in the chain, the prefix of their slots in its
+        later: names of views that change gradients, through which these sums go once they are reduced.
+        ranges: by path, this rank's range of flattened leaves that are cut in another way than `span` says.
+        owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
-        ranges: by path, this rank's flat range of leaves that are cut in another way than `span` says.
     """
 
     rank: int = 0
@@ -79,20 +79,20 @@ class Placement:
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
 
     def of(self, owner: str) -> Placement:
-        """How the state of a transform lies."""
+        """How the state of the transform of this name lies over ranks."""
         return (self.unreduced or Placement()) if owner in self.apart else self
 
     def owners_of(self, owner: str, slot: str) -> tuple[str, dict[str, int]] | None:
-        """The prefix in a transform's state of the slots of whole leaves, and by path the rank that updates the leaf.
+        """Of a slot of whole leaves, the prefix of such slots in the transform's state, and by path each leaf's owner.
 
-        `None` where the slot is of pieces.
+        `None` where the slot is of shards.
         """
         found = [(where, ranks) for name, where, ranks in self.owners if name == owner and slot.startswith(where)]
         where, ranks = max(found, key=lambda x: len(x[0]), default=("", None))
         return None if ranks is None else (where, dict(ranks))
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
-        """This rank's flat range of a leaf."""
+        """This rank's range of a flattened leaf."""
         return self._ranges.get(leaf.path) or self.span(leaf.shape)
 
     @cached_property
@@ -100,7 +100,7 @@ class Placement:
         return dict(self.ranges)
 
     def span(self, shape: torch.Size) -> tuple[int, int]:
-        """This rank's flat range of a leaf of that shape; the last ranks' may be short, or empty.
+        """This rank's range of a flattened leaf of that shape; the last ranks' may be short, or empty.
 
         >>> [Placement(rank, 4).span(torch.Size([10])) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -120,7 +120,7 @@ class Layout:
         at: for every position, the path of its leaf, or `None`.
         trainable: the leaves that want a gradient.
         trained: their paths.
-        numbered: the tree with the number of each position at it: the structure as the compiler can read it.
+        numbered: the tree with the number of each position in its place, as a compiler can read the structure.
     """
 
     leaves: tuple[Leaf, ...]
@@ -147,7 +147,7 @@ class Layout:
         return unflatten(self.spec, flat)
 
     def join_once(self, leaves: Mapping[str, Any]) -> Tree:
-        """As `join`, with `None` at all places of a tied tensor but the first, so that places add up to the leaf."""
+        """As `join`, with `None` at all places of a tied tensor but the first, so that a sum counts it once."""
         first: set[int] = set()
         flat = []
         for i in self.places:
@@ -156,7 +156,7 @@ class Layout:
         return unflatten(self.spec, flat)
 
     def tied(self, leaf: Leaf) -> bool:
-        """Whether the leaf stands at several places."""
+        """Whether the leaf is at several places of the tree."""
         return len(self.places) > len(self.leaves) and self.places.count(self.leaves.index(leaf)) > 1
 
     def match(self, tree: Tree, what: str, right: str) -> list[tuple[int, str, Any]]:
@@ -175,7 +175,7 @@ class Layout:
         return found
 
     def map_places(self, fn: Callable[[Leaf, Tensor], Tensor], tree: Tree) -> Tree:
-        """`fn(leaf, tensor)` at every position by itself: under torch.func ties are separate variables."""
+        """`fn(leaf, tensor)` at every position by itself: to torch.func tied places are separate variables."""
         entries = self.match(tree, "these are not the stored parameters of this state", "state.params")
         done = iter([fn(self.leaves[i], entry) for i, _, entry in entries])
         return unflatten(self.spec, [None if i < 0 else next(done) for i in self.places])
@@ -185,7 +185,7 @@ register_constant(Layout)
 
 
 def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str:
-    """Name the missing and the extra leaves; the kind of container where the leaves agree."""
+    """A message that names missing and extra leaves; or the kind of container, where the leaves agree."""
     given = set(tree_paths(tree))
     expected = {p for i, p in zip(layout.places, layout.paths, strict=True) if i >= 0}
     rows = [(p, "missing") for p in sorted(expected - given)] + [(p, "extra") for p in sorted(given - expected)]
@@ -196,14 +196,14 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
 
 
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
-    """Spread a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
+    """By path of each place: a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
     found: dict[str, Any] = {}
     try:
         values, spec = flatten(prefix)
         for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):
             for position in flatten(below)[0]:
                 if layout.places[position] >= 0:
-                    found[layout.leaves[layout.places[position]].path] = value
+                    found[layout.paths[position]] = value
     except (ValueError, TypeError) as error:
         raise ValueError(
             _structure_message(layout, prefix, what, "a tree of the parameters' structure, or a function of the path")
@@ -251,12 +251,12 @@ def make_layout(
             tensors[path] = tensor
     if not leaves:
         raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
-    return the_one(Layout(tuple(leaves), tuple(places), tuple(paths), spec)), tensors
+    return canonical(Layout(tuple(leaves), tuple(places), tuple(paths), spec)), tensors
 
 
-def the_one(layout: Layout) -> Layout:
-    """The same object for equal layouts: by it a compiled step recognises a state, and makes no further graph."""
-    # Placements over other ranks compare equal, since `axes` is not compared, and still save other parts.
+def canonical(layout: Layout) -> Layout:
+    """One object for all equal layouts: a compiled step recognises a state by it, and makes no further graph."""
+    # Placements over other ranks compare equal, since `axes` is not compared, and still save other shards.
     return _first_of(layout, layout.placement.axes)
 
 

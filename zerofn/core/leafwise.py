@@ -1,4 +1,4 @@
-"""Functions that build transforms: their arguments become the configuration that prints, compares and pickles."""
+"""`leafwise`: transforms from functions on one tensor; `transform`: factories that record their arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tree import apart, flatten
 from .update_context import Context, Prepared
 
 P = ParamSpec("P")
-# What a function of one tensor is told where it asks for it, as keyword-only arguments without a default.
+# Keyword-only arguments without a default that the library gives to a function which has them.
 STEP, PATH = "step", "path"
 
 
@@ -128,8 +128,8 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
     tensor([-1.,  1.])
     """
     options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    told = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
-    options = {name: default for name, default in options.items() if name not in told}
+    provided = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
+    options = {name: default for name, default in options.items() if name not in provided}
 
     @made_outside_of_graphs
     @functools.wraps(function)
@@ -141,7 +141,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         for name, value in config.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{function.__name__}() needs {name}=; it has no default.")
-        made = _OnLeaves(function, init, optimizer, config, told)
+        made = _OnLeaves(function, init, optimizer, config, provided)
         return Transform(
             made.name,
             needs=needs,
@@ -159,13 +159,13 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf; `told` is what it asks for, `STEP` or `PATH`."""
+    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library gives it."""
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
     optimizes: bool
     config: dict[str, Any]
-    told: frozenset[str]
+    provided: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class _OnLeaves:
     @property
     def counts(self) -> bool:
         """Whether it keeps the number of its updates."""
-        return self.scheduled or STEP in self.told
+        return self.scheduled or STEP in self.provided
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         counted: TransformState = {STEP: counter()} if self.counts else {}
@@ -201,7 +201,7 @@ class _OnLeaves:
             if isinstance(rate, int | float | Tensor):
                 ctx.report("lr", rate)
             found["lr"] = ctx.replicated(rate) if self.scheduled else rate
-        if STEP in self.told:
+        if STEP in self.provided:
             found[STEP] = now
         return Prepared(carry=found, state={STEP: state[STEP] + 1} if self.counts else {})
 
@@ -211,21 +211,22 @@ class _OnLeaves:
         for path, g in grads.items():
             p = params[path]
             given = (g, p, kept[path]) if stateful else (g, p)
-            options = {**options, PATH: path} if PATH in self.told else options
+            options = {**options, PATH: path} if PATH in self.provided else options
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
             if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                 wrong.append((path, reason))
                 continue
             out[path] = apart(returned[0].to(p.dtype) if self.optimizes else returned[0], (p,))
             if stateful:
-                kept[path] = apart(returned[1], (g, p))
+                # A new parameter may be written in place too.
+                kept[path] = apart(returned[1], (g, p, out[path]) if self.optimizes else (g, p))
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         return out, {"value": kept} if stateful else {}
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:
-    """Why it is no pair of a tensor that fits the parameter and a state; `None` if it is."""
+    """Why `returned` is no pair of a tensor that fits the parameter and a state; `None` if it is one."""
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         return f"{_kind(returned) or 'a Tensor'} instead of a pair"
     first = returned[0]
@@ -242,14 +243,14 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
 
 
 def _kind(x: Any, *others: Any) -> str | None:
-    """In words what `x` is; `None` for a dense tensor, and for one of `others`."""
+    """What `x` is, in words; `None` for a dense tensor, and for one of `others`."""
     if not isinstance(x, Tensor):
         return None if x in others else kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
 
 
 def _other_state(old: Any, new: Any) -> str | None:
-    """How a leaf's state differs in form from what it was: no checkpoint could be loaded into a new one."""
+    """How a leaf's state differs in form from what it was, so that a checkpoint could not be loaded; else `None`."""
     if type(old) is type(new) is Tensor and old.shape == new.shape and old.dtype == new.dtype:
         return None
     (olds, was), (news, now) = flatten(old), flatten(new)

@@ -1,10 +1,9 @@
-"""The boundary of a model as differentiable linear maps, each the transpose of its partner.
+"""The boundary of a model: linear maps on inputs, parameters and outputs, in pairs of transposes.
 
-Seen from outside, a model behind it is a function with true gradients of any order, whatever loss scale
-or dtype is used inside. `Exit` sits on outputs: identity forward, cotangent times S backward. `Entry`
-sits on inputs and parameters: identity (or cast, or gather) forward, cotangent over S backward. The factors
-*alternate* under repeated differentiation, since the backward of each is its partner: with the
-same factor twice, second derivatives would carry S or 1/S.
+Seen from outside, a model is a function with true gradients of any order, whatever loss scale or dtype is used inside.
+On outputs (`leave`): identity forward, cotangent times S backward. On inputs (`enter`) and parameters (`LeafView`):
+identity (or cast, or gather) forward, cotangent over S backward. The backward of each map is its partner, whose
+backward is the first map again: if both had the same factor, second derivatives would carry S or 1/S.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .views import View
 # (tensor with any leading batch dimensions, loss scale or None) -> tensor
 Map = Callable[[Tensor, Tensor | None], Tensor]
 
-# What `wide` leaves as it is, told without a call into torch.
+# Dtypes that `wide` leaves as they are, found without a call into torch.
 WIDE = frozenset((torch.float32, torch.float64))
 
 
@@ -55,9 +54,9 @@ class LinearMap(Function):
 
 
 class LinearMapInFunc(Function):
-    """The same as torch.func and torch.compile want it: `forward` without `ctx`, and a rule for `vmap`.
+    """`LinearMap` for torch.func and torch.compile: `forward` without `ctx`, and a rule for `vmap`.
 
-    One class would do, but of such a class torch reads the signature of `forward` at each call, which takes 20 us.
+    This class would do for eager code too, but torch then reads the signature of `forward` at each call: 20 us.
     """
 
     backward = LinearMap.backward  # type: ignore[assignment]
@@ -99,14 +98,14 @@ def is_linear_map(node: Any) -> bool:
 
 
 def untracked() -> bool:
-    """Whether nobody differentiates what a backward computes now, so that it needs no node: 10 us for each."""
+    """Whether no one differentiates what a backward computes now, so that it needs no node: 10 us for each."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return innermost_transform() is None and forward_level() == NO_LEVEL
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32 at least: a 16-bit cotangent is multiplied there and rounded once, after."""
+    """`x` in fp32 at least: a 16-bit cotangent is multiplied in fp32, and rounded once afterwards."""
     return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -116,13 +115,13 @@ def times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x / scale` in `dtype`: divided in fp32 and rounded once, since after a cast to fp16 small gradients are gone."""
+    """`x / scale` in `dtype`: divided in fp32 and rounded once; after a cast to fp16 small gradients would be zero."""
     if x.is_complex():
         return _by_parts(over, x, scale, dtype)
     if x.dtype == dtype and _is_number(scale):
-        # By a number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
-        # peak of memory. Not by the tensor, which some kernels cast to fp16 first: 65536 is infinite there. The scale
-        # lives on the CPU, so that reading it waits for no device.
+        # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
+        # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite. The scale lives
+        # on the CPU, so that reading it waits for no device.
         return x / float(scale)
     return (wide(x) / scale).to(dtype)
 
@@ -134,39 +133,39 @@ def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.
 
 
 def _is_number(scale: Tensor) -> bool:
-    """Whether its value can be read here: an ensemble has several, and what is being traced has none yet."""
+    """Whether Python can read its value: under vmap it has several, and while it is traced none yet."""
     if scale.ndim or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
         return False
     return innermost_transform() is None or not is_wrapped(scale)
 
 
-def identity(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The same values as another tensor, as a Function must return."""
+def identity(x: Tensor) -> Tensor:
+    """A view of `x`: a Function must not return its input."""
     return x.view_as(x)
 
 
 @dataclass(frozen=True)
 class LeafView:
-    """How one leaf is seen: stages from storage towards the model, and the dtype its gradient arrives in."""
+    """The views of one leaf, from storage towards the model, and the dtype of its stored gradient."""
 
     leaf: Leaf
     stages: tuple[View, ...]
     grad_dtype: torch.dtype
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Storage to model."""
+        """From the stored parameter to what the model sees."""
         seen = x
         for stage in self.stages:
             with ranged(VIEW, stage.name):
                 seen = stage.view(seen, self.leaf)
         if seen is not x:
             return seen
-        # Not a view of `x`: torch refuses to use one after a write into the memory of both, which layers make that
-        # keep their weights in bounds. The count of writes is one for both all the same.
+        # Not a view of `x`: torch refuses to use a view after a write into its memory, as by layers that clamp their
+        # weights. The version counter is one for both all the same.
         return identity(seen) if torch.compiler.is_compiling() or functorch_active() else seen.detach()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        """A cotangent of the seen parameter to a true gradient of the stored one."""
+        """From a cotangent of what the model sees to the true gradient of the stored parameter."""
         narrow = g
         for stage in reversed(self.stages):
             if scale is None or not stage.only_dtype:
@@ -176,16 +175,16 @@ class LeafView:
         return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """The differentiable view; `x` itself where there is nothing to see it through."""
+        """What the model sees, differentiably; `x` itself where no view changes it."""
         if scale is None and not self.stages:
             return x
         return linear_map(x, scale, self.forth, self.back)
 
     def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        """`back` as operations that are recorded: a gradient that is differentiated in turn.
+        """`back` as recorded operations, for a gradient that is differentiated in turn.
 
-        The scale is divided by, with no factor that alternates: those are for the inside of a closed boundary, and here
-        anything that the loss is computed from may be outside, tensors of its closure too.
+        The scale is a plain division here and no `linear_map`: that is for what lies behind the boundary alone, and the
+        loss may be computed from other tensors as well, those of its closure too.
         """
         for stage in reversed(self.stages):
             if stage.wire is not None:
@@ -196,7 +195,7 @@ class LeafView:
 
 
 def stored_by(stage: View, x: Tensor, leaf: Leaf) -> Tensor:
-    """What a view stores of a parameter that all ranks hold, differentiably: what is pulled back they all hold too."""
+    """`stage.store` of a parameter that all ranks hold, differentiably: its gradient is then on all ranks too."""
     if stage.wire is None:
         return stage.store(x, leaf)
     return linear_map(x, None, _of_leaf(stage.store, leaf), _of_leaf(stage.view, leaf))
@@ -211,7 +210,7 @@ def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
 
 
 class OnlyForth(LeafView):
-    """A view that refuses a backward: what it would pull back is an average over ranks without their weights."""
+    """A view that refuses a backward, which would average gradients over ranks without their weights."""
 
     def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
         raise ValueError(
@@ -226,12 +225,12 @@ class OnlyForth(LeafView):
 
 @dataclass(frozen=True)
 class EdgeMap:
-    """What enters or leaves: cast to `dtype` if one is asked for; cotangents by the scale, in fp32, and cast back.
+    """One input or output: cast to `dtype`, if one is asked for; its cotangent scaled in fp32, and cast back.
 
     Attributes:
-        by: `times` of what leaves, `over` of what enters.
-        dtype: that is asked for.
-        own: that of the tensor, and of its cotangent.
+        by: `times` for an output, `over` for an input.
+        dtype: to cast to, or `None`.
+        own: the dtype of the tensor, and of its cotangent.
     """
 
     by: Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -239,8 +238,8 @@ class EdgeMap:
     own: torch.dtype
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        # A new tensor even without a cast: of a view, in-place changes by the caller would be an error
-        # under a Function, and silently wrong under a tensor hook.
+        # A new tensor even without a cast: writes of the caller into a view would be an error under a Function, and
+        # silently wrong under a tensor hook.
         return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
@@ -249,17 +248,17 @@ class EdgeMap:
 
 
 def crosses(x: Tensor) -> bool:
-    """Whether tensors of its dtype have derivatives, so that a boundary is there for them."""
+    """Whether tensors of its dtype have derivatives, so that they pass through the boundary."""
     return x.is_floating_point() or x.is_complex()
 
 
 def cast_to(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    """What `x` is cast to where `dtype` is asked for: a real one, in which a complex tensor would lose a part."""
+    """The dtype to cast `x` to; none for a complex tensor, which a real dtype would rob of its imaginary part."""
     return None if x.is_complex() else dtype
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether a cotangent may come back to `x`. A tensor that `vmap` wraps says no even where its inside needs one."""
+    """Whether a cotangent may come to `x`. A tensor wrapped by `vmap` does not say so even where its inside does."""
     return x.requires_grad or is_wrapped(x)
 
 

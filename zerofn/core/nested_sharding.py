@@ -1,9 +1,9 @@
-"""Parts of leaves, cut once more along another axis of a mesh: what the second wire is told of a leaf.
+"""Leaves sharded along two axes of a mesh: the second wire shards what the first has left of each leaf.
 
-`shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that range and
-never sees the leaf. A wire knows one way to cut one leaf, so it is told of a leaf that is that range: of its rows, if
-it is of whole ones. All ranks of the second wire have one part of the leaf, since axes of a mesh cross: what one of
-them sends is what the others expect. Between the two a part is flat.
+`shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that range.
+A wire cuts whole leaves, so the second one is given the range as a leaf of its own: its rows, if it is of whole rows,
+else a flat one. All ranks of the second wire have the same range, since axes of a mesh cross: what one of them sends is
+what the others expect. Between the two wires a shard is flat.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .._errors import explain
 from ..ranks.group import Group
 from .layout import Leaf
 from .row_sharding import rows_between
-from .views import View, Wire, cutter, over_ranks
+from .views import View, Wire, over_ranks
 
 
 @dataclass(frozen=True)
-class OfParts:
-    """A wire of the parts that another one has left of leaves.
+class ShardsOfShards:
+    """A wire over the shards that another one has left of leaves.
 
     Attributes:
-        first: how leaves are cut before.
-        wire: how their parts are.
+        first: the wire that cuts leaves.
+        wire: the wire that cuts its shards.
     """
 
     first: Wire
@@ -43,14 +43,16 @@ class OfParts:
     def reduce_dtype(self) -> torch.dtype | None:
         return self.wire.reduce_dtype
 
-    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> OfParts:
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> ShardsOfShards:
         return replace(self, wire=self.wire.on(group, reduce_dtype))
 
     def given(self, leaf: Leaf) -> Leaf:
-        return part_of(leaf, self.first)
+        """The shard that the first wire leaves of a leaf, as a leaf: some of its rows, or a flat range."""
+        low, high = self.first.span(leaf)
+        return replace(leaf, shape=torch.Size(rows_between(leaf.shape, low, high) or (high - low,)))
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
-        """This rank's flat range of the whole leaf."""
+        """This rank's range of the flattened whole leaf."""
         begin = self.first.span(leaf)[0]
         low, high = self.wire.span(self.given(leaf))
         return begin + low, begin + high
@@ -91,43 +93,36 @@ class OfParts:
         return [self.given(leaf) for leaf in leaves]
 
 
-def part_of(leaf: Leaf, wire: Wire) -> Leaf:
-    """What a wire leaves of a leaf, as a leaf: some of its rows, or a flat range."""
-    low, high = wire.span(leaf)
-    return replace(leaf, shape=torch.Size(rows_between(leaf.shape, low, high) or (high - low,)))
-
-
 def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """The flat range of a leaf that each rank has, rank by rank, where wires cut it one behind the other."""
+    """Each rank's range of a flattened leaf, rank by rank, where wires cut it one behind the other."""
     first, *rest = cutting
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
         if rest:
-            # What cuts behind another wire was made by `behind`.
-            yield from spans_of_all([replace(cast(OfParts, rest[0]), first=wire), *rest[1:]], leaf)
+            # What cuts behind another wire was made by `on_ranks`.
+            yield from spans_of_all([replace(cast(ShardsOfShards, rest[0]), first=wire), *rest[1:]], leaf)
         else:
             yield wire.span(leaf)
 
 
-def _flat(leaf: Leaf) -> Leaf:
-    return replace(leaf, shape=torch.Size([leaf.numel]))
+def on_ranks(view: View, cutting: Sequence[Wire], reduce_dtype: torch.dtype | None) -> View:
+    """The view of a wire with sums in `reduce_dtype`, over shards where other wires have cut leaves before."""
+    assert view.wire is not None
+    wire, given = view.wire.on(view.wire.group, reduce_dtype), view.given
+    if cutting and wire.cuts:
+        wire = shards = ShardsOfShards(cutting[-1], wire)
+        given = lambda leaf: replace(leaf, shape=torch.Size([shards.given(leaf).numel]))  # noqa: E731
+    return replace(over_ranks(wire, view.resident, view.traceable), name=view.name, given=given)
 
 
-def behind(view: View, before: Sequence[View]) -> View:
-    """The view as it is behind others: of parts of leaves, if one of those cuts them."""
-    first = cutter(before)
-    if first is None or view.wire is None or not view.wire.cuts:
-        return view
-    wire = OfParts(first, view.wire)
-    parts = over_ranks(wire, view.resident, view.traceable)
-    return replace(parts, given=lambda leaf: _flat(wire.given(leaf)), name=view.name)
+def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
+    """Refuse two reductions over the same ranks: two axes of a mesh have one rank in common.
 
-
-def check_axes(views: Sequence[View]) -> None:
-    """Refuse two reductions over the same ranks: the axes of a mesh have one rank in common."""
-    seen: list[tuple[str, Group]] = []
-    for name, group in ((view.name, view.wire.group) for view in views if view.wire is not None):
-        for other, before in seen:
+    Args:
+        reduced: the transforms that reduce, by name, and over which ranks.
+    """
+    for i, (name, group) in enumerate(reduced):
+        for other, before in reduced[:i]:
             both = sorted(set(before.ranks) & set(group.ranks))
             if len(both) > 1:
                 raise ValueError(
@@ -138,4 +133,3 @@ def check_axes(views: Sequence[View]) -> None:
                         f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
                     )
                 )
-        seen.append((name, group))

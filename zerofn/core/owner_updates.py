@@ -1,7 +1,7 @@
-"""Transforms that need whole leaves, where leaves are cut over ranks: run at the owner of each leaf.
+"""Transforms that need whole leaves, where leaves are cut over ranks: each leaf is updated at its owner.
 
-States live at the owner alone. On other ranks a state has its shape and no memory: one element, expanded. So the
-structure of a state is the same on all ranks.
+Its state is at the owner alone. On other ranks that state has the same shape and no memory (one element, expanded), so
+that the structure of a state is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from .._compat.tensors import is_shape_only
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
-from .owners import Exchange, OwnerFailed, owners_of
-from .partition import over_each
-from .row_updates import Rows, by_rows, keeps_leaves_alone, rows_here
+from .owners import OwnerExchange, OwnerFailed, owner_exchange
+from .partition import replace_innermost
+from .row_updates import Rows, keeps_leaves_alone, local_rows, on_rows
 from .transform import Transform, TransformState
 from .tree import tree_map
 from .update_context import Context
 from .views import Wire
 
 
-def may_be_owned(t: Transform) -> bool:
-    """Whether it needs whole leaves and no more, and none of another library is inside."""
+def _may_be_owned(t: Transform) -> bool:
+    """Whether it needs whole leaves and no more, and has no transformation of another library inside."""
     return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
 
 
@@ -36,32 +36,32 @@ def _inside(t: Transform) -> list[Transform]:
 
 
 def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
-    """The same transform with what needs whole leaves run at their owners.
+    """The same transform, in which what needs whole leaves is run at their owners.
 
-    Of a `partition` only the leaves of members that need whole ones travel, and of a member that needs rows only leaves
-    that are not cut by rows. Returned are also the owners, by path, for each place in the state of `t` that is of whole
+    Of a `partition` only leaves of members that need whole ones travel, and of a member that needs rows only leaves
+    that are not cut by rows. Returned are also the owners by path, for each place in the state of `t` that is of whole
     leaves.
     """
     ranks: dict[str, dict[str, int]] = {}
 
     def owned(part: Transform, paths: set[str], where: str) -> Transform:
         leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
-        if not may_be_owned(part):
+        if not _may_be_owned(part):
             return part
-        rows: Rows = rows_here(cutting, leaves) if part.needs == "row" else {}
+        rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
         if rows and keeps_leaves_alone(part, leaves, layout):
-            part, leaves = by_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
+            part, leaves = on_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")
-        at = owners_of(cutting, leaves)
+        at = owner_exchange(cutting, leaves)
         ranks[where] = at.rank_of
-        return at_owners(part, at)
+        return _at_owners(part, at)
 
-    return over_each(t, owned, layout), ranks
+    return replace_innermost(t, owned, layout), ranks
 
 
-def at_owners(part: Transform, at: Exchange) -> Transform:
-    """The same transform, run at the owners of these leaves; of others it is handed what this rank has."""
+def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
+    """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others."""
     owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
@@ -81,48 +81,53 @@ def at_owners(part: Transform, at: Exchange) -> Transform:
             failure = error
         at.agree(failure)
         device = next(iter(pieces.values())).device
-        return _laid_over(tree_map(lambda x: _without_memory(x, device), everywhere), own)
+        return _overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
         theirs = {path: g for path, g in grads.items() if path in owned}
-        here = grads.keys() - owned
-        own = _of(state, {*here, *at.mine(theirs)}, owned | here)
+        here = [path for path in grads if path not in owned]
+        own = _entries_of(state, {*here, *at.mine(theirs)}, owned.union(here))
         wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
         all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
-        like = given if part.facts.optimizes else theirs
+        like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
         try:
             out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
         except Exception as error:
             # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
             with contextlib.suppress(OwnerFailed):
-                at.to_pieces(error, like)
+                at.to_pieces(error, like, first)
             raise
         if out is None:
-            return None, _laid_over(state, new)
-        pieces = at.to_pieces(out, like)
-        return {path: pieces[path] if path in owned else out[path] for path in grads}, _laid_over(state, new)
+            return None, _overlaid(state, new)
+        pieces = at.to_pieces(out, like, first)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, _overlaid(state, new)
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
 
 
-def _without_memory(x: Any, device: torch.device) -> Any:
+def _expanded(x: Any, device: torch.device) -> Any:
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
 
-def _of(state: Any, own: set[str], paths: set[str]) -> Any:
-    """The same state, whose entries by path are only those of the leaves in `own`."""
-    if not isinstance(state, dict):
-        return state
-    if state.keys() & paths and state.keys() <= paths:
-        return {path: x for path, x in state.items() if path in own}
-    return {key: _of(x, own, paths) for key, x in state.items()}
+def _entries_of(state: TransformState, own: set[str], paths: set[str]) -> TransformState:
+    """The same state, whose entries by path are only those of the leaves in `own`.
+
+    What is by path lies below a name: that of an entry may be that of a leaf.
+    """
+    found: TransformState = {}
+    for name, entry in state.items():
+        if isinstance(entry, dict) and entry.keys() <= paths:
+            found[name] = {path: x for path, x in entry.items() if path in own}
+        else:
+            found[name] = _entries_of(entry, own, paths) if isinstance(entry, dict) else entry
+    return found
 
 
-def _laid_over(old: Any, new: Any) -> Any:
+def _overlaid(old: Any, new: Any) -> Any:
     """A state with the entries that another one has."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{key: _laid_over(old[key], x) if key in old else x for key, x in new.items()}}
+        return {**old, **{key: _overlaid(old[key], x) if key in old else x for key, x in new.items()}}
     return new

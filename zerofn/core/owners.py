@@ -1,21 +1,20 @@
-"""Whole leaves where leaves are cut over ranks: each leaf has an owner, who updates it.
+"""Owners: where leaves are cut over ranks, one rank for each leaf that updates it whole.
 
-Parameters stay cut. For an update the pieces of a leaf's gradient and parameter travel to its owner, which runs the
-transform on whole leaves as one process would, and the result comes back cut. States live at the owner alone. A matrix
-is worked on once in the whole job, and what travels is an all-to-all each way: a rank sends what it has of others'
-leaves and gets what others have of its own. The alternative, to gather every leaf on every rank, costs as many bytes
-times the number of ranks, and the work of each leaf on all of them.
+Parameters stay cut. For an update the shards of a leaf's gradient and parameter travel to its owner, which runs the
+transform on whole leaves as one process would, and the result travels back in shards. States live at the owner alone.
+A matrix is worked on once in the whole job, and what travels is one all-to-all each way: a rank sends its shards of
+others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as many bytes times
+the number of ranks, and all ranks work on each leaf.
 
-With the pieces that come back each owner says whether it has them: a function that raises at one owner is known to all
-ranks in the same step, and who catches its error there waits for nobody. Nothing comes back of first states: there
-owners say it in a message of its own.
+With the shards each owner sends back a flag that says whether its function raised, so that all ranks raise in the same
+step and none waits for another. First states are not sent back: there owners send the flag by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +33,10 @@ INIT_AGAIN = "an init= without that error"
 
 
 class OwnerFailed(RuntimeError):
-    """Whole leaves could not be updated somewhere, or have no first state. Raised on every rank.
+    """An owner could not update its leaves, or make their first states. Raised on every rank.
 
     Args:
-        lines: of each owner that failed, its rank and why.
+        lines: for each owner that failed, its rank and why.
         wrong: what failed.
         right: what to write.
     """
@@ -47,14 +46,14 @@ class OwnerFailed(RuntimeError):
         super().__init__(explain(wrong, "\n".join(lines), right))
 
 
-def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
-    """By path: the rank that updates the leaf. Chosen by the sizes of leaves and the number of ranks alone.
+def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
+    """By path: the rank that updates the leaf, chosen by the sizes of leaves and the number of ranks alone.
 
-    The largest first, each to the rank that has the least.
+    The largest leaf first, each to the rank that has least to do.
 
     >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
     >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
-    >>> owners(leaves, 2)
+    >>> assign_owners(leaves, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
     """
     load = [0] * size
@@ -66,58 +65,15 @@ def owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     return found
 
 
-class Exchange(Protocol):
-    """The way from pieces to whole leaves at their owners, and back.
-
-    Attributes:
-        leaves: all of them, in one order on all ranks.
-        rank_of: by path, the owner: its place among the ranks of the cut, as `place_in` counts.
-    """
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]: ...
-    @property
-    def rank_of(self) -> dict[str, int]: ...
-
-    def mine(self, paths: Iterable[str]) -> list[str]:
-        """Those of this rank."""
-        ...
-
-    def to_owners(self, pieces: Leaves) -> Leaves:
-        """Whole leaves of this rank from the pieces of all. The same paths on every rank."""
-        ...
-
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
-        """This rank's pieces of all leaves from the whole ones that owners have.
-
-        Args:
-            wholes: of this rank; or why there are none.
-            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
-
-        Raises:
-            OwnerFailed: on every rank, if there are none on one.
-        """
-        ...
-
-    def agree(self, failure: Exception | None) -> None:
-        """Where nothing comes back: tell all ranks why this one has failed, if it has.
-
-        Raises:
-            Exception: `failure`.
-            OwnerFailed: on the other ranks.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class Owners:
-    """The exchange along one axis of ranks.
+class AxisExchange:
+    """The way from pieces to whole leaves at their owners, and back, along one axis of ranks.
 
     Attributes:
-        wire: how leaves are cut.
+        wire: how leaves are cut along it.
         leaves: all of them, in one order on all ranks.
-        rank_of: by path, the owner.
-        spans: for each rank, by path: the flat range that it has of what all have between them, a leaf or a part.
+        rank_of: by path, the owner's place along the axis.
+        spans: for each rank, by path: its range of what the ranks of this axis share, a flat leaf or a shard of it.
     """
 
     wire: Wire
@@ -126,8 +82,8 @@ class Owners:
     spans: list[dict[str, tuple[int, int]]]
 
     @classmethod
-    def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Owners:
-        """The exchange of leaves that this wire cuts. Spans are found here: the compiler cannot find them."""
+    def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> AxisExchange:
+        """The exchange of leaves that this wire cuts. Spans are found here: a compiled graph cannot find them."""
         group = wire.group
         wires = [wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
         found = [{leaf.path: each.span(leaf) for leaf in leaves} for each in wires]
@@ -135,15 +91,12 @@ class Owners:
         spans = [{p: (low - begin[p], high - begin[p]) for p, (low, high) in own.items()} for own in found]
         return cls(wire, leaves, rank_of, spans)
 
-    def mine(self, paths: Iterable[str]) -> list[str]:
-        return [path for path in paths if self.rank_of[path] == self.wire.group.rank]
-
     def to_owners(self, pieces: Leaves) -> Leaves:
         out: Leaves = {}
         for leaves in self._by_dtype(pieces):
-            like = pieces[leaves[0].path]
-            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == self.wire.group.rank]
-            sent = [[pieces[leaf.path] for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+            like, owned = pieces[leaves[0].path], self._by_owner(leaves)
+            mine = owned[self.wire.group.rank]
+            sent = [[pieces[leaf.path] for leaf in of_rank] for of_rank in owned]
             lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
             got = self._exchange(sent, lengths, like)
             for i, leaf in enumerate(mine):
@@ -154,42 +107,37 @@ class Owners:
                 out[leaf.path] = full.view(leaf.shape) if full.numel() == leaf.numel else full
         return out
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
-        for leaves in self._by_dtype(like):
-            first = like[leaves[0].path]
-            mine = [leaf for leaf in leaves if self.rank_of[leaf.path] == here]
+        # Where no leaf travels along this axis a flag does all the same: a rank that owns none may have failed too.
+        for leaves in self._by_dtype(like) or [[]]:
+            first, owned = like[leaves[0].path] if leaves else first, self._by_owner(leaves)
+            mine = owned[here]
             if isinstance(wholes, Exception):
                 flat = {leaf.path: first.new_zeros(leaf.numel) for leaf in mine}
             else:
                 flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
             sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
-            theirs = [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
-            lengths = [[self._length(here, x) for x in of_rank] for of_rank in theirs]
-            # Not in a graph: nobody can look there, and a function that raises has done so before its graph runs.
+            lengths = [[self._length(here, x) for x in of_rank] for of_rank in owned]
+            # Not in a graph: Python cannot branch there, and a function that raises has done so before its graph runs.
             tells = concrete(first)
+            if not tells and not leaves:
+                continue
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
             got = self._exchange(sent, lengths, first)
             if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
-                raise OwnerFailed(self._told(wholes))
-            for of_rank, parts in zip(theirs, got, strict=True):
+                raise OwnerFailed(self.failures(wholes))
+            for of_rank, parts in zip(owned, got, strict=True):
                 out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
         if isinstance(wholes, Exception):
             raise wholes
         return {path: out[path] for path in like}
 
-    def agree(self, failure: Exception | None) -> None:
-        lines = self._told(failure)
-        if failure is not None:
-            raise failure
-        if lines:
-            raise OwnerFailed(lines, IN_INIT, INIT_AGAIN)
-
-    def _told(self, wholes: Leaves | Exception | None) -> list[str]:
-        """What each owner that failed says of it."""
+    def failures(self, wholes: Leaves | Exception | None) -> list[str]:
+        """A line for each owner of this axis that failed; asks all of its ranks."""
         group = self.wire.group
         mine: list[str] = []
         if isinstance(wholes, OwnerFailed):
@@ -202,12 +150,16 @@ class Owners:
     def _ranks(self) -> range:
         return range(self.wire.group.size)
 
+    def _by_owner(self, leaves: list[Leaf]) -> list[list[Leaf]]:
+        """For each rank, those of the leaves that it owns."""
+        return [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
+
     def _length(self, rank: int, leaf: Leaf) -> int:
         low, high = self.spans[rank][leaf.path]
         return high - low
 
     def _by_dtype(self, tensors: Leaves) -> list[list[Leaf]]:
-        """Leaves that travel in one message each."""
+        """Lists of leaves, each of which travels in one message."""
         found: dict[Any, list[Leaf]] = {}
         for leaf in self.leaves:
             if leaf.path in tensors:
@@ -215,7 +167,7 @@ class Owners:
         return list(found.values())
 
     def _exchange(self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """Send a list of flat tensors to each rank; what each rank has sent, of these lengths."""
+        """All-to-all of lists of tensors, one list for each rank; `lengths` are those of what comes from each."""
         flat = torch.cat([like.new_empty(0), *(x.reshape(-1) for parts in sent for x in parts)])
         totals = [sum(of_rank) for of_rank in lengths]
         out = like.new_empty(sum(totals))
@@ -224,67 +176,89 @@ class Owners:
 
 
 @dataclass(frozen=True)
-class OwnersBehind:
-    """The exchange where leaves are cut along several axes: along the last one first, which joins what it cut.
+class OwnerExchange:
+    """The way from pieces to whole leaves at their owners, and back, along each axis of ranks that leaves are cut over.
 
-    So a piece goes along each axis once, and no channel between all ranks is needed.
+    Pieces go along the last axis first, which joins what it has cut: each goes along each axis once, and no channel
+    between all ranks is needed.
 
     Attributes:
-        first: the exchange of what the first axis cuts.
-        rest: that of its parts.
-        size: of the rest: how many ranks have one part of a leaf.
+        axes: the exchange along each, in the order in which they cut leaves.
+        leaves: all of them, in one order on all ranks.
+        rank_of: by path, the owner: its place among the ranks that share a leaf, as `place_in` counts.
     """
 
-    first: Owners
-    rest: Exchange
-    size: int
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        return self.first.leaves
-
-    @property
-    def rank_of(self) -> dict[str, int]:
-        return {path: rank * self.size + self.rest.rank_of[path] for path, rank in self.first.rank_of.items()}
+    axes: tuple[AxisExchange, ...]
+    leaves: tuple[Leaf, ...]
+    rank_of: dict[str, int]
 
     def mine(self, paths: Iterable[str]) -> list[str]:
-        return self.first.mine(self.rest.mine(paths))
+        """Those of leaves that this rank owns."""
+        return _owned_here(self.axes, paths)
 
     def to_owners(self, pieces: Leaves) -> Leaves:
-        return self.first.to_owners(self.rest.to_owners(pieces))
+        """The whole leaves that this rank owns, from the pieces of all ranks. The same paths on every rank."""
+        for axis in reversed(self.axes):
+            pieces = axis.to_owners(pieces)
+        return pieces
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves) -> Leaves:
-        try:
-            wholes = self.first.to_pieces(wholes, {path: like[path] for path in self.rest.mine(like)})
-        except Exception as error:  # on the ranks of the other axis, too
-            wholes = error
-        return self.rest.to_pieces(wholes, like)
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
+        """This rank's pieces of all leaves, from the whole ones at their owners.
+
+        Args:
+            wholes: the leaves that this rank owns; or why there are none.
+            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+            first: a tensor on that device.
+
+        Raises:
+            OwnerFailed: on every rank, if there are none on one.
+        """
+        for i, axis in enumerate(self.axes):
+            here = _owned_here(self.axes[i + 1 :], like)
+            try:
+                wholes = axis.to_pieces(wholes, {path: like[path] for path in here}, first)
+            except Exception as error:  # which the other axes are told too
+                wholes = error
+        if isinstance(wholes, Exception):
+            raise wholes
+        return wholes
 
     def agree(self, failure: Exception | None) -> None:
-        try:
-            self.first.agree(failure)
-        except Exception as error:  # on the ranks of the other axis, too
-            failure = error
-        self.rest.agree(failure)
+        """Where nothing comes back: tell all ranks why this one has failed, if it has.
+
+        Raises:
+            Exception: `failure`.
+            OwnerFailed: on the other ranks.
+        """
+        for axis in self.axes:
+            lines = axis.failures(failure)
+            if failure is None and lines:
+                failure = OwnerFailed(lines, IN_INIT, INIT_AGAIN)
+        if failure is not None:
+            raise failure
+
+
+def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]:
+    """Those of paths whose owner has this rank's place along each axis."""
+    return [p for p in paths if all([axis.rank_of[p] == axis.wire.group.rank for axis in axes])]
 
 
 def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
-    """This rank among all that share a leaf, in the order of their parts of it, and how many those are."""
+    """This rank's number among those that share a leaf, in the order of their shards, and how many they are."""
     rank, size = 0, 1
     for wire in cutting:
         rank, size = rank * wire.group.size + wire.group.rank, size * wire.group.size
     return rank, size
 
 
-def owners_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> Exchange:
-    """The exchange of leaves that are cut along these axes, one after the other."""
-    return _exchange_of(cutting, leaves, owners(leaves, place_in(cutting)[1]))
-
-
-def _exchange_of(cutting: Sequence[Wire], leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> Exchange:
-    first, *rest = cutting
-    size = place_in(rest)[1]
-    here = Owners.of(first, leaves, {path: rank // size for path, rank in rank_of.items()})
-    if not rest:
-        return here
-    return OwnersBehind(here, _exchange_of(rest, leaves, {path: rank % size for path, rank in rank_of.items()}), size)
+def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerExchange:
+    """The exchange of leaves that these wires cut, one after the other."""
+    size = place_in(cutting)[1]
+    rank_of = assign_owners(leaves, size)
+    axes = []
+    for wire in cutting:
+        # How many ranks have one part of a leaf behind this axis.
+        size //= wire.group.size
+        along = {path: rank // size % wire.group.size for path, rank in rank_of.items()}
+        axes.append(AxisExchange.of(wire, leaves, along))
+    return OwnerExchange(tuple(axes), leaves, rank_of)

@@ -1,4 +1,4 @@
-"""The transforms that hand different leaves to different transforms: `masked` and `partition`."""
+"""`masked` and `partition`: different leaves go to different transforms."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ def masked(transform: Transform, mask: Any) -> Transform:
     >>> state.params
     {'w': tensor([-1.]), 'b': tensor([-5.])}
     """
-    inner = _inside(as_transform(transform), "masked")
+    inner = _member(as_transform(transform), "masked")
 
-    def chosen(layout: Layout) -> dict[str, bool]:
-        return {path: bool(v) for path, v in values_by_path(mask, layout, "mask", bool).items()}
+    def labels(layout: Layout) -> dict[str, str | None]:
+        return {path: "on" if on else None for path, on in values_by_path(mask, layout, "mask", bool).items()}
 
-    return _grouped(
-        "masked", lambda layout: {p: "on" if on else None for p, on in chosen(layout).items()}, {"on": inner}
-    )
+    return _by_label("masked", labels, {"on": inner})
 
 
 @transform
@@ -68,7 +66,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     """
     if not isinstance(transforms, Mapping) or not transforms:
         raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
-    inner = {k: None if t is None else _inside(as_transform(t), "partition") for k, t in transforms.items()}
+    inner = {k: None if t is None else _member(as_transform(t), "partition") for k, t in transforms.items()}
     outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
     if len(set(outcomes.values())) > 1:
         kinds = ", ".join(f"{k!r}: {told}" for k, (told, _) in outcomes.items())
@@ -79,11 +77,11 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
                 "an optimizer for every label, or for none",
             )
         )
-    return _grouped("partition", lambda layout: values_by_path(labels, layout, "labels", str), inner)
+    return _by_label("partition", lambda layout: values_by_path(labels, layout, "labels", str), inner)
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
-    """The same `masked`, `partition` or group of one's own over `fn` of each of its members.
+    """The same `masked`, `partition` or group of one's own with `fn` of each member in the member's place.
 
     Its members are the transforms among its arguments, by themselves or in a dict.
     """
@@ -98,38 +96,39 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
     return group.factory(**config).renamed(group.name, group.base)
 
 
-def over_each(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
-    """The same transform over `fn` of each one in it that does more than to hand leaves to others.
+def replace_innermost(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
+    """The same transform with `fn` of each transform inside that does more than hand leaves to members.
 
-    `fn` is given it, the paths of its leaves, and where in the state of `t` its own stands: `""`, or keys that each end
-    in a slash.
+    `fn` is given the transform, the paths of its leaves, and where in the state of `t` its own state is: `""`, or keys
+    that each end in a slash.
     """
 
     def over(t: Transform, paths: set[str], where: str) -> Transform:
         if t.in_turn:
-            return replace(t, **_run_of(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
+            return replace(t, **_running_fields(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
         if t.members_fn is None or t.update_fn is not t.hands_out:
             return fn(t, paths, where)
         # The key of a member's state is what follows the name in its prefix.
         found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in t.members_fn(layout).items()}
         labels = {path: k for k, (_, own) in found.items() for path in own}
         inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
-        return replace(t, **_run_of(_grouped(t.name, lambda _: {p: labels.get(p) for p in paths}, inner)))
+        return replace(t, **_running_fields(_by_label(t.name, lambda _: {p: labels.get(p) for p in paths}, inner)))
 
     return over(t, {leaf.path for leaf in layout.leaves}, "")
 
 
-def _run_of(t: Transform) -> dict[str, Any]:
-    """How `t` is run, to be given to a transform that prints, compares and pickles as it does itself."""
+def _running_fields(t: Transform) -> dict[str, Any]:
+    """The fields by which `t` is run, for a transform that prints, compares and pickles in its own way."""
     names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "hands_out", "named_fn")
     return {name: getattr(t, name) for name in names}
 
 
 def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
-    """What a function of paths, or a tree that may stop above the leaves, gives each leaf.
+    """The value of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
 
     Raises:
         TypeError: of another kind; every such leaf is named.
+        ValueError: another value at two places of one tensor.
     """
     if callable(given):
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
@@ -140,11 +139,18 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[st
         raise TypeError(
             bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
         )
-    return values
+    leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
+    for place, value in values.items():
+        path = leaf_at[place]
+        if found.setdefault(path, value) != value:
+            wrong.append((place, f"{value!r}, and {found[path]!r} at {path}, which is the same tensor"))
+    if wrong:
+        raise ValueError(bad_leaves(f"wrong {what}", wrong, "one value at all places of a tied tensor"))
+    return found
 
 
-def _inside(t: Transform, where: str) -> Transform:
-    """What may be nested: no view, and nothing that holds a part of the tree back."""
+def _member(t: Transform, where: str) -> Transform:
+    """`t` as a member of `masked` or `partition`; refused where it has a view, or concerns the whole tree."""
     for part in t.parts or (t,):
         why, does = None, effect(part)
         if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
@@ -167,8 +173,10 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
     return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
-def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]) -> Transform:
-    """One transform that hands each leaf to the member its label names; `None` and unlabelled leaves stay."""
+def _by_label(
+    name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]
+) -> Transform:
+    """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are."""
     members = {k: t for k, t in inner.items() if t is not None}
     alone_in = {k: stretch([t]) for k, t in members.items()}
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
@@ -223,5 +231,5 @@ def _grouped(name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mappi
         parts=tuple(members.values()),
         members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
         hands_out=update,
-        named_fn=lambda other: _grouped(other, labels, inner),
+        named_fn=lambda other: _by_label(other, labels, inner),
     )

@@ -1,8 +1,8 @@
-"""A chain made ready for one tree of parameters: which views apply where, and which update halves follow.
+"""`Pipeline`: a chain resolved for one tree of parameters: its views and update halves there.
 
-The views of a chain stand between three forms of a parameter. *Stored* is what the state keeps.
-*Resident* is what an eager model holds between steps: full parameters under `reduce_scatter`, which
-gathers once a step, the stored ones otherwise. *Seen* is what the model computes with.
+The views of a chain lie between three forms of a parameter. *Stored* is what the state keeps. *Resident* is what an
+attached model holds between steps: full parameters under `reduce_scatter`, which all-gathers once a step, the stored
+ones otherwise. *Seen* is what the model computes with.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from .road import Road, groups_of
 from .segments import Stretch, stretches
 from .spec import Station
 from .state import State, counter
-from .stations import at_views
-from .tensor_parallel_leaves import counted_elsewhere
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
-from .views import Factor, View, Wire, cutter
+from .views import Factor, View, Wire, cutting_wires
 
 T = TypeVar("T")
 
@@ -44,12 +42,12 @@ class Pipeline:
     Attributes:
         tx: the chain as it was given.
         layout: of the parameters.
-        parts: its members; a guest that ends it made the optimizer.
+        parts: the members of the chain; a guest that ends it is made the optimizer.
         views: the view half of each part; `None` where it does nothing to leaves.
-        dtypes: on the road of a parameter and its gradient.
-        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
-        factors: what cotangents carry inside of the model: functions of the states of transforms, each with its name.
+        dtypes: of parameters and gradients.
+        factors: what cotangents are multiplied by inside of the model: by name of a transform, a function of its state.
         stations: what gradients are in front of each part and behind it.
+        road: the views between the model and storage.
         model: the groups of ranks over which the model itself is cut, of which the chain does not know.
     """
 
@@ -58,20 +56,20 @@ class Pipeline:
     parts: tuple[Transform, ...]
     views: tuple[View | None, ...]
     dtypes: Dtypes
-    held: tuple[str, ...]
     factors: tuple[tuple[str, Factor], ...]
     stations: tuple[Station, ...]
+    road: Road
     model: tuple[Group, ...] = ()
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
-        """What `make`, a function at the top of a module, finds out about this pipeline; called the first time only."""
+        """`make(self)`, computed once; `make` is a function at the top of a module."""
         if make not in self._made:
             self._made[make] = make(self)
         return self._made[make]
 
     def made_ready(self) -> Pipeline:
-        """The same, with all its cached properties computed: that takes a lock, which the compiler does not know."""
+        """This pipeline, with all cached properties computed: that takes a lock, which the compiler does not know."""
         for each in (self.road, self):
             for name, value in vars(type(each)).items():
                 if isinstance(value, cached_property):
@@ -81,20 +79,15 @@ class Pipeline:
     @cached_property
     def reads(self) -> bool:
         """Whether a view reads the state of its transform, so that it cannot be called before `reading`."""
-        return any(view is not None and view.reads for view in self.views)
+        return any([view.reads for view in self.stages])
 
     def reading(self, state_of: Callable[[str], TransformState]) -> Pipeline:
-        """The same, whose views find the states of their transforms by name, as they are when a leaf is seen."""
+        """The same, whose views call `state_of(name)` for the state of their transform whenever they are called."""
         if not self.reads:
             return self
-        given = [v if v is None else v.reading(partial(state_of, v.name)) for v in self.views]
-        return replace(self, views=tuple(given))
-
-    @cached_property
-    def road(self) -> Road:
-        """The way of leaves between the model and storage."""
-        stages = tuple(view for view in self.views if view is not None)
-        return Road(self.layout, stages, self.dtypes, self.held, at_views(self.stations, self.views))
+        views = tuple([v if v is None else v.reading(partial(state_of, v.name)) for v in self.views])
+        road = replace(self.road, stages=tuple([view for view in views if view is not None]))
+        return replace(self, views=views, road=road)
 
     @cached_property
     def stages(self) -> tuple[View, ...]:
@@ -103,13 +96,13 @@ class Pipeline:
 
     @cached_property
     def sharding(self) -> Wire | None:
-        """How leaves are cut over ranks, if they are."""
-        return cutter(self.stages)
+        """The wire that cuts stored leaves over ranks, the last of several; `None` where they are whole."""
+        return next(reversed(cutting_wires(self.stages)), None)
 
     @cached_property
     def gathering(self) -> Wire | None:
-        """How resident parameters are cut, if even they are shards: those are gathered when they are used."""
-        return cutter(self.road.at_use)
+        """The wire that cuts resident parameters, which are then gathered on use; `None` where they are whole."""
+        return next(reversed(cutting_wires(self.road.at_use)), None)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -118,23 +111,23 @@ class Pipeline:
 
     @cached_property
     def every_group(self) -> tuple[Group, ...]:
-        """Every group of ranks among which steps must agree: those over which the model itself is cut as well."""
-        return (*self.groups, *(group for group in self.model if group.size > 1))
+        """Every group of ranks that must step together: those over which the model itself is cut as well."""
+        return (*self.groups, *[group for group in self.model if group.size > 1])
 
     @cached_property
     def traceable(self) -> bool:
-        """Whether a compiler can make a graph of what goes over ranks."""
-        return all(view.traceable for view in self.stages if view.wire is not None)
+        """Whether a compiler can make a graph of the collectives."""
+        return all([view.traceable for view in self.stages if view.wire is not None])
 
-    @property
+    @cached_property
     def scaled(self) -> bool:
-        """Whether cotangents carry a factor inside of the model."""
+        """Whether cotangents are multiplied by a factor inside of the model."""
         return bool(self.factors)
 
     @cached_property
     def weighted(self) -> bool:
         """Whether micro-batches have weights."""
-        return any(part.facts.weighted for part in self.parts)
+        return any([part.facts.weighted for part in self.parts])
 
     @cached_property
     def weighted_after(self) -> tuple[Group, ...]:
@@ -145,12 +138,12 @@ class Pipeline:
 
     @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
-        """By path: how each leaf is seen from storage; from the resident form where the reduction is late."""
+        """By path: the view of each leaf from storage; from the resident form where the reduction is late."""
         return self.road.composed(self.road.pulled, self.dtypes.gradient)
 
     @cached_property
     def views_at_use(self) -> dict[str, LeafView]:
-        """By path: how an attached model sees its resident parameters."""
+        """By path: the view of each resident parameter in an attached model."""
         return self.road.composed(self.road.at_use, self.road.resident_grad_dtype)
 
     @cached_property
@@ -160,22 +153,25 @@ class Pipeline:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """The update halves as they are run."""
+        """The update halves, grouped as they are run."""
         return stretches(self.updates)
 
     def context(self, **given: Any) -> Context:
-        """What the update halves are handed."""
-        norms = Norms() if GRAD_NORM in self.updates and not given.get("recorded") else None
+        """The context that update halves are handed."""
+        shown = not given.get("recorded") and any([part is GRAD_NORM for part in self.updates])
+        norms = Norms() if shown else None
         return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
 
     @cached_property
     def reduction(self) -> Reduction:
-        """Scalars over ranks."""
+        """How scalars are reduced over ranks."""
         if not self.every_group:
             return OneProcess()
-        leaves, model = self.layout.leaves, self.every_group[len(self.groups) :]
-        shared = any(leaf.within is not None and not leaf.within.cut for leaf in leaves)
-        return OverRanks(self.road.cutting, self.groups, model, counted_elsewhere(leaves), shared and bool(model))
+        model = self.every_group[len(self.groups) :]
+        within = {leaf.path: leaf.within for leaf in self.layout.leaves if leaf.within is not None}
+        elsewhere = frozenset([path for path, whole in within.items() if not whole.first])
+        shared = bool(model) and not all([whole.cut for whole in within.values()])
+        return OverRanks(self.road.cutting, self.groups, model, elsewhere, shared)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force: the product of all factors."""
@@ -197,22 +193,22 @@ def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformS
 
 
 def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
-    """Of each transform, for stored parameters."""
+    """The first state of each transform, by name."""
     leaves = {path: stored[path] for path in pipe.layout.trained}
     sums = {leaf.path: _like_gradient(pipe, leaf, leaves[leaf.path]) for leaf in pipe.layout.trainable}
-    # What is accumulated has the dtype, and before a late reduction the shape, of gradients.
+    # Sums have the dtype of gradients, and before a late reduction also their shape.
     states = {p.name: p.init_fn(sums if p.facts.holds else leaves, pipe.layout) for p in pipe.parts}
     for name, factor in pipe.factors:
         _check_factor(name, factor(states[name]))
-    # Neighbours that are run as one share their counts from the first step on, and to a compiler a tensor that
-    # stands in two places is another structure: a second graph.
+    # Fused neighbours share their counters from the first step on, and to a compiler a tensor that is in two places is
+    # another structure: a second graph.
     for here in pipe.stretches:
         states = here.spread(here.states(states), states)
     return states
 
 
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of what `zf.update` is given; what is stored where they agree."""
+    """A tensor of the shape and dtype of the gradient that `zf.update` is given; `stored` itself if that has both."""
     dtype = pipe.dtypes.gradient(leaf)
     if not pipe.road.late and dtype == stored.dtype:
         return stored
@@ -220,21 +216,21 @@ def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
 
 
 def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
-    """The update halves, with those of views that pull back late, and the norm that metrics show."""
+    """The update halves, among them late reductions, and the norm that metrics show."""
     kept: list[Transform] = []
     for part, view in zip(pipe.parts, pipe.views, strict=True):
         if pipe.road.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
             kept.append(_late_half(pipe, part, view))
         if not part.idle:
             kept.append(part)
-    if not any("grad_norm" in p.facts.reports for p in kept):
+    if not any(["grad_norm" in p.facts.reports for p in kept]):
         at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
         kept.insert(at, GRAD_NORM)
     return tuple(kept)
 
 
 def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
-    """What a part has to do in an update where its view pulls back late: before its own half."""
+    """The update half of a view whose transpose is applied once a window, before the part's own update half."""
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         together = not ctx.recorded or only_compiled(grads.values())
@@ -245,7 +241,7 @@ def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
 
 
 def _check_factor(name: str, found: Any) -> None:
-    """Raise a `ValueError` where what a view calls a factor is none: one number of its state."""
+    """Raise a `ValueError` unless the factor of a view is one number of its state."""
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         what = f"a tensor of shape {tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else repr(found)
         wrong, why = f"{name}: View(factor=...) that gives {what}", "cotangents are multiplied by one number"

@@ -1,4 +1,4 @@
-"""How the ranks along one axis of a mesh have a tensor: in torch's words, and in two of ours.
+"""How a tensor lies on the ranks along one axis of a mesh: torch's placements, and two of our own.
 
 `Replicate`, `Shard` and `Partial` are called, made and printed as torch's. They are records of our own, since
 `import torch.distributed.tensor` takes as long as half of `import torch`, and a chain is surveyed on one process too.
@@ -13,13 +13,10 @@ from dataclasses import dataclass
 class Replicate:
     """Each rank has the same."""
 
-    def __repr__(self) -> str:
-        return "Replicate()"
-
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank has some of the slices along a dimension: torch's chunks, of which the last may be short, or empty."""
+    """Each rank has a chunk along a dimension, as `torch.chunk` cuts: the last chunks may be shorter, or empty."""
 
     dim: int
 
@@ -29,7 +26,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank has a term of what the tensor is: the mean of those, or another reduction."""
+    """Each rank has a term; the tensor is the mean of the terms, or another reduction of them."""
 
     op: str = "avg"
 
@@ -39,15 +36,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class Flat:
-    """Ours: each rank has a range of the tensor laid out flat, which may begin within a row."""
-
-    def __repr__(self) -> str:
-        return "Flat()"
+    """Our own: each rank has a range of the flattened tensor, which may begin within a row."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Ours: one rank has the whole, the others nothing."""
+    """Our own: one rank has the whole tensor, the others nothing."""
 
     rank: int
 

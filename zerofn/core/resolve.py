@@ -1,4 +1,4 @@
-"""A chain resolved for a tree of parameters: which of its views do something there, and how leaves lie over ranks."""
+"""Resolves a chain for a tree of parameters: which views do something there, and how leaves lie over ranks."""
 
 from __future__ import annotations
 
@@ -12,92 +12,124 @@ from .chain import as_transform, complete
 from .chain_order import check_complete, check_pieces
 from .dtypes import Dtypes
 from .facts import OF_PIECES
-from .layout import Layout, Placement, the_one
-from .nested_sharding import behind, check_axes
+from .layout import Layout, Placement, canonical
+from .nested_sharding import check_axes, on_ranks
 from .owner_updates import run_at_owners
 from .owners import place_in
 from .pipeline import Pipeline
 from .road import Road, groups_of
-from .stations import survey
-from .tensor_parallel_checks import beside, check_other_axes, check_wholes
+from .stations import at_views, hand_to_owners, survey
+from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform
-from .views import Ranks, View, Wire, cutting, reducing_in
+from .views import Factor, Ranks, View, Wire, cutting_wires, same_tensor
 
 
 def pipeline(
     tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
 ) -> Pipeline:
-    """Resolve a transform for a layout; an error where it cannot train.
+    """Resolve a transform for a layout.
 
     Args:
         tx: the transform.
         layout: of the parameters.
-        where: the function that asks, for messages.
+        where: the public function that was called, for messages.
         ranks: opens groups of ranks.
-        model: those over which the model itself is cut.
+        model: the groups over which the model itself is cut.
+
+    Raises:
+        ValueError: it cannot train these parameters.
     """
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    views = [_settled(part.view_fn(layout, ranks), part.name, layout) for part in parts]
-    factors = tuple((view.name, view.factor) for view in views if view is not None and view.factor is not None)
-    views = [view if view is not None and view.of_leaves else None for view in views]
-    dtypes = next((view.dtypes for view in views if view is not None and view.dtypes is not None), Dtypes())
-    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
-    held = tuple(part.name for part in parts[:first] if part.facts.holds)
-    for i, view in enumerate(views):
-        if view is not None and view.wire is not None:
-            before = [x for x in views[:i] if x is not None]
-            views[i] = None if view.wire.group.size == 1 else behind(reducing_in(view, dtypes.reduce_dtype), before)
-    stages = [view for view in views if view is not None]
-    check_axes(stages)
-    check_other_axes(stages, model)
-    check_wholes(parts, layout, where, bool(model))
-    road = Road(layout, tuple(stages), dtypes, held)
-    layout = replace(layout, placement=beside(_placement(road), model))
-    if wires := cutting(stages):
-        parts, layout = _with_owners(parts, layout, wires)
-    stations = survey(layout, parts, views, dtypes, [name for name, _ in factors])
-    check_pieces(parts, stations, where)
-    return Pipeline(tx, the_one(layout), parts, tuple(views), dtypes, held, factors, stations, model)
+    factors: list[tuple[str, Factor]] = []
+    found: list[View | None] = []
+    for part in parts:
+        view = part.view_fn(layout, ranks)
+        if view is not None and view.factor is not None:
+            factors.append((part.name, view.factor))
+        found.append(_named(view, part.name, layout))
+    dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
+    views, cutting = _over_ranks(found, dtypes)
+    stages = tuple([view for view in views if view is not None])
+    reduced = [(view.name, view.wire.group) for view in stages if view.wire is not None]
+    check_axes(reduced)
+    check_model_axes(reduced, model)
+    check_model_parts(parts, layout, where, bool(model))
+    stations = survey(layout.leaves, parts, views, dtypes, tuple([name for name, _ in factors]))
+    road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
+    placement = with_model_ranks(_placement(road), model)
+    # A transform that contains others needs as much as any of them.
+    if cutting and any([part.needs not in OF_PIECES for part in parts]):
+        parts, placement = _with_owners(parts, layout, placement, cutting)
+        hand_to_owners(stations, placement)
+        check_pieces(parts, stations, where)
+    layout = canonical(replace(layout, placement=placement))
+    return Pipeline(tx, layout, parts, views, dtypes, tuple(factors), stations, road, model)
 
 
-def _settled(view: View | None, name: str, layout: Layout) -> View | None:
-    """The view with its transform's name, and with `changes` asked once: each step asks it of every leaf."""
-    if view is None:
+def _named(view: View | None, name: str, layout: Layout) -> View | None:
+    """The view with its transform's name; `None` where it does nothing to leaves.
+
+    Which leaves it `changes` is found once, as each step asks it of every leaf.
+    """
+    if view is None or view.view is same_tensor:
         return None
-    touched = frozenset(leaf.path for leaf in layout.leaves if view.changes(leaf))
+    touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
     return replace(view, name=name, changes=lambda leaf: leaf.path in touched)
 
 
+def _over_ranks(views: Sequence[View | None], dtypes: Dtypes) -> tuple[tuple[View | None, ...], tuple[Wire, ...]]:
+    """The views, and the wires that cut leaves, one after the other.
+
+    Views over one rank become `None`. The others sum in the dtype of reductions, and cut what is left of leaves.
+    """
+    found: list[View | None] = []
+    cutting: tuple[Wire, ...] = ()
+    for view in views:
+        if view is not None and view.wire is not None:
+            several = view.wire.group.size > 1
+            view = on_ranks(view, cutting, dtypes.reduce_dtype) if several else None
+            if view is not None and view.wire is not None and view.wire.cuts:
+                cutting = (*cutting, view.wire)
+        found.append(view)
+    return tuple(found), cutting
+
+
+def _held(parts: Sequence[Transform], views: Sequence[View | None]) -> tuple[str, ...]:
+    """The transforms, by name, that hold gradients in front of the first view that makes resident parameters."""
+    first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
+    return tuple([part.name for part in parts[:first] if part.facts.holds])
+
+
 def _with_owners(
-    parts: tuple[Transform, ...], layout: Layout, wires: tuple[Wire, ...]
-) -> tuple[tuple[Transform, ...], Layout]:
-    """The chain in which transforms that need whole leaves run at the owners of leaves, and the layout with those."""
-    if {part.needs for part in parts} <= set(OF_PIECES):
-        # What holds others needs as much as any of them.
-        return parts, layout
-    found = [run_at_owners(part, layout, wires) for part in parts]
+    parts: tuple[Transform, ...], layout: Layout, placement: Placement, cutting: tuple[Wire, ...]
+) -> tuple[tuple[Transform, ...], Placement]:
+    """The chain whose transforms that need whole leaves run at the owners of those, and the placement with owners."""
+    found = [run_at_owners(part, layout, cutting) for part in parts]
     named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
-    owners = tuple((name, where, tuple(ranks.items())) for name, where, ranks in named)
-    return tuple(part for part, _ in found), replace(layout, placement=replace(layout.placement, owners=owners))
+    owners = tuple([(name, where, tuple(ranks.items())) for name, where, ranks in named])
+    return tuple([part for part, _ in found]), replace(placement, owners=owners)
 
 
 def _placement(road: Road) -> Placement:
     """How what is stored lies over ranks, and sums of gradients that are not yet reduced."""
-    placement = _behind(road.stages, road.layout)
+    placement = _behind(road, len(road.stages))
     if not road.late:
         return placement
     copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])
-    unreduced = _behind(road.at_use, road.layout)
+    unreduced = _behind(road, len(road.at_use))
     later = tuple(view.name for view in road.after_update if view.renumbers)
     return replace(placement, apart=road.held, copy=copy, copies=copies, unreduced=unreduced, later=later)
 
 
-def _behind(stages: Sequence[View], layout: Layout) -> Placement:
-    """How leaves lie over ranks behind these stages."""
-    groups, wires = groups_of(stages), cutting(stages)
-    rank, size = place_in(wires)
-    found = Placement(rank, size, math.prod(g.size for g in groups), tuple(g.ranks for g in groups))
-    spans = {leaf: wires[-1].span(leaf) for leaf in layout.leaves} if wires else {}
-    return replace(found, ranges=tuple((x.path, own) for x, own in spans.items() if own != found.span(x.shape)))
+def _behind(road: Road, stages: int) -> Placement:
+    """How leaves lie over ranks behind so many stages."""
+    groups = groups_of(road.stages[:stages])
+    rank, size = place_in(cutting_wires(road.stages[:stages]))
+    found = Placement(rank, size, math.prod([group.size for group in groups]), tuple([group.ranks for group in groups]))
+    if size == 1:
+        return found
+    usual = {shape: found.span(shape) for shape in {leaf.shape for leaf in road.leaves}}
+    spans = [(leaf, road.specs[stages][leaf.path].range) for leaf in road.leaves]
+    return replace(found, ranges=tuple([(leaf.path, own) for leaf, own in spans if own != usual[leaf.shape]]))

@@ -1,6 +1,6 @@
-"""The road of leaves: what is stored goes through views to the model, and gradients go back.
+"""`Road`: stored parameters through the views of a chain to the model, and gradients back.
 
-Whole trees at once, in buckets, one collective for each; leaf by leaf and differentiable it is `LeafView`.
+Many leaves at once, in buckets, with one collective for each; leaf by leaf and differentiable it is `LeafView`.
 """
 
 from __future__ import annotations
@@ -17,89 +17,89 @@ from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .coalesced_views import Like, pull_all, view_all
 from .dtypes import Dtypes, summable
-from .layout import Layout, Leaf, Leaves
+from .layout import Leaf, Leaves
 from .linear_map import LeafView, over, stored_by
 from .spec import Spec
-from .views import View, cutting
+from .views import View, cutting_wires
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
-    """The groups of ranks in which views talk."""
-    return tuple(view.wire.group for view in stages if view.wire is not None)
+    """The groups of ranks over which views communicate."""
+    return tuple([view.wire.group for view in stages if view.wire is not None])
 
 
 @dataclass(frozen=True)
 class Road:
-    """Between the model and storage.
+    """The views between the model and storage.
 
     Attributes:
-        layout: of the parameters.
+        leaves: all parameters.
         stages: the views that do something, from the model to storage.
-        dtypes: of a parameter and its gradient on the way.
+        dtypes: of parameters and gradients.
         held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
-        specs: by path, what gradients are in front of each stage, and behind the last one; nothing before a survey.
+        specs: by path, what gradients are in front of each stage, and behind the last one.
     """
 
-    layout: Layout
+    leaves: tuple[Leaf, ...]
     stages: tuple[View, ...]
     dtypes: Dtypes
     held: tuple[str, ...]
-    specs: tuple[Mapping[str, Spec], ...] = ()
+    specs: tuple[Mapping[str, Spec], ...]
 
     @cached_property
     def at_use(self) -> tuple[View, ...]:
-        """Those that an attached model sees its resident parameters through, at each use."""
+        """The views that an attached model applies to its resident parameters at each use."""
         return tuple(takewhile(lambda view: not view.resident, self.stages))
 
     @cached_property
     def after_update(self) -> tuple[View, ...]:
-        """Those by which resident parameters are made once after an update: the first reduces their gradients."""
+        """The views that make resident parameters once after an update; the first reduces their gradients."""
         return self.stages[len(self.at_use) :]
 
     @cached_property
     def behind_reduction(self) -> tuple[View, ...]:
-        """Those of them that gradients have yet to come through once they are reduced."""
-        return tuple(view for view in self.after_update[1:] if not view.only_dtype)
+        """The views of `after_update` whose transposes gradients pass once they are reduced."""
+        return tuple([view for view in self.after_update[1:] if view.dtypes is None])
 
     @cached_property
     def casts_after_update(self) -> bool:
-        """Whether an attached model keeps parameters in the dtypes that it sees, and not in those that are stored."""
-        return any(view.only_dtype for view in self.after_update)
+        """Whether resident parameters have the dtypes that the model sees, and not those that are stored."""
+        return any([view.dtypes is not None for view in self.after_update])
 
     @cached_property
     def renumbers_after_update(self) -> bool:
-        """Whether an attached model keeps other numbers than those that are stored, in whatever dtype."""
-        return any(view.renumbers for view in self.after_update)
+        """Whether resident parameters are other numbers than the stored ones, beyond a cast."""
+        return any([view.renumbers for view in self.after_update])
 
     @cached_property
     def late(self) -> bool:
-        """Whether gradients of resident parameters are reduced after an accumulation, as an update half of its own."""
+        """Whether gradients are accumulated first, and reduced once a window as an update half of its own."""
         return bool(self.held and self.after_update)
 
     @cached_property
     def pulled(self) -> tuple[View, ...]:
-        """Those that gradients have come through when `zf.update` is given them."""
+        """The views whose transposes a gradient has passed when it is given to `zf.update`."""
         return self.at_use if self.late else self.stages
 
     @cached_property
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks that leaves are cut over, one after the other."""
-        return tuple(wire.group for wire in cutting(self.stages))
+        return tuple([wire.group for wire in cutting_wires(self.stages)])
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
         """By path: the dtype of a gradient once it is pulled back."""
-        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.layout.leaves}
+        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.leaves}
 
     @cached_property
     def exact(self) -> bool:
-        """Whether views change nothing but place and dtype, so that what is seen can be told from what is stored."""
-        return not any(view.renumbers for view in self.stages)
+        """Whether views only cast and move between ranks, so that what is seen follows from what is stored."""
+        return not any([view.renumbers for view in self.stages])
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
-        """By path: the views of stages, given from the model to storage, as one. `dtype` is that of the gradient."""
-        every, leaves = stages[::-1], self.layout.leaves
-        return {x.path: LeafView(x, tuple(s for s in every if s.changes(x)), dtype(x)) for x in leaves}
+        """By path: the views in `stages` (from the model to storage) as one; `dtype` is that of the stored gradient."""
+        every = stages[::-1]
+        return {x.path: LeafView(x, tuple([s for s in every if s.changes(x)]), dtype(x)) for x in self.leaves}
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
@@ -115,16 +115,16 @@ class Road:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Global index of the first stored element of each leaf; box by box where the model itself is cut."""
-        begin = {x.path: 0 if x.within is None else x.within.before for x in self.layout.leaves}
+        """Index of each leaf's first stored element in the whole leaf; box by box where the model itself is cut."""
+        begin = {x.path: 0 if x.within is None else x.within.before for x in self.leaves}
         if not self.cutting:
             return begin if any(begin.values()) else {}
         return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
 
     def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
-        """Gradients through the transposes of stages, of `self.stages` and in their order; then over `scale`.
+        """Gradients through the transposes of these stages, in the order of `self.stages`; then divided by `scale`.
 
-        Leaves in the same order on every rank; one may have no gradient here. Of `stored` only devices are looked at.
+        Leaves in the same order on every rank; one may have no gradient here. Of `stored` only devices are used.
         """
         dtypes = self.grad_dtypes
         if stages or scale is not None:
@@ -143,57 +143,57 @@ class Road:
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
     ) -> Leaves:
-        """Stored parameters, or those in `which`, through the views of stages, in their order. Not differentiable.
+        """Stored parameters, or those in `which`, through the views of these stages. Not differentiable.
 
-        If the last view is a gather it is written `into` tensors that are given, and is then one collective.
+        If the last view is an all-gather it writes `into` tensors that are given, in one collective.
         """
         if stages:
-            here = self.layout.leaves if which is None else which
+            here = self.leaves if which is None else which
             with torch.no_grad():
                 for i, stage in reversed(list(enumerate(stages))):
                     leaves = view_all(stage, leaves, here, None if i else into)
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What is kept of a full parameter; a function of it where that is recorded."""
+        """What is stored of a full parameter; differentiable where that is recorded."""
         differentiable = recorded((x,))
         for stage in self.stages:
             x = stored_by(stage, x, leaf) if differentiable else stage.store(x, leaf)
         return x.to(self.dtypes.stored(leaf))
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What an attached model keeps of a full parameter between steps, in the dtype of `x`."""
+        """The resident form of a full parameter, in the dtype of `x`."""
         for stage in self.at_use:
-            x = x if stage.only_dtype else stage.store(x, leaf)
+            x = x if stage.dtypes is not None else stage.store(x, leaf)
         return x
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """Of what an attached model keeps between steps, the rows that this rank stores; in the dtype of `x`."""
+        """The shard of a resident parameter that this rank stores, in the dtype of `x`."""
         for stage in self.after_update:
             x = x if stage.wire is None else stage.store(x, leaf)
         return x
 
     def whole(self, leaves: Leaves) -> Leaves:
-        """Stored parameters in full, in their storage dtype; functions of them where that is recorded."""
-        stages = tuple(stage for stage in self.stages if not stage.only_dtype)
+        """Full parameters, in the dtype they are stored in; differentiable where that is recorded."""
+        stages = tuple([stage for stage in self.stages if stage.dtypes is None])
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
 
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
-    leaves = road.layout.trainable
+    leaves = [leaf for leaf in road.leaves if leaf.trainable]
     for at, stage in enumerate(road.stages):
-        # By identity, as the compiler can: it knows no equality of records of functions.
+        # By identity: the compiler knows no equality of records of functions.
         if any([stage is x for x in stages]) and (scale is None or not stage.only_dtype):
-            # What a gradient is on its way matters to buffers alone, in which wires pack many.
+            # Sizes and dtypes of gradients matter to the buffers of wires alone.
             like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
             grads = pull_all(stage, grads, leaves, like)
     return grads
 
 
 def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves) -> dict[str, Like]:
-    """Gradients as they arrive at a stage, in the dtype in which they would be summed there."""
+    """By path: the form in which a gradient arrives at a stage, in the dtype in which it is summed there."""
     found: dict[str, Like] = {}
     for leaf in leaves:
         spec = specs[leaf.path]

@@ -1,14 +1,14 @@
 """How a leaf is cut over ranks: by rows of its first dimension, as torch cuts a tensor into chunks.
 
-So a row is whole wherever it lies, a rank's part is what torch calls `Shard(0)`, and nothing is padded: the last ranks'
-parts may be shorter, or empty. A part is still one consecutive range of the leaf laid out flat, which is what norms,
-checkpoints and the counters of rounding are told.
+So no row is split, a rank's shard is what torch calls `Shard(0)`, and nothing is padded: the last ranks' shards may be
+shorter, or empty. A shard is still one range of the flattened leaf, which is what norms, checkpoints and the counters
+of stochastic rounding need.
 
-A leaf with fewer rows than ranks would leave ranks without any of it: it is cut anywhere, flat, into ranges of one
-length, and what needs rows or all of it gets it at an owner. The alternative is to cut it along its longest dimension.
-Parts would lie in strips, to be copied together before they are sent, and a range of numbers would not tell where they
-are; and no rank would have less to do for it. The largest rank over the mean, flat and by the longest dimension, of
-BERT's token types, the positions of a ViT, a Swin's bias by distance, and a small tensor:
+A leaf with fewer rows than ranks would leave ranks without a shard: it is cut flat, into ranges of one length, and a
+transform that needs rows or whole leaves gets it at an owner. The alternative is to cut it along its longest dimension.
+Shards would then be strided, to be copied together before they are sent, and no range of the flattened leaf; and no
+rank would have less to do. The largest rank over the mean, flat and by the longest dimension, of BERT's token types,
+the positions of a ViT, a Swin's bias by distance, and a small tensor:
 
 >>> import torch
 >>> def balance(shape, size):
@@ -37,7 +37,7 @@ def width(shape: Sequence[int], size: int) -> int:
 
 
 def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
-    """The flat range of a leaf that a rank holds.
+    """The range of the flattened leaf that a rank holds.
 
     >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
     ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
@@ -56,7 +56,7 @@ def cut_by_rows(shape: Sequence[int], size: int) -> bool:
 
 
 def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] | None:
-    """The shape of a flat range of a leaf, if it is of whole rows; else `None`. A number is a row by itself.
+    """The shape of a range of the flattened leaf, if it is of whole rows; else `None`. A 0-d leaf is one row.
 
     >>> rows_between((5, 3), 9, 15), rows_between((5, 3), 2, 6), rows_between((5, 3), 15, 15)
     ((2, 3), None, (0, 3))

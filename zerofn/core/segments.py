@@ -1,4 +1,4 @@
-"""What a chain is run as, found once: stretches of transforms, and neighbours that one pass over memory stands for."""
+"""How update halves are grouped: stretches that run bucket by bucket, and neighbours fused into one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ States = dict[str, TransformState]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Transforms in a row of which the first may look at the whole tree, and the others treat leaves alone.
+    """Transforms in a row that can be run together: the first may look at the whole tree, the others at leaves alone.
 
     Attributes:
-        given: as they stand in the chain.
-        parts: as they are run, where one may stand for several neighbours.
-        joined: by its name, for which.
+        given: the transforms as they stand in the chain.
+        parts: the transforms as they are run, of which one may be several neighbours fused.
+        joined: by the name of a fused one, the transforms that it is made of.
     """
 
     given: tuple[Transform, ...]
@@ -26,7 +26,7 @@ class Stretch:
     joined: Mapping[str, tuple[Transform, ...]]
 
     def states(self, given: States) -> States:
-        """States by the names of the parts as they are run, where one stands for several."""
+        """States by the names of `parts`, from those by the names of `given`."""
         apart = {p.name for members in self.joined.values() for p in members}
         kept = {name: state for name, state in given.items() if name not in apart}
         for name, members in self.joined.items():
@@ -35,7 +35,7 @@ class Stretch:
         return kept
 
     def spread(self, states: States, before: States) -> States:
-        """The states by the names of the parts as they stand in the chain, in the order of `before`."""
+        """States by the names of `given`, from those by the names of `parts`, in the order of `before`."""
         new = dict(states)
         for name, members in self.joined.items():
             whole = new.pop(name)
@@ -45,7 +45,7 @@ class Stretch:
 
 
 def stretch(given: Iterable[Transform]) -> Stretch:
-    """One of these transforms."""
+    """The stretch of these transforms, with neighbours fused where one of them can (`Transform.joins`)."""
     given = tuple(given)
     found: list[Transform] = []
     joined: dict[str, tuple[Transform, ...]] = {}
@@ -62,7 +62,7 @@ def stretch(given: Iterable[Transform]) -> Stretch:
 
 
 def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
-    """Those of a chain, in order: one begins where a transform must see the whole tree (a norm, an overflow)."""
+    """The stretches of a chain: one begins where a transform must see the whole tree (a norm, an overflow)."""
     found = []
     i = 0
     while i < len(parts):

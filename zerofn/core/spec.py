@@ -1,8 +1,8 @@
-"""What a gradient is between two transforms of a chain, and which orders of transforms have a meaning.
+"""`Spec`: what a gradient is between two transforms of a chain, and what each transform makes of it.
 
-Every transform says what it does to a `Spec`, or that it cannot stand where it does. A chain is surveyed when it is
+Every transform says what it does to a `Spec`, or that it cannot stand where it does. A chain is checked when it is
 built, so that nothing runs in a wrong order; and once more for each kind of leaf when parameters and ranks are known
-(`stations.py`). The survey knows no transform: each rule stands beside the one it is of.
+(`stations.py`). These checks know no transform: each rule stands beside the transform that it belongs to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from .placements import AxisPlacement, Flat, Partial, Replicate, Shard
 from .row_sharding import cut_by_rows, rows_between
 
-# Along an axis of ranks that have tensors of the leaf's own shape.
+# Placements in which each rank has a tensor of the leaf's own shape.
 WHOLE = frozenset({Replicate, Partial})
 ONE_OF_TWO = "one of the two"
 
@@ -38,33 +38,31 @@ class Misplaced(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """A gradient on its road from the model to storage, at one place of it: by whom what has been done, and of a leaf
-    what it is.
+    """A gradient between two transforms of a chain: which transform did what to it; its shape, dtypes, placements.
 
     At the model it is this rank's own (`Partial` along each axis of ranks), in the dtype the model computes in, times
-    the loss scale if there is one. Behind the optimizer it is a new parameter. An empty string says that nobody did it
-    yet. When a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
+    the loss scale if there is one. Behind the optimizer it is a new parameter. An empty string says that no transform
+    did it yet. When a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
 
     Attributes:
-        here: the transform that is asked.
+        here: the name of the transform whose `through` is called.
         sharded_by: parameters live as shards; the gradient is reduced to them (`Shard`).
         scattered_by: gradients are reduced to shards (`Shard`).
         averaged_by: gradients are averaged over replicas (`Replicate`).
         cast_by: it has the dtype of gradients.
         unscaled_by: the loss scale has been divided out.
         summed_by: it is a sum over micro-batches.
-        changed_by: it is a function of the gradient, and no plain gradient.
+        changed_by: it is a function of the gradient, and not the gradient itself.
         updated_by: it is a new parameter.
         watched_by: new parameters have been looked at.
         shape: of the whole leaf, over all ranks that the chain knows of.
         dtype: of the elements.
-        sum_dtype: in which ranks add it up where nobody says another. What was cast from bf16 has bf16's digits, and is
-            sent in bf16.
+        sum_dtype: in which ranks add it up by default. What was cast from bf16 has bf16's digits, and is sent in bf16.
         stored_dtype: of the leaf in the state.
         mesh: how many ranks there are along each axis that gradients are reduced over, in the order of the chain.
-        placements: along each of these axes, how ranks have it.
-        axis: the one that the transform that is asked talks along; `None` where it talks to nobody.
-        range: what this rank has of the leaf laid out flat, from an element to that before another.
+        placements: along each of these axes, how it lies on the ranks.
+        axis: the one along which the transform `here` communicates; `None` where it sends nothing.
+        range: this rank's range of the flattened leaf: its first element, and the one behind its last.
         scaled_by: the transforms whose factor it is multiplied by.
     """
 
@@ -89,7 +87,7 @@ class Spec:
     scaled_by: tuple[str, ...] = ()
 
     def refuse(self, done: str, why: str, right: str = "") -> None:
-        """Raise `Misplaced` if that has been done.
+        """Raise `Misplaced` if a transform before this one has done that.
 
         Args:
             done: a field, such as `"changed_by"`.
@@ -100,29 +98,29 @@ class Spec:
             raise Misplaced(left, why, right)
 
     def after(self, done: str) -> Spec:
-        """The same where the transform that is asked has done that.
+        """The same, with the transform `here` as the one that has done that.
 
-        Unscaled it has lost its factor, and updated it has the dtype of the state. Where
-        it lies once it is reduced `placed` says, or the transform's wire.
+        Unscaled it has lost its factor, and updated it has the dtype of the state. Where it lies once it is reduced
+        is said by `placed`, or by the transform's wire.
         """
         more: dict[str, object] = {}
         if done == "unscaled_by":
-            more["scaled_by"] = tuple(name for name in self.scaled_by if name != self.here)
+            more["scaled_by"] = tuple([name for name in self.scaled_by if name != self.here])
         elif done == "updated_by":
             more["dtype"] = self.stored_dtype
         return replace(self, **{done: self.here}, **more)  # type: ignore[arg-type]
 
     def placed(self, placement: AxisPlacement) -> Spec:
-        """The same, placed so along the axis of the transform that is asked; as it is, where that talks to nobody."""
+        """The same with that placement along `axis`; as it is, where the transform sends nothing."""
         if self.axis is None:
             return self
         along = (*self.placements[: self.axis], placement, *self.placements[self.axis + 1 :])
         return replace(self, placements=along)
 
     def by_rows(self) -> Spec:
-        """The same, cut by rows along the axis of the transform that is asked; flat where there are fewer than ranks.
+        """The same, cut by rows along `axis`; flat where there are fewer rows than ranks.
 
-        A part is cut by its own rows. With one dimension each element is a row, and the two cuts are the same.
+        A shard is cut by its own rows. With one dimension each element is a row, and the two cuts are the same.
         """
         if self.axis is None or self.shape is None:
             return self
@@ -136,7 +134,7 @@ class Spec:
 
     @property
     def once(self) -> str:
-        """The remedy where there are two of the same."""
+        """The remedy where a chain has the transform `here` twice."""
         return f"chain(..., {self.here}, ...) with one of them"
 
     @property
@@ -166,12 +164,12 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Of what this rank has."""
+        """Bytes that this rank has."""
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     @property
     def over_ranks(self) -> bool:
-        """Whether it has been reduced over ranks."""
+        """Whether it is reduced over ranks."""
         return self.cut or bool(self.averaged_by)
 
 
@@ -180,8 +178,8 @@ class Station(NamedTuple):
 
     Attributes:
         transform: its name; `"model"` for where gradients come from.
-        handed: by path, what it is handed; whole at one rank, where it needs that and leaves are cut.
-        gives: by path, what it gives: a new parameter, of an optimizer.
+        handed: by path, what the transform is handed; whole at one rank, where it needs that and leaves are cut.
+        gives: by path, what the transform gives: a new parameter, if it is an optimizer.
     """
 
     transform: str

@@ -1,4 +1,4 @@
-"""A leaf that is one rank's part of a tensor which the model itself has cut (tensor parallelism): where it lies in it.
+"""Where a leaf lies in a tensor that the model itself has cut over ranks (tensor parallelism).
 
 The chain does not know of such a cut: it is along another axis of ranks than those it reduces over, and all that
 transforms and wires see is the part, a leaf of its own shape. What is of the whole tensor is said here: which elements
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,17 +87,3 @@ def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:
         part.copy_(flat[begin : begin + part.numel()].view(part.shape))
         begin += part.numel()
     return whole
-
-
-class Leaf(Protocol):
-    """What is asked of a leaf here."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def within(self) -> Within | None: ...
-
-
-def counted_elsewhere(leaves: Sequence[Leaf]) -> frozenset[str]:
-    """The leaves that another rank counts in sums, by path."""
-    return frozenset(leaf.path for leaf in leaves if leaf.within is not None and not leaf.within.first)

@@ -1,8 +1,8 @@
-"""The one abstraction: a `Transform` with a view half and an update half.
+"""`Transform`: a view half (how the model sees parameters) and an update half (what becomes of gradients).
 
-Vocabulary used everywhere. *stored*: as the state keeps a parameter (a shard, a master copy).
-*seen*: as the model gets it. A *leaf* is one distinct parameter, named by its path. A *step* is an
-optimizer step (an update that was applied); a *micro-step* is one call of `update`.
+Words used everywhere: *stored* is a parameter as the state keeps it (a shard, a master copy), *seen* as the model gets
+it. A *leaf* is one distinct parameter, named by its path. A *step* is an optimizer step (an update that was applied), a
+*micro-step* one call of `update`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tree import Tree, flatten
 from .update_context import Context, Prepared
 from .views import ViewOf, no_view
 
-# A transform's state: shared 0-d tensors by name, and per-leaf tensors by name and path.
+# A transform's state: shared 0-d tensors by name, and tensors of leaves by name and path.
 TransformState = dict[str, Any]
 Schedule = Callable[[Any], Any]
 ScalarOrSchedule = float | Tensor | Schedule
@@ -38,7 +38,7 @@ def no_state(leaves: Leaves, layout: Layout) -> TransformState:
 
 
 def nothing_to_prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-    """The `prepare` of a transform that treats each leaf alone and has no shared state."""
+    """The `prepare` of a transform that treats each leaf alone, and keeps nothing that leaves share."""
     return Prepared()
 
 
@@ -51,29 +51,30 @@ def pass_through(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transform:
-    """A pair of pure functions: how parameters are seen, and what becomes of their gradients.
+    """A pair of pure functions: how the model sees parameters, and what becomes of their gradients.
 
-    Built by functions such as `zf.adamw`; a transform of one's own by `zf.leafwise`. It compares,
-    prints and pickles by the function that built it and that function's arguments.
+    Built by functions such as `zf.adamw`; a transform of one's own by `zf.leafwise`. It compares, prints and pickles by
+    the function that built it and that function's arguments.
 
     Attributes:
         name: unique in a chain; the key of its state.
         facts: what others may know of it.
-        scope: how much of the tree the update must see at once.
+        scope: how much of the tree the executor hands over at once.
         needs: how much an update must see to be right, one of `NEEDS`. What is not in `OF_PIECES` is refused where
-            leaves are cut, so one that says nothing is never handed a piece.
-        view_fn: its view half for a layout, `None` where it has none there.
-        through: what it does to a gradient's `Spec`, and where it cannot stand; by its facts, if it says nothing.
-        parts: the members of a chain, or the one that is wrapped.
-        in_turn: whether its update is that of its parts, one after the other: a chain.
-        members_fn: of a transform that hands different leaves to different members: prefix of the
-            member's metrics to the member and the paths of its leaves.
-        hands_out: of such a transform, an update that does no more than to hand leaves to members. Where it is the
-            `update_fn`, members are run apart: where leaves are cut, only those of a member that needs whole ones
-            travel. An update of its own is run as it is, on whole leaves where a member needs them.
-        named_fn: of a transform whose metrics have its name in them: the same under another one.
-        joins: from the transforms that follow it to one that gives in one pass what it and the first few of them give
-            one after the other, and how many those few are. Its state has the entries of all of them, by their names.
+            leaves are cut, so a transform that says nothing is never handed a piece.
+        view_fn: makes the view half for a layout; `None` where there is none.
+        through: what it does to a gradient's `Spec`, and where it cannot stand; follows from `facts` by default.
+        parts: the members of a chain, or the transform that is wrapped.
+        in_turn: whether it is a chain: its update is that of its parts, one after the other.
+        members_fn: of a transform that hands different leaves to different members: from the prefix of a member's
+            metrics to the member and the paths of its leaves.
+        hands_out: of such a transform, an update that does no more than hand leaves to members. Where it is the
+            `update_fn`, members are run one by one: where leaves are cut, only those of a member that needs whole ones
+            travel. Any other update is run as it is, on whole leaves where a member needs them.
+        named_fn: of a transform whose metrics have its name in them: the same transform under another name.
+        joins: fuses it with the first few of the transforms that follow: given those, the fused transform, which does
+            in one pass what they do one after the other, and how many of them it replaces. Its state has the entries
+            of all of them, by their names.
         base: its name before a chain gave it a number; `None` where none did.
     """
 
@@ -111,7 +112,7 @@ class Transform:
 
     @property
     def members(self) -> tuple[Transform, ...]:
-        """The transforms of a chain; of any other transform itself."""
+        """The transforms of a chain; any other transform alone."""
         return self.parts if self.in_turn else (self,)
 
     @property
@@ -149,14 +150,17 @@ class Transform:
         return layout.join(out), state
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Transform) and self._identity() == other._identity()
+        if not isinstance(other, Transform) or self._identity() != other._identity():
+            return False
+        (mine, form), (theirs, other_form) = flatten(dict(self.config)), flatten(dict(other.config))
+        return form == other_form and all(map(_equal, mine, theirs))
 
     def __hash__(self) -> int:
         return hash((self.name, self.factory, self.parts))
 
     def _identity(self) -> tuple:
-        # What numbered members are called in a longer chain depends on the name they had before.
-        return self.name, self.base, self.factory, dict(self.config), self.parts
+        # The names of numbered members in a longer chain depend on the names they had before.
+        return self.name, self.base, self.factory, self.parts
 
     def __repr__(self) -> str:
         if self.in_turn:
@@ -169,19 +173,19 @@ class Transform:
         return f"{function}({arguments}){suffix}"
 
     def _given(self) -> dict[str, Any]:
-        """The arguments that are not what they would be if one left them out."""
+        """The arguments that differ from the defaults."""
         known = {} if self.factory is None else inspect.signature(self.factory).parameters
         given = dict(self.config)
         for name, value in self.config.items():
-            if name in known and (value is known[name].default or _same(value, known[name].default)):
+            default = known[name].default if name in known else inspect.Parameter.empty
+            # Of another type, as True for 1, it is not what one would write.
+            if value is default or (type(value) is type(default) and _equal(value, default)):
                 del given[name]
         return given
 
     def _repr_html_(self) -> str:
-        parts = self.parts if self.in_turn else (self,)
-        return road(
-            [("model", "what the model sees"), *((p.name, repr(p)) for p in parts), ("state", "what is stored")]
-        )
+        parts = [(part.name, repr(part)) for part in self.members]
+        return road([("model", "what the model sees"), *parts, ("state", "what is stored")])
 
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
@@ -194,9 +198,11 @@ def _rebuild(
     return built.renamed(name, base)
 
 
-def _same(value: Any, default: Any) -> bool:
-    """Whether two arguments are equal; a tensor is never a default."""
-    return type(value) is type(default) and not isinstance(value, Tensor) and value == default
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two arguments are equal; tensors by all of their numbers."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and bool((a == b).all()))
+    return a is b or bool(a == b)  # NaN is itself
 
 
 def _show(value: Any) -> str:
@@ -206,5 +212,5 @@ def _show(value: Any) -> str:
 
 
 def gives_parameters(t: Transform) -> bool:
-    """Whether what leaves the transform is new parameters rather than gradients."""
+    """Whether a transform returns new parameters rather than gradients."""
     return t.facts.optimizes or (t.in_turn and any(map(gives_parameters, t.parts)))

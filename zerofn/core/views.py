@@ -1,8 +1,7 @@
-"""The words of a view half: how one leaf is seen, and what talks to other ranks.
+"""`View`: how the model sees a stored leaf; `Wire`: how leaves travel between ranks.
 
-A `View` is a record of functions on one leaf. The runner never asks which transform it belongs to, only what it says
-of itself: whether a wire carries it to other ranks, whether it changes nothing but dtypes, whether what it gives stays
-in the model between steps.
+A `View` is a record of functions on one leaf. The runner never asks which transform a view belongs to. It reads what
+the view says of itself: its wire, whether it changes dtypes alone, whether its output stays in the model between steps.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .layout import Layout, Leaf
 
 
 class Wire(Protocol):
-    """What talks to other ranks: how leaves are packed, sent and unpacked, many in one collective.
+    """How leaves are packed, sent to other ranks and unpacked, many in one collective.
 
     Attributes:
         group: the ranks it talks to.
         reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
-        cuts: whether a rank keeps a part of each leaf, a range of it laid out flat, so that views gather.
+        cuts: whether a rank keeps a shard of each leaf, a range of the flattened leaf, so that `view` all-gathers.
     """
 
     @property
@@ -36,27 +35,27 @@ class Wire(Protocol):
     cuts: ClassVar[bool]
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Wire:
-        """The same over a group of the same ranks, with sums in that dtype."""
+        """The same wire over another group of the same ranks, with sums in that dtype."""
         ...
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
-        """This rank's flat range of a leaf."""
+        """This rank's range of the flattened leaf: its first element, and the one behind its last."""
         ...
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """This rank's part to the whole, with any number of batch dimensions in front."""
+        """The whole leaf from this rank's shard, with any number of batch dimensions in front."""
         ...
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
-        """The transpose of `view`, with any number of batch dimensions in front: the mean over ranks."""
+        """The transpose of `view`, with any number of batch dimensions in front: this rank's shard of the mean."""
         ...
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """The whole to this rank's part."""
+        """This rank's shard of the whole leaf."""
         ...
 
     def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
-        """Gather parts of one dtype, of many leaves in one collective: (work handle or `None`, what comes)."""
+        """All-gather shards of one dtype in one collective: (work handle or `None`, what comes)."""
         ...
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -71,37 +70,27 @@ class Wire(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Flat gradients as one buffer to be summed over ranks; `None` where this rank has none."""
+        """Flat gradients as one buffer, to be reduced over ranks; `None` where this rank has no gradient."""
         ...
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Sum the buffer over ranks: (work handle, this rank's share)."""
+        """Reduce the buffer over ranks: (work handle, what this rank gets of it)."""
         ...
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
-        """The mean gradient of every leaf as this rank keeps it, flat; `None` where no rank had one."""
+        """This rank's flat mean gradient of every leaf; `None` where no rank had one."""
         ...
 
 
 # (tensor, leaf) -> tensor; of a view that reads its transform's state (tensor, leaf, state) -> tensor.
 OnLeaf = Callable[..., Tensor]
-# Of a transform's state: the number that cotangents carry inside of the model.
+# (state of a transform) -> the number that cotangents are multiplied by inside of the model.
 Factor = Callable[[Mapping[str, Any]], Tensor]
 
 
-def as_it_lies(x: Tensor, leaf: Leaf) -> Tensor:
+def same_tensor(x: Tensor, leaf: Leaf) -> Tensor:
     """The `view`, `pull` and `store` of a view that does nothing to leaves."""
     return x
-
-
-def every_leaf(leaf: Leaf) -> bool:
-    """The `changes` of a view that touches all leaves."""
-    return True
-
-
-def as_a_whole(leaf: Leaf) -> Leaf:
-    """The `given` of a view on whole leaves."""
-    return leaf
 
 
 @dataclass(frozen=True)
@@ -109,15 +98,16 @@ class View:
     """The view half on one leaf. All functions take `(tensor, leaf)` and any number of batch dimensions in front.
 
     Attributes:
-        view: storage to model. Linear in the tensor, or its `pull` stands for a derivative (straight-through rounding).
-        pull: the transpose: a cotangent of the model's side to one of the stored side.
-        store: a seen parameter to what is stored of it; `view` after `store` is the identity.
-        changes: whether the leaf is touched at all.
-        wire: what carries it to other ranks, if it does; then the three functions above are the wire's.
+        view: from the stored tensor to what the model sees. Linear, or `pull` stands for its derivative
+            (straight-through rounding).
+        pull: the transpose of `view`: from a cotangent of what is seen to one of what is stored.
+        store: from what the model sees to what is stored; `view` after `store` is the identity.
+        changes: whether the view does anything to a leaf.
+        wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
         resident: whether what it gives stays in an attached model between steps, and is made once after an update.
-        dtypes: what it says of dtypes; then it changes nothing else.
-        name: of the transform that it is half of, for profilers.
-        given: what it has on the model's side of a leaf: the leaf, or a part of it where another view cuts before.
+        dtypes: of a view that casts, and changes nothing else.
+        name: of its transform, for profilers.
+        given: the leaf as it is on the model's side: all of it, or the shard that a view before this one leaves.
         factor: what cotangents are multiplied by on their way into the model (at its outputs) and divided by on their
             way out (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32 on the
             CPU, neither zero nor infinite. Those of several views are multiplied. A number and no other map: only a
@@ -129,21 +119,21 @@ class View:
             leaf, since nobody can branch on a number in a graph.
     """
 
-    view: OnLeaf = as_it_lies
-    pull: OnLeaf = as_it_lies
-    store: OnLeaf = as_it_lies
-    changes: Callable[[Leaf], bool] = every_leaf
+    view: OnLeaf = same_tensor
+    pull: OnLeaf = same_tensor
+    store: OnLeaf = same_tensor
+    changes: Callable[[Leaf], bool] = lambda leaf: True
     wire: Wire | None = None
     resident: bool = False
     dtypes: Dtypes | None = None
     name: str = ""
-    given: Callable[[Leaf], Leaf] = as_a_whole
+    given: Callable[[Leaf], Leaf] = lambda leaf: leaf
     factor: Factor | None = None
     reads: bool = False
     traceable: bool = False
 
     def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:
-        """The same, whose functions find the state themselves, as it is when they are called."""
+        """The same view, whose functions call `state()` for the state whenever they are called."""
         if not self.reads:
             return self
         look, back = self.view, self.pull
@@ -151,18 +141,13 @@ class View:
         return replace(self, view=view, pull=pull, reads=False)
 
     @property
-    def of_leaves(self) -> bool:
-        """Whether it does anything to leaves."""
-        return self.view is not as_it_lies
-
-    @property
     def only_dtype(self) -> bool:
-        """Whether it changes nothing but the dtype."""
+        """Whether it casts, and changes nothing else."""
         return self.dtypes is not None
 
     @property
     def renumbers(self) -> bool:
-        """Whether it makes other numbers of a leaf: it changes more than the place and the dtype."""
+        """Whether it changes the numbers of a leaf, beyond a cast or a move between ranks."""
         return self.wire is None and self.dtypes is None
 
 
@@ -176,7 +161,7 @@ def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
     several = wire.group.size > 1
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
-        # To a dtype that is asked for the wire casts, in a pass that it makes anyway.
+        # The wire casts to a dtype that is asked for, in a pass that it makes anyway.
         return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
     return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident, traceable=traceable)
@@ -192,19 +177,6 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
     return None
 
 
-def cutting(views: Sequence[View]) -> tuple[Wire, ...]:
-    """What cuts leaves over ranks, one after the other."""
+def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
+    """The wires that cut leaves over ranks, one after the other."""
     return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
-
-
-def cutter(views: Sequence[View]) -> Wire | None:
-    """The last wire that cuts leaves over ranks, if one does: what it leaves of them is what there is behind all."""
-    wires = cutting(views)
-    return wires[-1] if wires else None
-
-
-def reducing_in(view: View, dtype: torch.dtype | None) -> View:
-    """The same view with sums over ranks in `dtype`."""
-    assert view.wire is not None
-    other = over_ranks(view.wire.on(view.wire.group, dtype), view.resident, view.traceable)
-    return replace(other, name=view.name, given=view.given)
