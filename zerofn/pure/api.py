@@ -18,11 +18,11 @@ from ..core.linear_map import OnlyForth, enter, leave
 from ..core.rank_agreement import check_weight
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Tree, followed, tree_map, unflatten
+from ..core.tree import Tree, followed, tree_map
 from ..core.update import Metrics, apply, check_grads, check_stored
 from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
-from .evaluate import Evaluation, cotangents_of, evaluate
+from .evaluate import Pullback, cotangents_of, evaluate
 from .linearize import check_graph
 from .states import pipe_of
 from .uncompiled import outside_of_graphs
@@ -86,13 +86,13 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
         check_positional("fn(stored", keywords)
         params, inner = given(stored, inputs)
-        return _left(fn(params, *inner), scale, pipe.dtypes.output_dtype)
+        return _leave_all(fn(params, *inner), scale, pipe.dtypes.output_dtype)
 
     return fn_stored
 
 
 @uncompiled
-def _left(out: Any, scale: Tensor | None, dtype: torch.dtype | None) -> Any:
+def _leave_all(out: Any, scale: Tensor | None, dtype: torch.dtype | None) -> Any:
     return _edges(leave, out, scale, dtype)
 
 
@@ -137,22 +137,22 @@ def vjp(
     check_function("zf.vjp", fn)
     check_graph("zf.vjp", create_graph)
     pipe = pipe_of(tx, state, "zf.vjp")
-    ran = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
+    out, pull = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
 
     def pullback(cotangents: Any) -> tuple:
-        return _pulled(ran, state, cotangents)
+        return _pull_back(pull, out, state, cotangents)
 
-    return ran.out, pullback
+    return out, pullback
 
 
 @uncompiled
-def _pulled(ran: Evaluation, state: State, cotangents: Any) -> tuple:
+def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple:
     """The pullback of zf.vjp is no graph: what it goes back through was recorded before.
 
     write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
     """
-    grads, given = ran.pull(cotangents_of(ran, cotangents))
-    return state.layout.join_once(grads), *unflatten(ran.spec, given)
+    grads, of_inputs = pull(cotangents_of(out, cotangents))
+    return state.layout.join_once(grads), *of_inputs
 
 
 @outside_of_graphs
@@ -203,14 +203,14 @@ def update(
     check_grads(pipe, leaves, state.leaves)
     if not functorch_active():
         check_weight(pipe, weight)
-    record = asked("zf.update", create_graph, leaves, state)
+    record = records("zf.update", create_graph, leaves, state)
     ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step)
     with ranged(PHASE, "update"):
         return apply(pipe, leaves, state, ctx)
 
 
-def asked(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
-    """Whether a step is recorded: as `create_graph` says, else by its gradients, its state, and whoever runs it."""
+def records(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
+    """Whether autograd or torch.func records a step: as `create_graph` says, else where a tensor requires grad."""
     if create_graph is not None:
         check_graph(where, create_graph)
     if create_graph or recorded():

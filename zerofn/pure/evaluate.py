@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -13,29 +13,27 @@ from ..core.layout import Leaves
 from ..core.linear_map import crosses, enter, leave
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.tree import flatten, unflatten
+from ..core.tree import flatten, parted, unflatten
 from ..sharded.lazy_tensor import settled
 from .linearize import linearize
 
 
-class Evaluation(NamedTuple):
-    """A function of trees at the parameters of a state.
+# From one cotangent for each output that has one to gradients by path, and the cotangents of the inputs as trees.
+Pullback = Callable[[list[Tensor]], tuple[Leaves, tuple]]
 
-    Attributes:
-        out: what it returned.
-        pull: from a cotangent of each such tensor to gradients by path, and to the cotangents of its inputs' leaves.
-        tensors: which leaves of `out` have cotangents.
-        spec: the structure of its inputs.
+
+def evaluate(
+    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool
+) -> tuple[Any, Pullback]:
+    """`fn(params, *inputs)` at the state's parameters: what it returns, and its pullback.
+
+    Args:
+        pipe: whose loss scale and output dtype stand around `fn`.
+        fn: of trees, returning a tree.
+        state: whose parameters `fn` is given as the model sees them.
+        inputs: trees.
+        record: whether the output and what the pullback gives can be differentiated.
     """
-
-    out: Any
-    pull: Callable[[list[Tensor]], tuple[Leaves, list[Any]]]
-    tensors: list[int]
-    spec: Any
-
-
-def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool) -> Evaluation:
-    """`fn(params, *inputs)`, from trees to a tree, at the state's parameters, and its pullback, between their edges."""
     scale = pipe.scale_of(state.transforms)
     # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
     inside = None if record else scale
@@ -47,42 +45,37 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, inside, None)
-        out = settled(fn(pipe.layout.join(seen), *unflatten(spec, args)))
-        leaves, outer["spec"] = flatten(out)
-        outer["out"] = leaves
-        tensors = [i for i, y in enumerate(leaves) if isinstance(y, Tensor)]
-        at = outer["tensors"] = [i for i in tensors if crosses(leaves[i])]
-        rest = outer["rest"] = [i for i in tensors if not crosses(leaves[i])]
-        return [leave(leaves[i], inside, pipe.dtypes.output_dtype) for i in at], [leaves[i] for i in rest]
+        tensors, outer["join"] = parted(settled(fn(pipe.layout.join(seen), *unflatten(spec, args))))
+        outer["crossing"] = list(map(crosses, tensors))
+        primals = [leave(y, inside, pipe.dtypes.output_dtype) for y in tensors if crosses(y)]
+        return primals, [y for y in tensors if not crosses(y)]
 
     with ranged(PHASE, "forward"):
         primals, others, pull_flat = linearize(
             "zf.vjp", pipe, inner, state, [flat[i] for i in chosen], scale, True, record
         )
-    leaves = list(outer["out"])
-    for i, y in zip([*outer["tensors"], *outer["rest"]], [*primals, *others], strict=True):
-        leaves[i] = y
-    out = unflatten(outer["spec"], [y.detach() if isinstance(y, Tensor) and not record else y for y in leaves])
+    primal, other = iter(primals), iter(others)
+    made = [next(primal if crossing else other) for crossing in outer["crossing"]]
 
-    def pull(vectors: list[Tensor]) -> tuple[Leaves, list[Any]]:
+    def pull(vectors: list[Tensor]) -> tuple[Leaves, tuple]:
         with ranged(PHASE, "backward"):
             grads, rest = pull_flat(vectors, True)
         back: list[Any] = [None] * len(flat)
         for i, g in zip(chosen, rest, strict=True):
             back[i] = g
-        return grads, back
+        return grads, unflatten(spec, back)
 
-    return Evaluation(out, pull, outer["tensors"], spec)
+    return outer["join"](made if record else map(Tensor.detach, made)), pull
 
 
-def cotangents_of(ran: Evaluation, cotangents: Any) -> list[Tensor]:
-    """The cotangents of the tensors that a function returned, as `pull` takes them.
+def cotangents_of(out: Any, cotangents: Any) -> list[Tensor]:
+    """The cotangents of what a function returned, as a pullback takes them.
 
     Raises:
         ValueError: they are of another structure, shape or dtype; every one is named.
     """
     given, spec = flatten(cotangents)
-    primals, expected = flatten(ran.out)
+    primals, expected = flatten(out)
     if spec != expected:
         raise ValueError(
             explain(
@@ -91,17 +84,18 @@ def cotangents_of(ran: Evaluation, cotangents: Any) -> list[Tensor]:
                 "one tensor per output",
             )
         )
-    bad = [
-        (f"output {i}", f"cotangent {_shape(given[i])}, output {_shape(primals[i])}")
-        for i in ran.tensors
-        if not isinstance(given[i], Tensor)
-        or given[i].shape != primals[i].shape
-        or (given[i].is_complex() and not primals[i].is_complex())
-    ]
+    found, bad = [], []
+    for i, (g, y) in enumerate(zip(given, primals, strict=True)):
+        if not isinstance(y, Tensor) or not crosses(y):
+            continue
+        if not isinstance(g, Tensor) or g.shape != y.shape or (g.is_complex() and not y.is_complex()):
+            bad.append((f"output {i}", f"cotangent {_shape(g)}, output {_shape(y)}"))
+        else:
+            found.append(g.to(y.dtype))
     if bad:
         right = "tensors of the outputs' shapes, complex ones for complex outputs only"
         raise ValueError(bad_leaves("cotangents do not fit the output", bad, right))
-    return [given[i].to(primals[i].dtype) for i in ran.tensors]
+    return found
 
 
 def _shape(x: Any) -> str:

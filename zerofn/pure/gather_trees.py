@@ -14,12 +14,10 @@ from ..core.tree import Tree, flatten
 from ..kernels.norms import squared_norm
 from ..sharded.guarded_parameter import pieces
 from .states import pipe_of
-from .uncompiled import outside_since
-
-_WHY = "it resolves a pipeline for a tree of parameters, by code that is in no graph"
+from .uncompiled import RESOLVES, outside_since
 
 
-@outside_since(_WHY, "zf.gather(tx, state, tree), outside of what is compiled")
+@outside_since(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     """A tree that is laid out as `state.params` is, whole: gradients of a bound function, moments, a vector.
 
@@ -94,7 +92,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
 
 
 @outside_since(
-    _WHY,
+    RESOLVES,
     'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
     "global_norm",
 )

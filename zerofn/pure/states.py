@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from .._compat.functorch import constant, is_function, is_wrapped, levels
+from .._errors import bad_leaves, explain
 from ..core.initializers import Init, check_init, device_of, first_values, made_by
 from ..core.layout import make_layout
 from ..core.parameter_averages import averages_of
@@ -17,11 +18,10 @@ from ..core.rank_agreement import agree_on_start, check_finite, failed_of, first
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Tree
+from ..core.tree import Tree, flatten, tree_map, tree_paths
 from ..kernels.recording import recorded
 from .linearize import check_graph
 from .uncompiled import outside_of_graphs
-from .views_with_state import seeing
 
 
 @outside_of_graphs
@@ -126,12 +126,12 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
-    """The pipeline of a state, as `resolved`, whose views read that state."""
-    return seeing(resolved(tx, state, where), state, where)
+    """The pipeline of a state, as `resolve_for`, whose views read that state."""
+    return reading_state(resolve_for(tx, state, where), state, where)
 
 
-def resolved(tx: Transform, state: Any, where: str) -> Pipeline:
-    """The pipeline of a state, after a look at whether they belong together."""
+def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
+    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused."""
     if not isinstance(state, State):
         raise TypeError(
             explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
@@ -148,3 +148,29 @@ def resolved(tx: Transform, state: Any, where: str) -> Pipeline:
             )
         )
     return pipe
+
+
+def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
+    """The pipeline, whose views with `reads=True` are given what this state holds of their transforms.
+
+    Such views are called where a leaf is pulled back too. What they read has no derivative and no batch there: for
+    those a state would have to be an argument of every view's rule.
+
+    Raises:
+        RuntimeError: what a view reads is differentiated or batched: refused, for it would be taken for a constant.
+    """
+    if not pipe.reads:
+        return pipe
+    names = [view.name for view in pipe.views if view is not None and view.reads]
+    read = {name: state.transforms[name] for name in names}
+    bad = [
+        (path, "differs along a batch" if levels(x) else "is differentiated")
+        for path, x in zip(tree_paths(read), flatten(read)[0], strict=True)
+        if isinstance(x, Tensor) and (levels(x) or is_function(x))
+    ]
+    if bad:
+        wrong = f"{where}: a view takes its transform's state for a constant, and this one is none"
+        raise RuntimeError(bad_leaves(wrong, bad, "a parameter for what is learned or differs along a batch"))
+    # What a transform of torch.func has wrapped is of no use inside of a rule, which runs beneath that transform.
+    plain = tree_map(lambda x: constant(x) if is_wrapped(x) else x, read)
+    return pipe.reading(plain.__getitem__)

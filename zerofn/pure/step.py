@@ -25,11 +25,10 @@ from ..core.tree import Tree, apart, flatten, parted, tree_map
 from ..core.update import Metrics, apply, check_vmap
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
-from .api import asked
+from .api import records
 from .linearize import linearize
-from .states import resolved
-from .uncompiled import asked_of_transforms, outside_of_graphs
-from .views_with_state import seeing
+from .states import reading_state, resolve_for
+from .uncompiled import outside_of_graphs, torch_func_check
 
 
 @outside_of_graphs
@@ -71,14 +70,14 @@ def make_step(
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
-    run, called_by_transforms = _runner(loss_fn, donate), asked_of_transforms()
-    whole = _whole(Pipelines(tx, "step"), run, create_graph)
+    run, called_by_torch_func = _runner(loss_fn, donate), torch_func_check()
+    whole = _whole(PipelineCache(tx), run, create_graph)
 
     @begins_uncompiled
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         if keywords:
             check_positional("step(state", keywords)
-        if called_by_transforms():
+        if called_by_torch_func():
             return step_called_by_transforms(whole, state, batch, weight)
         return whole(state, batch, weight)
 
@@ -87,8 +86,8 @@ def make_step(
     return step
 
 
-def _whole(pipes: Pipelines, run: Any, create_graph: bool | None) -> Any:
-    """A step by the way that it takes: as it is, or around what the compiler cannot have in its graph."""
+def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
+    """`run` on a state, after checks; where the compiler cannot have a step in its graph, `run` uncompiled."""
 
     def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
@@ -98,7 +97,7 @@ def _whole(pipes: Pipelines, run: Any, create_graph: bool | None) -> Any:
         if pipe.reads:
             if tracing:
                 return step_with_states_in_views(whole, state, batch, weight)
-            pipe = seeing(pipe, state, "a step")
+            pipe = reading_state(pipe, state, "a step")
         state.check_data("a step")
         numbers_alone = tracing and not create_graph and only_compiled(flatten(state)[0])
         if tracing and pipe.groups:
@@ -112,7 +111,7 @@ def _whole(pipes: Pipelines, run: Any, create_graph: bool | None) -> Any:
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
             state.check_kept("a step")
-        record = asked("make_step", create_graph, {}, state)
+        record = records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
@@ -134,12 +133,13 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
 
         def scalar(seen: Leaves, _: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             loss, others = loss_fn(pipe.layout.join(seen), *inputs), []
+            if pipe.gathering is not None:
+                loss = settled(loss)
             if isinstance(loss, tuple) and len(loss) == 2:
-                loss, shown = loss[0], loss[1] if pipe.gathering is None else settled(loss[1])
-                others, aux["aux"] = parted(shown)
+                others, aux["aux"] = parted(loss[1])
+                loss = loss[0]
             if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
                 raise _no_loss(loss)
-            loss = loss if pipe.gathering is None else settled(loss)
             return [loss if edge == (None, None) else leave(loss, *edge)], others
 
         with ranged(PHASE, "forward"):
@@ -171,47 +171,47 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
     return run
 
 
-class Pipelines:
-    """The pipelines of one function of states: resolved once for each structure of parameters that it meets.
+class PipelineCache:
+    """The pipelines of one step, resolved once for each structure of parameters that it meets.
 
-    The compiler cannot resolve one. It calls `resolve` while it makes a graph, and takes the number that it gives for
-    a constant.
+    The compiler cannot resolve one. It calls `resolve` while it makes a graph, and takes the number that `resolve`
+    returns for a constant.
     """
 
-    def __init__(self, tx: Transform, where: str):
+    def __init__(self, tx: Transform):
         numbers: dict[Layout, int] = {}
         numbered: dict[int, Pipeline] = {}
 
         @while_traced
         def resolve(layout: Layout) -> int:
             if layout not in numbers:
-                numbered[len(numbered)] = pipeline(tx, layout, where).made_ready()
+                numbered[len(numbered)] = pipeline(tx, layout, "step").made_ready()
                 numbers[layout] = len(numbers)
             return numbers[layout]
 
-        self.tx, self.where, self.resolve, self.numbered = tx, where, resolve, numbered
+        self.tx, self.resolve, self.numbered = tx, resolve, numbered
         self.resolved: dict[Layout, Pipeline] = {}
         self.last: tuple[Any, Any, list[str]] = (None, None, [])
 
     def of(self, state: Any, tracing: bool) -> Pipeline:
         """The pipeline of a state; while a graph is made, found by its number."""
-        if tracing and isinstance(state, State):
-            return self.numbered[self.resolve(state.layout)]
         if not isinstance(state, State):
-            return resolved(self.tx, state, self.where)
+            return resolve_for(self.tx, state, "step")  # which raises
+        if tracing:
+            return self.numbered[self.resolve(state.layout)]
         # Nearly always the layout of the last call: to hash one takes long where it has many leaves.
         layout, pipe, names = self.last
         if state.layout is layout and list(state.transforms) == names:
             return pipe
         pipe = self.resolved.get(state.layout)
         if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
-            pipe = self.resolved[state.layout] = resolved(self.tx, state, self.where)
+            pipe = self.resolved[state.layout] = resolve_for(self.tx, state, "step")
         self.last = state.layout, pipe, list(state.transforms)
         return pipe
 
 
-def _run_as_it_is(why: str) -> Callable[..., tuple[State, Metrics]]:
-    """Runs a step that is no graph, which whoever asks for a whole graph is told with the reason."""
+def _uncompiled_step(why: str) -> Callable[..., tuple[State, Metrics]]:
+    """A function that runs a step uncompiled. Where one whole graph is asked for it is refused for the reason `why`."""
 
     def run(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         return whole(state, batch, weight)
@@ -219,25 +219,25 @@ def _run_as_it_is(why: str) -> Callable[..., tuple[State, Metrics]]:
     return uncompiled(run, why)
 
 
-step_over_ranks = _run_as_it_is(
+step_over_ranks = _uncompiled_step(
     "A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.\n\n"
     "write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of\n"
     "torch.func, of a state that does not require grad"
 )
-step_by_own_wire = _run_as_it_is(
+step_by_own_wire = _uncompiled_step(
     "A step through a view whose wire is not said to be traceable is no graph.\n\n"
     "write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack`\n"
     "gives a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph"
 )
-step_with_states_in_views = _run_as_it_is(
+step_with_states_in_views = _uncompiled_step(
     "A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.\n\n"
     "write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph"
 )
-step_before_torch_2_13 = _run_as_it_is(
+step_before_torch_2_13 = _uncompiled_step(
     "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"
     "write: torch.compile(step) without fullgraph, or torch 2.13"
 )
-step_called_by_transforms = _run_as_it_is("A compiled step that torch.func calls.")
+step_called_by_transforms = _uncompiled_step("A compiled step that torch.func calls.")
 
 
 def _no_loss(loss: Any) -> ValueError:

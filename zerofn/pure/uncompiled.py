@@ -15,44 +15,48 @@ from .._errors import explain
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def outside_of_graphs(fn: Fn) -> Fn:
-    """`fn` as what ends a graph. With `fullgraph=True` it is refused by its name, and not by a line inside of it.
-
-    Left to the compiler such a function is cut into many graphs at what the compiler cannot read, and autograd refuses
-    the graphs of a pullback, which may be called again.
-    """
-    return _outside(
-        fn,
-        "it resolves a pipeline for a tree of parameters, by code that is in no graph",
-        "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
-        "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",
-        fn.__name__,
-    )
-
-
 def outside_since(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
-    """As `outside_of_graphs`, for another reason.
+    """A decorator: the compiler leaves the function alone, so that a graph ends before each call of it.
+
+    With `fullgraph=True` the call is refused by the name of the function, and not by a line inside of it. Left to the
+    compiler such a function is cut into many graphs at what the compiler cannot read, and autograd refuses the graphs
+    of a pullback, which may be called again.
 
     Args:
         why: it can be in no graph.
         right: what to write.
-        name: what the user has called, where this is a part of it.
+        name: what the user has called, where the function is a part of it.
     """
-    return lambda fn: _outside(fn, why, right, name or fn.__name__)
+
+    def decorate(fn: Fn) -> Fn:
+        named = f"zf.{name or fn.__name__} inside of torch.compile(..., fullgraph=True)"
+        uncompiled_is_fine = f"{right};\nor torch.compile without fullgraph, where it runs uncompiled"
+        return uncompiled(fn, explain(named, why, uncompiled_is_fine))
+
+    return decorate
 
 
-def asked_of_transforms() -> Callable[[], bool]:
-    """A function that says whether torch.func calls what is compiled: torch makes no graph there, in words of its own.
+RESOLVES = "it resolves a pipeline for a tree of parameters, by code that is in no graph"
+outside_of_graphs = outside_since(
+    RESOLVES,
+    "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
+    "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",
+)
 
-    Where one whole graph is asked for it is refused by name, else what is called is to run uncompiled. Pieces of it
-    that run beneath the transform, the forward of a `Function`, would be compiled for tensors of the transform.
+
+def torch_func_check() -> Callable[[], bool]:
+    """Make a function that says whether torch.func is calling what is compiled, of which torch makes no graph.
+
+    Where one whole graph is asked for, that function refuses the call by name; else it returns True and the caller has
+    to run uncompiled. Pieces that run beneath the transform, such as the forward of a `Function`, would otherwise be
+    compiled for tensors of the transform.
     """
 
     def in_a_graph(x: Tensor) -> None:
         _not_there(x)
 
     @begins_uncompiled
-    def called_by_transforms() -> bool:
+    def called_by_torch_func() -> bool:
         if torch.compiler.is_compiling() or innermost_transform() is None or not makes_graphs():
             return False
         with beneath_functorch():
@@ -62,7 +66,7 @@ def asked_of_transforms() -> Callable[[], bool]:
 
     # The compiler keeps with the code whether a graph may end in it.
     in_a_graph.__code__ = in_a_graph.__code__.replace()
-    return called_by_transforms
+    return called_by_torch_func
 
 
 @uncompiled
@@ -72,10 +76,3 @@ def _not_there(x: Tensor) -> None:
     write: torch.compile(torch.func.grad(fn), fullgraph=True) of a function that calls the step as zf.make_step returned
     it; or torch.func.grad of that function; or torch.compile(step) without fullgraph, which runs uncompiled there
     """
-
-
-def _outside(fn: Fn, why: str, right: str, name: str) -> Fn:
-    named = f"zf.{name} inside of torch.compile(..., fullgraph=True)"
-    return uncompiled(
-        fn, explain(named, why, f"{right};\nor torch.compile without fullgraph, where it runs uncompiled")
-    )
