@@ -57,6 +57,13 @@ def test_derivatives_are_those_of_the_steps(every):
     agree(got, grad(one_by_one, (0, 1, 2))(RATE, W, X))
 
 
+def test_batches_may_be_the_rows_of_a_tensor_or_come_one_by_one():
+    start = zf.init(tx(RATE), {"w": W})
+    expected = zf.unroll(step, start, list(X), RATE, every=3)[1]
+    assert torch.equal(zf.unroll(step, start, X, RATE, every=3)[1], expected)
+    assert torch.equal(zf.unroll(step, start, iter(X), RATE, every=3)[1], expected)
+
+
 def test_other_transforms_and_second_derivatives():
     at, ones = (RATE, W, X), tuple(map(torch.ones_like, (RATE, W, X)))
     agree(jvp(unrolled, at, ones), jvp(one_by_one, at, ones))

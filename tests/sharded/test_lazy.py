@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 import zerofn.pure.linearize
-from zerofn.pure.sharded_params import Blocks, by_prefix
+from zerofn.pure.sharded_params import Blocks, units_by_prefix
 from zerofn.sharded.lazy_tensor import Lazy
 from zerofn.sharded.unit_plans import UnitPlans
 
@@ -174,7 +174,7 @@ def test_blocks_are_elements_of_the_outermost_list():
         "list": [torch.ones(()), torch.ones(2), w + 7],
     }
     layout = zf.core.layout.make_layout(tree)[0]
-    found = sorted([leaf.path for leaf in unit] for unit in by_prefix(layout.leaves))
+    found = sorted([leaf.path for leaf in unit] for unit in units_by_prefix(layout.leaves))
     assert found == [
         ["a.10.w"],
         ["a.9.v", "a.9.w"],

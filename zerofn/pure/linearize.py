@@ -23,7 +23,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def check_graph(where: str, create_graph: Any) -> None:
-    """Refuse to record where autograd does not."""
+    """Refuse `create_graph=True` inside of `torch.no_grad()`, where autograd records nothing."""
     check_flag(where, "create_graph", create_graph)
     if create_graph and not recorded() and not torch.is_grad_enabled():
         raise RuntimeError(
@@ -35,7 +35,7 @@ def check_graph(where: str, create_graph: Any) -> None:
         )
 
 
-# From cotangents of what came out, and whether they count, to gradients by path and those of inputs.
+# From cotangents of outputs, and whether they count, to gradients by path and cotangents of inputs.
 Pull = Callable[[list[Tensor], bool | Tensor], tuple[Leaves, list[Any]]]
 Evaluated = Callable[[Leaves, list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
@@ -50,21 +50,19 @@ def linearize(
     keep: bool,
     record: bool,
 ) -> tuple[list[Tensor], list[Tensor], Pull]:
-    """`fn` at the state's parameters, by path as the model sees them: both its results, and the pullback of the first
-    onto leaves by path.
+    """Evaluate `fn` at the state's parameters: both lists that it returns, and the pullback of the first.
 
-    Where nothing nests, plain autograd does it: it frees as it goes, and saved-tensor hooks and
-    activation checkpointing work, which torch.func refuses. Inside a torch.func transform only torch.func
-    composes.
+    Outside of torch.func that is plain autograd, which frees saved tensors as it goes; saved-tensor hooks and
+    activation checkpointing work there, which torch.func refuses. Inside a torch.func transform it is torch.func.vjp.
 
     Args:
         where: who asks, for messages.
-        fn: from lists of tensors to two, of which the first is differentiated; the second is whatever else it made.
-            They are all that crosses to torch.func: a tensor that left it by another way would still be wrapped.
-        given: what it is given besides.
-        scale: the loss scale, by which its edges multiply cotangents, except where all is recorded.
+        fn: `fn(parameters by path as the model sees them, given)` -> two lists of tensors, of which the first is
+            differentiated. All tensors that `fn` makes are to be in them: torch.func unwraps no others.
+        given: further tensors, which `fn` is differentiated by as well.
+        scale: the loss scale, by which `fn` multiplies cotangents, except under `record`.
         keep: whether the pullback may be called again.
-        record: whether all of it is recorded, so that what is returned can be differentiated.
+        record: whether what is returned, and what the pullback returns, can be differentiated.
 
     Raises:
         RuntimeError: in inference mode.
@@ -79,14 +77,14 @@ def linearize(
 
 
 def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """Differentiate with respect to what the model sees, and pull that back by hand.
+    """Differentiate by what the model sees, then pull gradients back to storage outside of autograd.
 
-    So collectives carry many leaves at once, in an order that does not depend on this rank's graph.
+    So one collective carries many leaves, in an order that does not depend on this rank's graph.
     """
     stages, dtypes = pipe.road.pulled, pipe.road.grad_dtypes
     paths = pipe.layout.trained
     seen = pipe.road.see(stages, resident) if stages else resident
-    # Done for every leaf in every step, and so from C.
+    # For every leaf in every step, hence from C.
     seen = dict(zip(seen, map(Tensor.detach, seen.values()), strict=True))
     inputs = list(map(Tensor.detach, given))
     wanted = list(map(Tensor.requires_grad_, [*map(seen.__getitem__, paths), *inputs]))
@@ -104,30 +102,32 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     return primals, others, pull
 
 
-def pulled_back(outputs: list[Tensor], inputs: list[Tensor], vectors: list[Tensor], keep: bool) -> Sequence[Any]:
-    """By plain autograd, from cotangents of outputs to those of inputs; `None` where nothing depends on one."""
+def pulled_back(
+    outputs: list[Tensor], inputs: list[Tensor], vectors: list[Tensor], keep: bool, create_graph: bool = False
+) -> Sequence[Any]:
+    """Cotangents of inputs from those of outputs, by plain autograd; `None` where no output depends on an input."""
     if not all(map(_REQUIRES_GRAD, outputs)):
         pairs = [(y, v) for y, v in zip(outputs, vectors, strict=True) if y.requires_grad]
         outputs, vectors = [y for y, _ in pairs], [v for _, v in pairs]
     if not outputs:
         return [None] * len(inputs)
-    return torch.autograd.grad(outputs, inputs, vectors, retain_graph=keep, allow_unused=True)
+    return torch.autograd.grad(outputs, inputs, vectors, keep, create_graph, allow_unused=True)
 
 
 def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
     """As `_with_autograd`, of parameters that are gathered block by block, in forward and again in backward.
 
-    More and smaller messages than for the whole tree at once, and each gather is announced: that is what the
-    memory costs.
+    It takes more and smaller collectives than gathering the whole tree at once, and an exchange before each: the price
+    of having two blocks in memory at a time.
     """
-    # Here, since what gathers is a tenth of the package, and only `shard` on several ranks has a use for it.
+    # Imported here: what it needs is a tenth of the package, and only `shard` on several ranks has a use for it.
     from .sharded_params import Blocks
 
     blocks = Blocks(pipe, resident, scale)
     anchor = torch.zeros((), requires_grad=True)
     inputs = [x.detach().requires_grad_() for x in given]
     with torch.enable_grad(), blocks.evaluation():
-        primals, others = inner(blocks.handles(anchor), inputs)
+        primals, others = inner(blocks.lazy_parameters(anchor), inputs)
 
     def pull(vectors: list[Tensor], counts: bool) -> tuple[Leaves, list]:
         ys, vs = (primals, vectors) if counts else ([], [])
@@ -138,7 +138,8 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 
 
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
-    """Parameters where `linearize` begins: gathered already where gradients are reduced after an accumulation."""
+    """What `linearize` differentiates by: stored parameters, or gathered ones where the reduction comes after an
+    accumulation."""
     if not record:
         return pipe.road.see(pipe.road.after_update, stored)
     if not pipe.road.late:
@@ -150,13 +151,13 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
 
 
 def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """As `_with_autograd`, but that all of it is a function: views, pullback, and what is made of gradients.
+    """As `_with_autograd`, but views, pullback and gradients can all be differentiated.
 
-    Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied to
-    gradients by hand, in the dtype that the pipeline says, where autograd would give them that of the parameter.
+    Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied outside
+    of autograd, which would give a gradient the dtype of its parameter and not that of the pipeline.
 
-    In a graph that nobody differentiates all leaves go together, before the function and after it, as everywhere else:
-    a collective over ranks then carries many leaves, and needs no derivative, of which the compiler knows none.
+    In a compiled graph that nobody differentiates all leaves go through views together: one collective carries many
+    leaves, and needs no derivative, of which the compiler knows none.
     """
     paths = pipe.layout.trained
     views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())
@@ -179,7 +180,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
             rest = [None if g is None else over(g, scale.detach(), g.dtype) for g in rest]
         grads = dict(zip(paths, found, strict=True))
         if pipe.groups:
-            # Of a leaf that only other ranks use, this one has its part to send.
+            # A leaf without a gradient here may have one on other ranks: all take part in its reduction.
             grads = {p: torch.zeros_like(seen[p]) if g is None else g for p, g in grads.items()}
         if isinstance(counts, Tensor):
             grads = passed(counts, grads)
@@ -200,17 +201,13 @@ def _func_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 
 def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
     """By autograd, with `create_graph`."""
-    # Inputs may be functions of parameters too, but those are none of this derivative's.
+    # New tensors: inputs may be functions of parameters, which are not to be differentiated through here.
     values, given = ([_alias(x) for x in xs] for xs in (values, given))
     with torch.enable_grad():
         primals, others = flat_fn(values, given)
 
     def pull(vectors: list[Tensor]) -> tuple[list, list]:
-        pairs = [(y, v) for y, v in zip(primals, vectors, strict=True) if y.requires_grad]
-        found: Any = [None] * (len(values) + len(given))
-        if pairs:
-            ys, vs = [y for y, _ in pairs], [v for _, v in pairs]
-            found = torch.autograd.grad(ys, [*values, *given], vs, create_graph=True, allow_unused=True)
+        found = pulled_back(primals, [*values, *given], vectors, keep=True, create_graph=True)
         return list(found[: len(values)]), list(found[len(values) :])
 
     return primals, others, pull
@@ -219,5 +216,5 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 def _alias(x: Tensor) -> Tensor:
     if x.requires_grad:
         return x.view_as(x)
-    # What is detached has lost its tangent.
+    # `detach` would lose the tangent.
     return (x.view_as(x) if forward_level() != NO_LEVEL else x.detach()).requires_grad_()

@@ -1,11 +1,11 @@
 """The pure route under `shard`: the parameters that `fn` is given, and their gradients.
 
-A leaf of `fn`'s tree is a `Lazy`. What autograd saves for backward is one too, which gathers again, and nothing
-has to be packed: saved-tensor hooks, which the eager route needs for plain parameters, would not allow
-torch.func inside of `fn`.
+Each leaf that `fn` is given is a `Lazy`, which is all-gathered when something is computed with it. What autograd
+saves for backward is a `Lazy` too and is gathered again in backward. So nothing has to be packed: saved-tensor hooks,
+which the eager route needs for plain parameters, would not allow torch.func inside of `fn`.
 
-A leaf's cotangents add up as those of any tensor do, once for all its uses, and leave as this rank's
-shards as soon as those of its whole block are complete.
+Autograd adds up the cotangents of all uses of a leaf. As soon as those of a whole block are complete they are
+reduce-scattered to this rank's shards.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..sharded.lazy_tensor import Lazy
 from ..sharded.unit_assignment import SMALL
 from ..sharded.unit_plans import UnitPlans
 
-# A list's element that is one tensor of no more elements than this is cheaper to keep than to announce.
+# An element of a list that is one tensor of at most so many elements is no unit of its own: each gather has a latency.
 TINY = 1 << 10
 
 
-class Handles(Function):
-    """The lazy parameters of one block; their cotangents are summed over ranks."""
+class LazyParameters(Function):
+    """The lazy parameters of one block; backward reduce-scatters their cotangents."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, blocks: Blocks, i: int) -> tuple[Lazy, ...]:
@@ -78,22 +78,23 @@ class Blocks(Units):
         collect = functools.partial(_collect, self.found)
         super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, prefetch=False)
 
-    def handles(self, anchor: Tensor) -> Leaves:
-        """Lazy parameters by path, which have a gradient if `anchor` has."""
+    def lazy_parameters(self, anchor: Tensor) -> Leaves:
+        """Lazy parameters by path, which require grad where `anchor` does."""
         found: Leaves = {}
         for i in range(len(self.units)):
-            lazies = Handles.apply(anchor, self, i)
+            lazies = LazyParameters.apply(anchor, self, i)
             found.update(zip(self.plans.plan(i).place, lazies, strict=True))
             for x in lazies:
                 if x.grad_fn is not None:
-                    # Nodes that are made first run last, and all full gradients would wait for that. All have one.
+                    # One node for all of the block. Autograd runs nodes that are made first last, and full gradients
+                    # of all blocks would be kept until then.
                     run_when_ready(x.grad_fn)
                     break
         return found
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Parameters may be used inside. Ends when it has ended on every rank."""
+        """Parameters may be used inside. At its end this rank waits until all ranks have come to theirs."""
         self.open = True
         try:
             yield
@@ -108,15 +109,7 @@ class Blocks(Units):
         finally:
             self.open = False
 
-    def parameters(self, i: int) -> list[Tensor]:
-        self._check_open()
-        return super().parameters(i)
-
     def parameter(self, i: int, j: int, age: int) -> Tensor:
-        self._check_open()
-        return super().parameter(i, j, age)
-
-    def _check_open(self) -> None:
         if not self.open:
             raise RuntimeError(
                 explain(
@@ -125,18 +118,19 @@ class Blocks(Units):
                     "return what is computed from it, or keep params['w'].clone()",
                 )
             )
+        return super().parameter(i, j, age)
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            # Nobody may be there any more.
+            # Other ranks may be gone: no further collective is begun.
             self.open = False
             raise
 
     def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
-        """Gradients of shards from the backward that `run` makes, and what it returns."""
+        """Run a backward, `run`; return the gradients of shards that came of it, and what `run` returned."""
         changed = [p for p, x in self.params.items() if version(x) != self.written[p]]
         if changed:
             raise RuntimeError(
@@ -146,7 +140,7 @@ class Blocks(Units):
                     "pull back before a step with donate=True",
                 )
             )
-        # A backward that `fn` itself has run is its own business.
+        # Gradients of a backward inside of `fn` are no part of this one.
         self.found.clear()
         try:
             with self.evaluation(), torch.no_grad():
@@ -157,7 +151,7 @@ class Blocks(Units):
             self.gathered.drop()
 
     def _averaged(self, grads: Leaves) -> Leaves:
-        """Gradients of shards over the replicas of hybrid sharding too, in the dtype of accumulation."""
+        """Gradients of shards, averaged over the replicas of hybrid sharding too, in the dtype they accumulate in."""
         road = self.pipe.road
         later = () if self.pipe.road.late else tuple(stage for stage in road.after_update if not stage.only_dtype)
         there = {leaf.path: grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in grads}
@@ -166,7 +160,7 @@ class Blocks(Units):
 
 def _plans(pipe: Pipeline) -> UnitPlans:
     assert pipe.gathering is not None
-    return UnitPlans(by_prefix(pipe.layout.leaves), pipe.road, pipe.gathering)
+    return UnitPlans(units_by_prefix(pipe.layout.leaves), pipe.road, pipe.gathering)
 
 
 def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
@@ -174,13 +168,14 @@ def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
     found[leaf.path] = g if old is None else old.add_(g)
 
 
-def by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
-    """Leaves by unit: elements of the outermost lists, or of dicts with numbers for names, and the others.
+def units_by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
+    """Which leaves are gathered together: those of each element of an outermost list (or of a dict whose keys are
+    numbers), and small neighbours outside of any.
 
     >>> from zerofn.core.layout import make_layout
     >>> w = torch.zeros(99, 99)
     >>> layout, _ = make_layout({"blocks": [{"a": w + 0, "b": w + 0}, {"a": w + 0}], "head": w + 0, "tail": w + 0})
-    >>> [[leaf.path for leaf in unit] for unit in by_prefix(layout.leaves)]
+    >>> [[leaf.path for leaf in unit] for unit in units_by_prefix(layout.leaves)]
     [['blocks.0.a', 'blocks.0.b'], ['blocks.1.a'], ['head', 'tail']]
     """
     groups: dict[str, list[Leaf]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Te
     "zf.unroll(torch.compile(step), state, batches, every=k), outside of what is compiled",
 )
 def unroll(
-    step: Callable[..., tuple[Any, Any]], state: Tree, batches: Sequence[Any], *args: Tree, every: int
+    step: Callable[..., tuple[Any, Any]], state: Tree, batches: Iterable[Any], *args: Tree, every: int
 ) -> tuple[Any, Tensor]:
     """Run a step on all batches, as a function whose derivative needs the memory of `every` steps.
 
@@ -38,7 +38,7 @@ def unroll(
         step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`: of
             `zf.make_step`, or a function around it.
         state: the first state, or any tree of tensors that `step` takes.
-        batches: one entry for each step; a tuple is spread over arguments.
+        batches: one entry for each step, of which a tuple is spread over arguments; or a tensor, a row for each step.
         args: what else the steps get, alike in each, after their batch. What the result is differentiated by must be
             here, in `state` or in `batches`: a step is run again in backward, where tensors of its closure are
             constants. One of those that requires grad is refused.
@@ -66,27 +66,28 @@ def unroll(
     """
     check_function("zf.unroll", step)
     check_count("zf.unroll", "every", every, "steps between states that are kept")
+    batches = list(batches)
     if not batches:
         raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
     if functorch_active():
         _check_constants(step, state, batches, args)
     elif forward_level() != NO_LEVEL:
-        # A derivative forwards keeps nothing of any step, and in plain forward mode a node's rule can open no level.
+        # Forward mode keeps nothing of any step, and in plain forward mode the `jvp` of a Function can open no level.
         return _in_turn(step, state, batches, args)
     losses = []
     for i in range(0, len(batches), every):
-        state, found = _segment(step, state, tuple(batches[i : i + every]), args)
+        state, found = _segment(step, state, batches[i : i + every], args)
         losses.append(found)
     return state, torch.cat(losses)
 
 
-def _check_constants(step: Callable, state: Tree, batches: Sequence[Any], args: tuple) -> None:
+def _check_constants(step: Callable, state: Tree, batches: list[Any], args: tuple) -> None:
     """Refuse a step that is a function of tensors it is not given: their derivative would be missing without a word.
 
-    Run until the first update, since a step that is held looks at no rate. Inside of a node torch.func takes what comes
-    from elsewhere for a constant and says nothing.
+    Steps are run until the first update, since a held step reads no rate. Inside of `_Segment` torch.func would take a
+    tensor of the closure for a constant and say nothing.
     """
-    state, batches, args = tree_map(lambda x: constant(x) if isinstance(x, Tensor) else x, (state, list(batches), args))
+    state, batches, args = tree_map(lambda x: constant(x) if isinstance(x, Tensor) else x, (state, batches, args))
     for batch in batches:
         state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
         found = [*flatten(state)[0], metrics["loss"]]
@@ -97,7 +98,7 @@ def _check_constants(step: Callable, state: Tree, batches: Sequence[Any], args: 
             return
 
 
-def _in_turn(step: Callable, state: Tree, batches: Sequence[Any], args: Sequence[Tree]) -> tuple[Any, Tensor]:
+def _in_turn(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
     losses = []
     for batch in batches:
         state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
@@ -105,8 +106,8 @@ def _in_turn(step: Callable, state: Tree, batches: Sequence[Any], args: Sequence
     return state, torch.stack(losses)
 
 
-def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[Any, Tensor]:
-    """A few steps as one node of the graph."""
+def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
+    """A few steps as one node of autograd's graph."""
     values, spec = flatten((state, batches, args))
     floats, others, constants = _sorted(values)
     given = [values[i] for i in (*floats, *others)]
@@ -117,7 +118,7 @@ def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[
         made, after["spec"] = flatten(_in_turn(step, now, rows, more))
         first, second, after["constants"] = _sorted(made)
         after["places"] = (*first, *second)
-        # A tensor that a step passes on as it is must be another one where it leaves a node.
+        # Copies: a Function may not return a tensor that it was given.
         return [made[i].clone() for i in first], [made[i].clone() for i in second]
 
     out = _Segment.apply(run, len(floats), *given)
@@ -126,7 +127,7 @@ def _segment(step: Callable, state: Tree, batches: tuple, args: tuple) -> tuple[
 
 
 def _sorted(values: list[Any]) -> tuple[list[int], list[int], list[Any]]:
-    """The places of tensors that have derivatives, those of the others, and by place what is no tensor."""
+    """The places of tensors that have derivatives; those of other tensors; and the values, `None` for each tensor."""
     tensors = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
     floats = [i for i in tensors if values[i].is_floating_point()]
     rest = [None if isinstance(x, Tensor) else x for x in values]
@@ -141,7 +142,7 @@ def _filled(constants: list[Any], places: Sequence[int], tensors: Sequence[Tenso
 
 
 class _Segment(Function):
-    """`run`, of which nothing but what it was given is kept; its derivatives run it again."""
+    """`run`; only its inputs are saved, and backward and forward mode run it again."""
 
     generate_vmap_rule = True
 
