@@ -1,6 +1,8 @@
 """Law 5: `accumulate(1)` is the identity, `accumulate(k)` the mean of k gradients, and nobody else divides."""
 
 import optree
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_pipelines import F64, OPTIMIZERS, pipelines, run, seeds, trees
@@ -39,3 +41,18 @@ def test_scale_loss_never_divides_by_micro_batches(params, k, scale, seed):
         run(zf.chain(*s, zf.accumulate(k), zf.sgd(0.1)), params, k, seed=seed) for s in ([], [zf.scale_loss(scale)])
     ]
     assert_trees_equal(states[0].leaves, states[1].leaves)
+
+
+@pytest.mark.parametrize("how", ["plain", "recorded", "vmap"])
+def test_the_sum_keeps_its_dtype_whatever_that_of_gradients(how):
+    """fp32 gradients on bf16 parameters are allowed, and a sum that a step is recorded of is no wider for that."""
+    tx = zf.chain(zf.accumulate(3), zf.sgd(0.1))
+    state = zf.init(tx, {"w": torch.ones(2, dtype=torch.bfloat16)})
+    expected, record = state.transforms["accumulate"]["sum"]["w"].dtype, how == "recorded"
+    for _ in range(2):
+        grads = {"w": torch.full((2,), 0.1)}
+        state, _ = zf.update(tx, grads, state, create_graph=record)
+    if how == "vmap":
+        rows = {"w": torch.full((4, 2), 0.1)}
+        state = torch.func.vmap(lambda g: zf.update(tx, g, state)[0])(rows)
+    assert state.transforms["accumulate"]["sum"]["w"].dtype == expected == torch.bfloat16

@@ -34,7 +34,7 @@ from ..extend import (
 def accumulate(every: int, weighted: bool = False) -> Transform:
     """Hold `every - 1` micro-steps back and let the mean gradient of all of them through at the last.
 
-    It is the one owner of that division: neither the loss nor `scale_loss` divides. The mean is over
+    Nothing else divides by the number of micro-steps: neither the loss nor `scale_loss`. The mean is over
     the micro-steps that arrived, so closing a window early (`opt.set_boundary(True)`) is right too.
     `accumulate(1)` is the identity and holds no buffer.
 
@@ -114,7 +114,7 @@ class _Window:
             if g is not None:
                 addend = g if weight is None else _times(g.to(old.dtype), weight, ctx)
                 sums[path] = _add(old, addend, state["seen"][path], ctx)
-            # Closing the window is forgetting what was seen: the buffer need not be zeroed.
+            # A window is closed by setting `seen` to false: the buffer need not be zeroed.
             seen[path] = _seen(state["seen"][path], g is not None)
         if due is False:
             return grads, {"sum": sums, "seen": seen}
@@ -124,7 +124,7 @@ class _Window:
                 whole = sums.get(path, state["sum"][path])
                 # A 0-d leaf would otherwise take the dtype of the weight.
                 out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
-                # The sum of a closed window is not used again, but is the same whether donated or not.
+                # Nothing reads the sum of a closed window, but with `donate` the same is kept as without.
                 sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
 
@@ -134,16 +134,16 @@ def _through(spec: Spec) -> Spec:
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
-    """fp32 for fp16: tokens times a gradient may pass 65504, after the search for overflow has been made."""
+    """fp32 for weighted fp16: tokens times a gradient may exceed 65504, and `scale_loss` has looked before that."""
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
 def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:
-    """`old + g`; the first of a window overwrites."""
+    """`old + g` in the dtype of `old`; the first gradient of a window overwrites."""
     if not concrete(seen):
-        return torch.where(seen.to(old.device), old + g, g.to(old.dtype))
+        return torch.where(seen.to(old.device), old + g, g).to(old.dtype)
     if ctx.recorded:
-        return old + g if bool(seen) else g.to(old.dtype)
+        return (old + g if bool(seen) else g).to(old.dtype)
     own = ctx.own(old)
     return own.add_(g) if bool(seen) else own.copy_(g)
 
@@ -181,7 +181,7 @@ def _total(kept: Tensor, due: Any, ctx: Context) -> Tensor:
     # Each rank has its own weights, but its part of the mean over ranks is divided by those of all.
     total = ctx.reduction.mean(kept)
     if not concrete(kept):
-        # The window is open, so nothing of it goes on; divided by zero it would be NaN.
+        # Of an open window nothing goes on; a division by a sum of zero would make NaN.
         return torch.where(torch.as_tensor(due), total, torch.ones_like(total))
     if concrete(total) and total.detach() == 0:
         raise ValueError(
