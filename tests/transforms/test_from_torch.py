@@ -165,3 +165,16 @@ def test_a_derivative_is_refused():
     state = zf.init(tx, {"w": torch.ones(2)})
     with pytest.raises(RuntimeError, match="NAdam writes into parameters in place"):
         torch.func.grad(lambda g: zf.update(tx, {"w": g}, state)[0].params["w"].sum())(torch.ones(2))
+
+
+class WithoutDefault(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, lr=lr)
+
+
+def test_a_class_without_a_default_rate_is_refused_without_one():
+    with pytest.raises(TypeError, match="no default for its learning rate"):
+        zf.from_torch(WithoutDefault)
+    tx = zf.from_torch(WithoutDefault, lr=0.5)
+    state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
+    assert state.params["w"] == 0.5

@@ -54,7 +54,7 @@ def from_torch(
         options: of the class, such as `betas`, `weight_decay` or `maximize`.
 
     Raises:
-        TypeError: no such class, or an option that it does not have.
+        TypeError: no such class, an option that it does not have, or no `lr` where the class has no default.
         ValueError: its update is not one of elements (`LBFGS`, `Muon`, `Adafactor`, `SparseAdam`), which is tried on
             a leaf of 12 numbers, whole and in two pieces; or the class refuses an option.
         RuntimeError: at a step that autograd or torch.func differentiates, or a compiler traces.
@@ -77,6 +77,9 @@ def from_torch(
             names = ["lr", *(k for k in known if k not in ("lr", *RUNS))]
             raise TypeError(unknown_keyword(f"from_torch({name}, ...)", given, names))
     rate = known["lr"] if lr is None else lr
+    if rate is inspect.Parameter.empty:
+        why = "the class has no default for its learning rate"
+        raise TypeError(explain(f"from_torch({name}) without lr", why, f"zf.from_torch({name}, lr=1e-3)"))
     check_lr("from_torch", rate)
     made = _Class(optimizer_class, {**{k: False for k in ("foreach", "fused") if k in known}, **options})
     _check_elements(made)
