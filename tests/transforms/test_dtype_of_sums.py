@@ -88,3 +88,16 @@ def test_sums_are_in_the_dtype_that_is_said():
                     torch.testing.assert_close(
                         eager[n], wanted[dtypes][n], rtol=0, atol=6e-8, msg=f"{chain} {dtypes} {n}"
                     )
+
+
+def leaf_by_leaf():
+    """Gradients that are equal on all ranks, so that the order of a sum decides nothing, by both ways of averaging."""
+    tx = zf.chain(zf.all_reduce(), zf.precision(reduce_dtype=torch.bfloat16), zf.sgd(0.1))
+    g = torch.randn(90, generator=torch.Generator().manual_seed(0))
+    state = zf.init(tx, {"w": torch.zeros(90)})
+    bucketed = zf.vjp(lambda p: p["w"] @ g, tx, state)[1](torch.tensor(1.0))[0]["w"]
+    return torch.equal(bucketed, torch.func.grad(zf.bind(lambda p: p["w"] @ g, tx, state))(state.params)["w"])
+
+
+def test_a_leaf_alone_is_divided_and_rounded_as_in_a_bucket():
+    assert zf.launch(leaf_by_leaf, 3, timeout=limit()) == [True] * 3

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._compat.operators import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
-from .bucket_packing import flat_to_sum, row_of, rows_to_sum, wholes_of
+from .bucket_packing import flat_to_sum, over, row_of, rows_to_sum, wholes_of
 
 _SHAPE = attrgetter("shape")
 
@@ -164,7 +164,7 @@ class Sharding:
         widths, wholes, _ = self._cut(leaves)
         if torch.compiler.is_compiling():
             return rows_to_sum(grads, widths, size, dtype, device)
-        tail = _behind_first(grads)
+        tail = _dims_behind_first(grads)
         rows = torch.empty((size, sum(widths) + len(leaves), *tail), dtype=dtype, device=device)
         blocks = rows.split_with_sizes([*widths, len(leaves)], dim=1)
         for x, numel, each, block in zip(grads, wholes, widths, blocks, strict=False):
@@ -172,12 +172,12 @@ class Sharding:
             if x is None:
                 block.zero_()
                 continue
-            _over(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
+            _divide_into(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
             if whole < size:
                 block[whole:] = 0
                 rest = numel - whole * each
-                _over(x[whole * each :], size, block[whole, :rest])
-        _flag(blocks[-1], grads)
+                _divide_into(x[whole * each :], size, block[whole, :rest])
+        _write_flags(blocks[-1], grads)
         return rows
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
@@ -189,7 +189,7 @@ class Sharding:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
         widths, _, spans = self._cut(leaves)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
-        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, _used(flags), strict=True)]
+        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, _read_flags(flags), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Averaging:
         if g.shape != leaf.shape and (g.ndim != 1 or not leaf.shape):
             plain = g.shape[g.ndim - len(leaf.shape) :] == leaf.shape
             check_batch(g.shape[: g.ndim - len(leaf.shape) if plain else -1], leaf.path, self.group)
-        mean = (g.to(self.reduce_dtype or g.dtype) / self.group.size).contiguous()
+        mean = over(g, self.group.size, self.reduce_dtype or g.dtype).contiguous()
         all_reduce_(mean, self.group)
         return mean
 
@@ -249,8 +249,8 @@ class Averaging:
         flat = torch.empty(sum(numels) + len(leaves), dtype=dtype, device=device)
         *blocks, flags = flat.split_with_sizes([*numels, len(leaves)])
         for x, block in zip(grads, blocks, strict=True):
-            _ = block.zero_() if x is None else _over(x, self.group.size, block)
-        _flag(flags.unsqueeze(0), grads)
+            _ = block.zero_() if x is None else _divide_into(x, self.group.size, block)
+        _write_flags(flags.unsqueeze(0), grads)
         return flat
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
@@ -260,10 +260,10 @@ class Averaging:
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """The mean of every leaf; `None` where no rank had a gradient."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
-        return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
+        return [b if u else None for b, u in zip(blocks, _read_flags(flags), strict=True)]
 
 
-def _behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
+def _dims_behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
     """The dimensions behind the first one, from any gradient that is there: all have the same."""
     for x in grads:
         if x is not None:
@@ -271,7 +271,7 @@ def _behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
     return torch.Size()
 
 
-def _over(x: Tensor, size: int, out: Tensor) -> None:
+def _divide_into(x: Tensor, size: int, out: Tensor) -> None:
     """`x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
     if torch.promote_types(x.dtype, out.dtype) == x.dtype:
         torch.div(x, size, out=out)
@@ -279,14 +279,14 @@ def _over(x: Tensor, size: int, out: Tensor) -> None:
         out.copy_(x).div_(size)
 
 
-def _flag(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
+def _write_flags(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
     flags.fill_(1.0)
     for i, x in enumerate(fulls):
         if x is None:
             flags[:, i] = 0.0
 
 
-def _used(flags: Tensor) -> list[bool]:
+def _read_flags(flags: Tensor) -> list[bool]:
     # In a graph nobody can branch on a number: a leaf that no rank has used has a gradient of zeros there.
     if torch.compiler.is_compiling():
         return [True] * len(flags)
