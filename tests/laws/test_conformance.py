@@ -27,3 +27,13 @@ def test_data_of_these_tests_is_alive():
         warnings.simplefilter("error")
         with pytest.raises(AssertionError):
             assert_trees_equal(run(zf.sgd(0.1), params, 1).leaves, zf.init(zf.sgd(0.1), params).leaves)
+
+
+def test_tied_parameters_stay_tied():
+    w = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    check_transform(zf.adamw(lr=0.1), {"embed": w, "head": w, "b": torch.tensor([1.0, 2.0])})
+
+
+@pytest.mark.parametrize("first", [zf.clip_by_value(1.0), zf.precision(store_dtype=torch.bfloat16)], ids=lambda t: t.name)
+def test_a_pipeline_without_an_optimizer_that_watches_parameters_is_completed(first):
+    check_transform(zf.chain(first, zf.ema(0.9)))

@@ -1,7 +1,8 @@
-"""What every law is given: a transform, the pipeline that it is checked in, and parameters."""
+"""What every law of `check_transform` is given: a transform, the pipeline it is checked in, and parameters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from .trees import random_like
 
 @dataclass(frozen=True)
 class Case:
-    """What every law is given: the transform, the pipeline it stands in, and parameters."""
+    """A transform, the pipeline it stands in, and parameters."""
 
     tx: Transform
     pipe: Transform
@@ -29,11 +30,8 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Micro-steps that close a window twice."""
-        every = 1
-        for t in self.pipe.members:
-            every *= t.facts.window
-        return 2 * every + 1
+        """So many micro-steps that the accumulation window closes twice and another one is open."""
+        return 2 * math.prod(t.facts.window for t in self.pipe.members) + 1
 
     @property
     def weight(self) -> dict[str, Any]:
@@ -41,41 +39,44 @@ class Case:
 
     @property
     def guests(self) -> bool:
-        return any(t.facts.adds for t in inner(self.pipe))
+        """Whether a transformation of another library is among them."""
+        return any(t.facts.adds for t in innermost(self.pipe))
 
     @property
     def scaling(self) -> set[str]:
-        """The transforms that divide a loss scale out, by name: their counters count what is skipped."""
+        """The names of transforms that unscale gradients: they count skipped steps."""
         return {t.name for t in self.pipe.members if effect(t).unscaled_by}
 
     def grads(self, state: State, seed: int) -> Tree:
-        return random_like(state.params, seed=100 + seed)
+        """One for each leaf; of a tied one at its first place alone."""
+        return state.layout.join_once(random_like(state.leaves, seed=100 + seed))
 
     def run(self, state: State, grads: Callable[[State, int], Tree] | None = None, steps: int = 0) -> State:
         for i in range(steps or self.steps):
             state, _ = update(self.pipe, (grads or self.grads)(state, i), state, **self.weight)
         return state
 
+    def broken(self, law: str) -> str:
+        """The message of an error: this transform, and the law that it breaks."""
+        return f"{self.tx!r}: {law}"
 
-def inner(t: Transform) -> list[Transform]:
-    """The transform and everything nested in it."""
-    return [t, *(x for part in t.parts for x in inner(part))]
+
+def innermost(t: Transform) -> list[Transform]:
+    """The transforms inside of it that have none inside; itself, if it has none."""
+    return [x for part in t.parts for x in innermost(part)] or [t]
 
 
 def loss(params: Tree, data: Tree) -> Tensor:
-    """Its gradient depends on data and on parameters, and is alive in every leaf."""
-    # Under vmap the structure is the same and the tensors are wrapped, so all this is plain arithmetic.
+    """A loss whose gradient depends on data and on parameters, and is not zero in any leaf."""
     pairs = zip(flatten(params)[0], flatten(data)[0], strict=True)
     terms = [(p.float() * d.float() + 0.1 * p.float() ** 2).sum() for p, d in pairs if p is not None]
     return torch.stack(terms).sum()
 
 
 def completed(tx: Transform) -> Transform:
+    """The pipeline with an optimizer: where it has none, `sgd` at its end, or before what watches parameters."""
     parts = tx.members
     if any(t.facts.optimizes for t in parts):
         return tx
-    return chain(sgd(0.1), tx) if parts and parts[0].facts.watches else chain(tx, sgd(0.1))
-
-
-def fail(case: Case, law: str) -> str:
-    return f"{case.tx!r}: {law}"
+    at = next((i for i, t in enumerate(parts) if t.facts.watches), len(parts))
+    return chain(*parts[:at], sgd(0.1), *parts[at:])

@@ -1,7 +1,7 @@
 """A pipeline over pieces of leaves in one process: what each rank of a cut would compute, without ranks.
 
-Numbers of the whole tree (a norm, an overflow) are written down in the run over whole leaves and handed out in the runs
-over pieces, as ranks would hand them to each other. So no sum is made in another order.
+Numbers of the whole tree (a norm, an overflow) are recorded in the run over whole leaves and returned in the runs over
+pieces, in place of a reduction over ranks. So no sum is made in another order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..core.tree import Tree
 from ..core.update import apply
 from ..core.views import over_ranks
 from ..ranks.group import Group
-from ..transforms.sgd import sgd
 from ..transforms.wires import Sharding
+from .case import completed, innermost
 
 # By path: the flat range of a leaf that a rank holds.
 Spans = dict[str, tuple[int, int]]
@@ -50,12 +50,12 @@ class Pieces(Sharding):
         return self.spans[leaf.path]
 
 
-class Numbers:
+class RecordedNumbers:
     """A reduction over ranks that are run one after the other.
 
     Attributes:
         given: what each call was given, with its name.
-        answers: of the run over whole leaves; `None` in that run itself.
+        answers: what each call returns: what was `given` in the run over whole leaves; `None` in that run itself.
     """
 
     def __init__(self, answers: Sequence[tuple[str, Tensor]] | None = None):
@@ -90,15 +90,15 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a state.
+    """A few micro-steps.
 
     Attributes:
-        states: after each micro-step.
-        numbers: that were asked of other ranks.
+        states: after each of them.
+        numbers: that were reduced over ranks.
     """
 
     states: list[State]
-    numbers: Numbers
+    numbers: RecordedNumbers
 
 
 def draw_cut(layout: Layout, ranks: int, seed: int, by_rows: bool = False) -> list[Spans]:
@@ -149,7 +149,7 @@ def run_pieces(
     layout, tensors = make_layout(params)
     pipe = pipeline(chain(*parts), layout, "check_transform")
     state = start(pipe, tensors)
-    numbers = Numbers(None if whole is None else whole.numbers.given)
+    numbers = RecordedNumbers(None if whole is None else whole.numbers.given)
     states = []
     for grads in gradients:
         mine = {leaf.path: _part(pipe, grads[leaf.path], leaf) for leaf in layout.leaves}
@@ -264,33 +264,22 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
     fit = [p for p in parts if p.needs in OF_PIECES]
     casts = [p for p in fit if effect(p).cast_by]
     inside = [x for p in parts if p.needs not in OF_PIECES for x in _fit_inside(p)]
-    together = [(tx if len(fit) == len(tx.members) else chain(*fit), _optimized(fit))] if fit else []
-    return together + [(x, _optimized([*casts, x])) for x in inside]
+    together = [(tx if len(fit) == len(tx.members) else chain(*fit), completed(chain(*fit)))] if fit else []
+    return together + [(x, completed(chain(*casts, x))) for x in inside]
 
 
 def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
     """As `fit_for_pieces`, the parts that are handed rows. One that keeps more of a leaf runs at its owner."""
     casts = [p for p in tx.members if effect(p).cast_by]
     of_rows = [p for p in tx.members if p.needs == "row" and keeps_leaves_alone(p, layout.leaves, layout)]
-    return [(p, _optimized([*casts, p])) for p in of_rows]
+    return [(p, completed(chain(*casts, p))) for p in of_rows]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:
     """Each part of a chain, and a pipeline of its own; of what holds others, each of those."""
     casts = [p for p in tx.members if effect(p).cast_by]
-    return [(x, _optimized([*casts, x])) for p in tx.members if p not in casts for x in _innermost(p)]
-
-
-def _innermost(t: Transform) -> list[Transform]:
-    return [x for part in t.parts for x in _innermost(part)] or [t]
+    return [(x, completed(chain(*casts, x))) for p in tx.members if p not in casts for x in innermost(p)]
 
 
 def _fit_inside(t: Transform) -> list[Transform]:
     return [t] if t.needs in OF_PIECES else [x for part in t.parts for x in _fit_inside(part)]
-
-
-def _optimized(parts: list[Transform]) -> Transform:
-    if any(p.facts.optimizes for p in parts):
-        return chain(*parts)
-    at = next((i for i, p in enumerate(parts) if p.facts.watches), len(parts))
-    return chain(*parts[:at], sgd(0.1), *parts[at:])

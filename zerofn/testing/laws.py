@@ -19,7 +19,7 @@ from ..core.tree import Tree, tree_map
 from ..pure.api import update
 from ..pure.states import init
 from ..pure.step import make_step
-from .case import Case, completed, fail, inner, loss
+from .case import Case, completed, innermost, loss
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 from .facts import check_facts
 from .stations import check_dtypes, check_places
@@ -71,47 +71,48 @@ def _purity(case: Case) -> None:
     law = "an update writes none of its inputs. "
     params = clone(case.params)
     state = init(case.pipe, params)
-    assert_trees_equal(params, case.params, fail(case, "`init` writes none of its inputs."))
+    assert_trees_equal(params, case.params, case.broken("`init` writes none of its inputs."))
     for i in range(case.steps):
         grads, before = case.grads(state, i), clone(state)
         given = clone(grads)
         new, _ = update(case.pipe, grads, state, **case.weight)
-        assert_trees_equal(grads, given, fail(case, law + "The gradients were written."))
-        assert_trees_equal(state, before, fail(case, law + "The state was written."))
+        assert_trees_equal(grads, given, case.broken(law + "The gradients were written."))
+        assert_trees_equal(state, before, case.broken(law + "The state was written."))
         state = new
     moved = any(not torch.equal(state.leaves[p], x) for p, x in init(case.pipe, case.params).leaves.items())
-    assert moved, fail(
-        case, f"after {case.steps} micro-steps some parameter has changed. None has, so nothing is tested."
-    )
+    law = f"after {case.steps} micro-steps some parameter has changed. None has, so nothing is tested."
+    assert moved, case.broken(law)
 
 
 def _identity(case: Case) -> None:
     tx = case.tx
-    assert repr(tx) and "object at 0x" not in repr(tx), fail(case, "it prints, without addresses.")
+    assert repr(tx) and "object at 0x" not in repr(tx), case.broken("it prints, without addresses.")
     if case.guests:
         return
     try:
         again = pickle.loads(pickle.dumps(tx))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(fail(case, f"it pickles. Define its functions at the top of a module: {error}")) from error
+        raise AssertionError(case.broken(f"it pickles. Define its functions at the top of a module: {error}")) from error
     same = again == tx and hash(again) == hash(tx) and repr(again) == repr(tx)
-    assert same, fail(case, f"pickled and loaded it is the same. It became {again!r}")
+    assert same, case.broken(f"pickled and loaded it is the same. It became {again!r}")
 
 
 def _layout(case: Case) -> None:
     state = init(case.pipe, case.params)
     expected = _skeleton(state)
     law = "structure, dtypes and shapes of the state depend on parameters and transforms alone. They changed "
-    assert_trees_equal(_skeleton(case.run(state)), expected, fail(case, law + "with an update."))
-    other = init(case.pipe, random_like(case.params, seed=8))
-    assert_trees_equal(_skeleton(other), expected, fail(case, law + "with values of parameters."))
+    assert_trees_equal(_skeleton(case.run(state)), expected, case.broken(law + "with an update."))
+    layout, leaves = make_layout(case.params)
+    # By leaf, so that tied parameters stay tied.
+    other = init(case.pipe, layout.join(random_like(leaves, seed=8)))
+    assert_trees_equal(_skeleton(other), expected, case.broken(law + "with values of parameters."))
     if case.guests:
         return
-    meta = init(case.pipe, tree_map(lambda x: None if x is None else x.to("meta"), case.params))
-    assert_trees_equal(_skeleton(meta), expected, fail(case, law + "on meta tensors."))
+    meta = init(case.pipe, layout.join({p: x.to("meta") for p, x in leaves.items()}))
+    assert_trees_equal(_skeleton(meta), expected, case.broken(law + "on meta tensors."))
     for changed in _perturbed(case.pipe):
         found = _skeleton(init(changed, case.params))
-        assert_trees_equal(found, expected, fail(case, law + f"with a hyperparameter: {changed!r}"))
+        assert_trees_equal(found, expected, case.broken(law + f"with a hyperparameter: {changed!r}"))
 
 
 def _skeleton(tree: Tree) -> Tree:
@@ -147,7 +148,7 @@ def _strides(case: Case) -> None:
     law = "strides of a gradient do not matter."
     # A sum over a leaf is made in the order of memory.
     ulps = 0 if case.tx.needs == "element" else 8
-    assert_trees_close(case.run(state, transposed), case.run(state), ulps, floor=1.0, what=fail(case, law))
+    assert_trees_close(case.run(state, transposed), case.run(state), ulps, floor=1.0, what=case.broken(law))
 
 
 def _missing(case: Case) -> None:
@@ -158,15 +159,15 @@ def _missing(case: Case) -> None:
     path = next(leaf.path for leaf in state.layout.leaves if leaf.numel)
 
     def without(s: State, i: int) -> Tree:
-        return s.layout.join({p: g for p, g in make_layout(case.grads(s, i))[1].items() if p != path})
+        return s.layout.join_once({p: g for p, g in make_layout(case.grads(s, i))[1].items() if p != path})
 
     if len(state.leaves) > 1:
         left = case.run(state, without).leaves[path]
-        assert_trees_equal(left, state.leaves[path], fail(case, f"a leaf without a gradient ({path}) is left alone."))
+        assert_trees_equal(left, state.leaves[path], case.broken(f"a leaf without a gradient ({path}) is left alone."))
 
 
 def _one_leaf(case: Case) -> None:
-    if not all(_leafwise(t) for t in inner(case.tx) if not t.parts):
+    if not all(t.scope is Scope.LEAF and not t.facts.adds for t in innermost(case.tx)):
         return
     whole = case.run(init(case.pipe, case.params))
     layout = init(case.pipe, case.params).layout
@@ -174,15 +175,11 @@ def _one_leaf(case: Case) -> None:
         alone = layout.join({leaf.path: make_layout(case.params)[1][leaf.path]})
 
         def grads(s: State, i: int, path: str = leaf.path) -> Tree:
-            return layout.join({path: make_layout(case.grads(whole, i))[1][path]})
+            return layout.join_once({path: make_layout(case.grads(whole, i))[1][path]})
 
         got = case.run(init(case.pipe, alone), grads).leaves[leaf.path]
         law = f"one leaf alone ({leaf.path}) is that leaf in a bigger tree, for leafwise transforms."
-        assert_trees_equal(got, whole.leaves[leaf.path], fail(case, law))
-
-
-def _leafwise(t: Transform) -> bool:
-    return t.scope is Scope.LEAF and not t.facts.adds
+        assert_trees_equal(got, whole.leaves[leaf.path], case.broken(law))
 
 
 def _donate(case: Case) -> None:
@@ -193,7 +190,7 @@ def _donate(case: Case) -> None:
         for i in range(case.steps):
             state, _ = step(state, random_like(case.params, seed=i), **case.weight)
         states.append(state)
-    assert_trees_equal(states[1], states[0], fail(case, "donate=True gives the bits of donate=False."))
+    assert_trees_equal(states[1], states[0], case.broken("donate=True gives the bits of donate=False."))
 
 
 def _ensemble(case: Case) -> None:
@@ -212,7 +209,7 @@ def _ensemble(case: Case) -> None:
     law = "vmap over stacked states is a loop over states."
     # Fused kernels and the formula that vmap runs round differently, once or twice an update; an ulp in fp32
     # may move a rounding to 16 bits by one unit there.
-    assert_trees_close(together, _stack(states), ulps=32, floor=1.0, what=fail(case, law))
+    assert_trees_close(together, _stack(states), ulps=32, floor=1.0, what=case.broken(law))
 
 
 def _stack(trees: list[Tree]) -> Tree:
@@ -239,7 +236,7 @@ def _assert_untouched(case: Case, old: State, new: State, own: set[str], law: st
     def rest(s: State) -> Tree:
         return s.leaves, s.step, {k: v for k, v in s.transforms.items() if k not in own}
 
-    assert_trees_equal(rest(new), rest(old), fail(case, law))
+    assert_trees_equal(rest(new), rest(old), case.broken(law))
 
 
 def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
