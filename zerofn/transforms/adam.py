@@ -104,15 +104,24 @@ def adamw(
 
 
 def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """Refuse hyperparameters that are no numbers or out of range."""
+    """Refuse hyperparameters of Adam that are no numbers, or out of range."""
     check_lr(function, lr)
     check_betas(function, betas)
     check_number(function, "eps", eps)
     check_number(function, "weight_decay", weight_decay)
 
 
-def check_narrow(name: str, leaves: Leaves) -> None:
-    """Refuse moments in fp16, naming the leaves; what bf16 moments lose is a warning, which Python shows once."""
+def with_moment_check(built: Transform) -> Transform:
+    """`built`; when its state is made, moments in fp16 are refused, and moments in bf16 are warned of."""
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        _check_moments(built.name, leaves)
+        return built.init_fn(leaves, layout)
+
+    return replace(built, init_fn=init)
+
+
+def _check_moments(name: str, leaves: Leaves) -> None:
     narrow = [
         (p, f"stored in {x.dtype}, and so would its moments be") for p, x in leaves.items() if x.dtype == torch.float16
     ]
@@ -136,21 +145,16 @@ def check_narrow(name: str, leaves: Leaves) -> None:
 
 
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate downhill, and the epsilon beside the root of the second moment, with the corrections of both moments.
+    """Bias corrections, in float64: minus the rate, and epsilon, each times the corrections of both moments.
 
-    In float64. As two numbers, so that the root is not divided by a third (Kingma & Ba, 2015, end of section 2).
+    Two numbers, so that the root of the second moment is not divided by a third (Kingma & Ba, 2015, end of section 2).
     """
     spread = (1 - numbers["beta2"] ** count) ** 0.5
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
-def _many(group: LeafList) -> bool:
-    """Whether a graph calls the operator on these leaves."""
-    return many_for_fused(group.params, group.grads)
-
-
 def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
-    """torch's fused kernel, over lists of one dtype and device; in a graph the operator that stands for it."""
+    """torch's fused kernel over lists of one dtype and device; in a compiled graph, the operator that calls it."""
 
     def kernel(group: LeafList) -> None:
         lists = group.params, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"]
@@ -170,7 +174,7 @@ def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
-    """Adam by either way of decay."""
+    """Adam; with `decoupled`, AdamW."""
     check_adam(name, lr, betas, eps, weight_decay)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
@@ -204,11 +208,6 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=_corrections, operator=_many, pulled=pulled)
-    built = optimizer(name, lr, slots, formula, _kernel(decoupled), numbers, **more)
-
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        check_narrow(name, leaves)
-        return built.init_fn(leaves, layout)
-
-    return replace(built, init_fn=init)
+    more: Any = dict(settable=settable, derived=_corrections, pulled=pulled)
+    more["operator"] = lambda group: many_for_fused(group.params, group.grads)
+    return with_moment_check(optimizer(name, lr, slots, formula, _kernel(decoupled), numbers, **more))

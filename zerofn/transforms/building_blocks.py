@@ -12,7 +12,6 @@ from torch import Tensor
 from ..extend import (
     Context,
     Facts,
-    Layout,
     LeafStep,
     Leaves,
     ScalarOrSchedule,
@@ -29,7 +28,7 @@ from ..extend import (
     plus_product,
     transform,
 )
-from .adam import adam_of, check_adam, check_narrow
+from .adam import adam_of, check_adam, with_moment_check
 
 
 @transform
@@ -69,10 +68,6 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
     built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, corrections)
 
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        check_narrow("scale_by_adam", leaves)
-        return built.init_fn(leaves, layout)
-
     def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
         decayed = bool(rest) and rest[0].factory is add_decayed_weights
         if len(rest) <= decayed or rest[decayed].factory is not scale_by_lr:
@@ -80,7 +75,7 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         end, decay = rest[decayed], rest[0].config["weight_decay"] if decayed else 0.0
         return adam_of(end.name, end.config["lr"], betas, eps, decay, decoupled=True), 1 + decayed
 
-    return replace(built, init_fn=init, joins=joins)
+    return replace(with_moment_check(built), joins=joins)
 
 
 @transform
