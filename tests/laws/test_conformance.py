@@ -34,6 +34,8 @@ def test_tied_parameters_stay_tied():
     check_transform(zf.adamw(lr=0.1), {"embed": w, "head": w, "b": torch.tensor([1.0, 2.0])})
 
 
-@pytest.mark.parametrize("first", [zf.clip_by_value(1.0), zf.precision(store_dtype=torch.bfloat16)], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "first", [zf.clip_by_value(1.0), zf.precision(store_dtype=torch.bfloat16)], ids=lambda t: t.name
+)
 def test_a_pipeline_without_an_optimizer_that_watches_parameters_is_completed(first):
     check_transform(zf.chain(first, zf.ema(0.9)))

@@ -1,4 +1,4 @@
-"""The pure route as functions of a state: what torch.func can differentiate, pullbacks, and updates."""
+"""`bind`, `vjp` and `update`: a function of stored parameters, its pullback, and one micro-step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of trees at the parameters of a state, between the edges of its pipeline, and its pullback."""
+"""A function of trees, evaluated at the parameters of a state, and its pullback."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from ..core.tree import flatten, parted, unflatten
 from ..sharded.lazy_tensor import settled
 from .linearize import linearize
 
-
 # From one cotangent for each output that has one to gradients by path, and the cotangents of the inputs as trees.
 Pullback = Callable[[list[Tensor]], tuple[Leaves, tuple]]
 
 
-def evaluate(
-    pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool
-) -> tuple[Any, Pullback]:
+def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool) -> tuple[Any, Pullback]:
     """`fn(params, *inputs)` at the state's parameters: what it returns, and its pullback.
 
     Args:

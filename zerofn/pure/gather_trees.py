@@ -1,4 +1,4 @@
-"""What lies over ranks as the parameters do, whole: a tree of gradients or of vectors, and its norm."""
+"""`gather` and `global_norm`: a tree that is cut over ranks as the parameters are, whole, and its norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One evaluation of a function at the parameters of a state, and its pullback: by plain autograd or by torch.func."""
+"""A function evaluated at the parameters of a state, and its pullback: by plain autograd or by torch.func."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure route under `shard`: the parameters that `fn` is given, and their gradients.
+"""The pure route under `shard`: parameters all-gathered on use, and gradients reduce-scattered.
 
 Each leaf that `fn` is given is a `Lazy`, which is all-gathered when something is computed with it. What autograd
 saves for backward is a `Lazy` too and is gathered again in backward. So nothing has to be packed: saved-tensor hooks,

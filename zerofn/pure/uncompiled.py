@@ -1,4 +1,4 @@
-"""Public functions that the compiler leaves alone, each with a reason by its name where it is to make one graph."""
+"""Decorators of public functions that torch.compile leaves alone, and refuses by name with `fullgraph=True`."""
 
 from __future__ import annotations
 

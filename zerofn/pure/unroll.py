@@ -1,4 +1,4 @@
-"""`unroll`: many steps as one function, whose derivative keeps few of the states between them."""
+"""`unroll`: many steps as one function, whose derivative keeps few of the states in between."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def _identity(case: Case) -> None:
     try:
         again = pickle.loads(pickle.dumps(tx))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise AssertionError(case.broken(f"it pickles. Define its functions at the top of a module: {error}")) from error
+        law = f"it pickles. Define its functions at the top of a module: {error}"
+        raise AssertionError(case.broken(law)) from error
     same = again == tx and hash(again) == hash(tx) and repr(again) == repr(tx)
     assert same, case.broken(f"pickled and loaded it is the same. It became {again!r}")
 

@@ -1,4 +1,4 @@
-"""Whether gradients behind each transform have the dtype and the place that the stations of its chain say."""
+"""Whether gradients behind each transform have the dtype and the placement that the chain's stations say."""
 
 from __future__ import annotations
 

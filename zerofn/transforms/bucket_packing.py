@@ -1,8 +1,8 @@
-"""How leaves lie in the buffer of one collective, as formulas, which write nothing in place.
+"""How leaves are packed into the buffer of a collective in a compiled graph: by `torch.cat`, not in place.
 
-A wire writes leaves into a buffer: one pass over memory. In a graph that is slow: for each write the compiler makes the
-whole buffer anew, or proves that it need not, so that many small leaves cost their number squared. There the buffers
-are made by `torch.cat`, with the same numbers: divisions are in the same dtype.
+Outside of graphs a wire writes leaves into a buffer, in one pass over memory. In a graph that is slow: for each write
+the compiler copies the whole buffer, or proves that it need not, so that the cost grows with the square of the number
+of leaves. The numbers are the same either way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def row_of(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Parts (n, ...) of leaves end to end, each filled up with zeros to its width.
+    """Parts (n, ...) of leaves end to end, each padded with zeros to its width.
 
     >>> row_of([torch.ones(2), torch.ones(1)], [2, 3])
     tensor([1., 1., 1., 0., 0.])
@@ -23,7 +23,7 @@ def row_of(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def wholes_of(rows: Tensor, widths: Sequence[int], numels: Sequence[int]) -> list[Tensor]:
-    """Leaves (numel, ...) of which each row has so many elements, one row after the other.
+    """The inverse of `row_of`, of the rows of all ranks: whole leaves (numel, ...).
 
     >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
     [tensor([0., 1., 2.]), tensor([5., 6.])]
@@ -35,7 +35,7 @@ def wholes_of(rows: Tensor, widths: Sequence[int], numels: Sequence[int]) -> lis
 def rows_to_sum(
     grads: Sequence[Tensor | None], widths: Sequence[int], size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Leaves (numel, ...) over `size`, cut into as many rows; behind them for each whether it is there.
+    """Leaves (numel, ...) divided by `size`, cut into `size` rows; at the end of each row a flag for each leaf.
 
     >>> rows_to_sum([torch.tensor([2.0, 4.0, 6.0]), None], [2, 1], 2, torch.float32, torch.device("cpu"))
     tensor([[1., 2., 0., 1., 0.],
@@ -54,7 +54,7 @@ def rows_to_sum(
 def flat_to_sum(
     grads: Sequence[Tensor | None], numels: Sequence[int], size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Leaves over `size` end to end, and for each whether it is there.
+    """Leaves divided by `size`, end to end; at the end a flag for each leaf.
 
     >>> flat_to_sum([torch.tensor([2.0, 4.0]), None], [2, 1], 2, torch.float32, torch.device("cpu"))
     tensor([1., 2., 0., 1., 0.])
@@ -65,7 +65,7 @@ def flat_to_sum(
 
 
 def over(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`x / size` in `dtype`: divided in the wider of the two dtypes."""
+    """`x / size` in `dtype`, divided in the wider of the two dtypes."""
     wide = torch.promote_types(x.dtype, dtype) == x.dtype
     return (x / size).to(dtype) if wide else x.to(dtype) / size
 

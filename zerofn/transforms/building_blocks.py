@@ -1,4 +1,4 @@
-"""`scale_by_adam`, `trace`, `add_decayed_weights` and `scale_by_lr`: what optimizers are made of, as optax names it."""
+"""`scale_by_adam`, `trace`, `add_decayed_weights` and `scale_by_lr`: parts of optimizers, named as in optax."""
 
 from __future__ import annotations
 

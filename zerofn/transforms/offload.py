@@ -1,4 +1,4 @@
-"""`offload`: where a transform's state lives. A placement inside the same chain, not another optimizer."""
+"""`offload`: a transform's state lives on another device, such as the host."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Wires over ranks: gather and reduce-scatter of flat shards, and the all-reduce of whole leaves.
+"""Wires over ranks: all-gather and reduce-scatter of flat shards, and the all-reduce of whole leaves.
 
-Every leaf is cut by itself, by rows of its first dimension; the last ranks' parts may be shorter or empty. So a
-shard depends on the leaf and the number of ranks alone, no padding is ever stored, and norms, checkpoints
-and rounding see exactly the leaf's elements, laid out flat.
+Each leaf is cut by itself, by rows of its first dimension; the last ranks' shards may be shorter or empty. So a
+shard depends on the leaf and the number of ranks alone. No padding is stored: norms, checkpoints and rounding see
+exactly the leaf's elements, laid out flat.
 
-Gradients are averaged over ranks: each rank's loss is the mean over its own part of the batch. They
-are divided *before* they are summed, where fp16 cannot overflow.
+Gradients are averaged over ranks, since each rank's loss is the mean over its own part of the batch. They are divided
+*before* they are summed, so that a sum in fp16 does not overflow.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SHAPE = attrgetter("shape")
 
 
 class Cuts(NamedTuple):
-    """How leaves lie in one collective, by leaf.
+    """How leaves lie in the buffer of one collective. Each list has one entry for each leaf.
 
     Attributes:
-        widths: how many elements each rank's row has for it.
-        numels: how many it has.
-        spans: this rank's flat range of it.
+        widths: the elements of the leaf in each rank's row, padding included.
+        numels: the elements of the whole leaf.
+        spans: this rank's flat range of the leaf.
     """
 
     widths: list[int]
@@ -42,7 +42,7 @@ class Cuts(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """The wire of `shard` and of `reduce_scatter`: gather; its transpose, the mean over ranks cut into shards.
+    """The wire of `shard` and `reduce_scatter`: an all-gather; its transpose, reduce-scatter of the mean over ranks.
 
     Attributes:
         group: the ranks that share a leaf.
@@ -56,7 +56,7 @@ class Sharding:
     _known: dict[tuple[torch.Size, ...], Cuts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
-        """The same over a group of the same ranks, with sums in that dtype."""
+        """The same wire over another group of the same ranks, with sums in that dtype."""
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
@@ -101,12 +101,12 @@ class Sharding:
         return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
 
     def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
-        """Gather this rank's shards of one dtype: (work handle, rows of all ranks).
+        """All-gather this rank's shards, all of one dtype: (work handle, rows of all ranks).
 
         Args:
             parts: shards of this rank.
             leaves: what they are shards of.
-            async_op: return before they are there.
+            async_op: return before the rows of other ranks have arrived.
         """
         tail = parts[0].shape[1:]
         widths = self._cut(leaves).widths
@@ -126,7 +126,7 @@ class Sharding:
         """Full flat leaves (numel, ...) from rows of all ranks.
 
         Args:
-            rows: of `send_parts`, which are there by now.
+            rows: of `send_parts`, whose work handle has been waited for.
             leaves: what is in them.
             into: flat tensors to write to; new ones by default.
         """
@@ -156,9 +156,9 @@ class Sharding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Full flat leaves, over the number of ranks, as (ranks, widths + flags, ...) rows to be summed.
+        """Full flat leaves, divided by the number of ranks, as rows (ranks, widths + flags, ...) to be summed.
 
-        A leaf without gradient here is sent as zeros; a flag for each leaf tells whether any rank had one.
+        A leaf without a gradient is sent as zeros. One flag for each leaf tells whether any rank has a gradient.
         """
         size = self.group.size
         widths, wholes, _ = self._cut(leaves)
@@ -189,7 +189,7 @@ class Sharding:
         """This rank's shard of every leaf; `None` where no rank had a gradient."""
         widths, _, spans = self._cut(leaves)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
-        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, _read_flags(flags), strict=True)]
+        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, _used(flags), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Averaging:
     cuts: ClassVar[bool] = False
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Averaging:
-        """The same over a group of the same ranks, with sums in that dtype."""
+        """The same wire over another group of the same ranks, with sums in that dtype."""
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
@@ -243,7 +243,7 @@ class Averaging:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Leaves end to end, of the lengths they have on this rank, over the number of ranks; and a flag for each."""
+        """Leaves end to end as this rank has them, divided by the number of ranks, and one flag for each."""
         if torch.compiler.is_compiling():
             return flat_to_sum(grads, numels, self.group.size, dtype, device)
         flat = torch.empty(sum(numels) + len(leaves), dtype=dtype, device=device)
@@ -260,11 +260,11 @@ class Averaging:
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
         """The mean of every leaf; `None` where no rank had a gradient."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
-        return [b if u else None for b, u in zip(blocks, _read_flags(flags), strict=True)]
+        return [b if u else None for b, u in zip(blocks, _used(flags), strict=True)]
 
 
 def _dims_behind_first(grads: Sequence[Tensor | None]) -> torch.Size:
-    """The dimensions behind the first one, from any gradient that is there: all have the same."""
+    """The dimensions behind the first, which are equal in all gradients."""
     for x in grads:
         if x is not None:
             return x.shape[1:]
@@ -286,9 +286,9 @@ def _write_flags(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
             flags[:, i] = 0.0
 
 
-def _read_flags(flags: Tensor) -> list[bool]:
-    # In a graph nobody can branch on a number: a leaf that no rank has used has a gradient of zeros there.
+def _used(flags: Tensor) -> list[bool]:
+    # A graph cannot branch on a number: there a leaf without a gradient on any rank has one of zeros.
     if torch.compiler.is_compiling():
         return [True] * len(flags)
-    # NaN is no answer here: an overflow in the leaf does not reach its flag.
+    # Flags are never NaN: an overflow in a leaf does not reach its flag.
     return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
