@@ -63,18 +63,18 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
-    # All the way from storage: `pipe.leaf_views` begins at the resident form where the reduction is late.
+    # From storage on: `pipe.leaf_views` begins at resident parameters where the reduction comes after an accumulation.
     views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
     if pipe.road.late and pipe.weighted:
         views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
         seen = views[leaf.path](x, scale)
-        # Autograd may return one tensor for two places, which would look like one gradient given twice.
+        # A view for each place of a tied tensor: else autograd returns one tensor for all, as if it were given twice.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
     @uncompiled
-    def given(stored: Tree, inputs: tuple) -> tuple[Tree, list]:
+    def entered(stored: Tree, inputs: tuple) -> tuple[Tree, list]:
         """A function that zf.bind has made is no whole graph: it resolves a tree, and crosses the edge of a pipeline.
 
         write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step; or zf.bind and zf.vjp of
@@ -85,7 +85,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
 
     def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
         check_positional("fn(stored", keywords)
-        params, inner = given(stored, inputs)
+        params, inner = entered(stored, inputs)
         return _leave_all(fn(params, *inner), scale, pipe.dtypes.output_dtype)
 
     return fn_stored
@@ -147,7 +147,7 @@ def vjp(
 
 @uncompiled
 def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple:
-    """The pullback of zf.vjp is no graph: what it goes back through was recorded before.
+    """The pullback of zf.vjp is no graph: it goes back through what was recorded before.
 
     write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
     """

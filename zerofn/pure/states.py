@@ -126,7 +126,7 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
-    """The pipeline of a state, as `resolve_for`, whose views read that state."""
+    """As `resolve_for`, with views that read this state."""
     return reading_state(resolve_for(tx, state, where), state, where)
 
 
@@ -171,6 +171,6 @@ def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
     if bad:
         wrong = f"{where}: a view takes its transform's state for a constant, and this one is none"
         raise RuntimeError(bad_leaves(wrong, bad, "a parameter for what is learned or differs along a batch"))
-    # What a transform of torch.func has wrapped is of no use inside of a rule, which runs beneath that transform.
+    # Unwrapped: the views' rules run beneath the torch.func transform that has wrapped them.
     plain = tree_map(lambda x: constant(x) if is_wrapped(x) else x, read)
     return pipe.reading(plain.__getitem__)

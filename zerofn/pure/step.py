@@ -81,7 +81,7 @@ def make_step(
             return step_called_by_transforms(whole, state, batch, weight)
         return whole(state, batch, weight)
 
-    # The compiler keeps its graphs with the code, and gives up at a limit of them: so each step has code of its own.
+    # Each step has code of its own: the compiler keeps graphs by code, and gives up where one code has too many.
     whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
     return step
 
@@ -106,7 +106,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
             if not numbers_alone:
                 return step_over_ranks(whole, state, batch, weight)
         if numbers_alone:
-            # A rate or a batch that requires grad keeps no graph from step to step, as uncompiled.
+            # As uncompiled, a rate or a batch that requires grad keeps no graph from step to step.
             with torch.no_grad():
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
@@ -120,7 +120,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
 
 
 def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
-    """What a step does once its pipeline is known: forward, backward, update."""
+    """The function that makes one step of a known pipeline: forward, backward, update."""
 
     def run(pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
@@ -128,7 +128,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         scale = pipe.scale_of(state.transforms) if pipe.factors else None
         # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
         edge = (None if record else scale, pipe.dtypes.output_dtype)
-        # Containers are made anew, lest the function changes the caller's.
+        # New containers, so that `loss_fn` cannot change the caller's.
         inputs = batch if set(map(type, batch)) <= {Tensor} else tree_map(lambda x: x, batch)
 
         def scalar(seen: Leaves, _: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,20 +150,20 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             share = None if share is None else number(share)
         unit = torch.ones_like(loss)
         with ranged(PHASE, "backward"):
-            # What counts for nothing is left out rather than multiplied by zero: the mean over no rows is NaN.
+            # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN.
             grads, _ = pull([unit if share is None else unit * share], share is None or share > 0)
         del pull
         if tracing and donate:
-            # Which of them share memory with the state shows only when the graph is run.
+            # Copies, since it shows only when the graph runs which of them share memory with the state.
             loss, others = loss.clone(), list(map(torch.clone, others))
         if aux:
             aux = {"aux": aux["aux"](others if record else map(Tensor.detach, others))}
         if donate and not tracing:
-            # A backward may return a parameter it saved, so gradients too.
+            # Gradients too: a backward may return a parameter that it saved.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
-        # Before it is written: a save of it in another thread looks.
+        # Marked before it is written, for a save in another thread.
         with state.given_away() if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
             new, metrics = apply(pipe, grads, state, ctx)
         return new, {"loss": loss, **metrics, **aux}
@@ -199,7 +199,7 @@ class PipelineCache:
             return resolve_for(self.tx, state, "step")  # which raises
         if tracing:
             return self.numbered[self.resolve(state.layout)]
-        # Nearly always the layout of the last call: to hash one takes long where it has many leaves.
+        # Nearly always it is the layout of the last call. Hashing a layout of many leaves takes long.
         layout, pipe, names = self.last
         if state.layout is layout and list(state.transforms) == names:
             return pipe

@@ -39,11 +39,10 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
     clipping; with several clips in a chain, that of the first. A NaN or infinite norm makes every gradient NaN or zero,
     as in torch: `scale_loss` before it skips such steps.
 
-    Where parts of a model are trained by a pipeline each, in one process or in several jobs, `over` makes one norm of
-    all: it adds up what the pipelines have. It is called once an update, on every rank of a pipeline with the same
-    number, and returns the same on all; how the pipelines tell each other is its own. A step that is left out before
-    it comes here (by `scale_loss`) does not call it: tell the others NaN then, and let `skip_nonfinite()` stand behind
-    the clip, so that all leave that step out.
+    Where each part of a model has a pipeline of its own, in one process or in several jobs, `over` makes one norm of
+    all: it adds up the sums of squares of the pipelines, however they exchange them. It is called once in each update,
+    on every rank of a pipeline with the same number, and returns the same on all. A step that `scale_loss` skips does
+    not call it: send the other pipelines NaN then, and put `skip_nonfinite()` behind the clip, so that all skip it.
 
     Args:
         max_norm: positive.
@@ -80,11 +79,11 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 def _prepare(
     max_norm: float, over: Any, state: TransformState, grads: Leaves, params: Leaves, ctx: Context
 ) -> Prepared:
-    """The factor, by which nothing is multiplied where it is one."""
+    """Find the factor; `None` as carry where it is one."""
     squares = ctx.total(squared_norm, grads)
-    norm = root(squares if over is None else _together(over, squares, ctx))
+    norm = root(squares if over is None else _over_pipelines(over, squares, ctx))
     ctx.report("grad_norm", norm)
-    # Where the factor is certainly one, as in most steps, nothing is computed.
+    # In most steps the factor is certainly one: then it is not computed.
     if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
         return Prepared()
     ratio = (norm + 1e-6).reciprocal().mul(max_norm)
@@ -102,8 +101,8 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, coefficient: T
     return (grads if coefficient is None else scaled(grads, coefficient)), state
 
 
-def _together(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
-    """What `over` makes of the sum, after a check that it is a sum of more and the same on all ranks."""
+def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
+    """What `over` returns, after a check that it is no smaller than `squares` and equal on all ranks."""
     total = torch.as_tensor(over(squares))
     if total.ndim or not total.is_floating_point():
         _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")

@@ -15,7 +15,7 @@ from .._compat.compiler import uncompiled
 from .._errors import explain, unknown_keyword
 from ..extend import LeafList, LeafStep, ScalarOrSchedule, Transform, check_lr, optimizer, typed
 
-# How a class runs, which the pipeline decides.
+# Options that say how a class runs: the pipeline decides that.
 RUNS = ("foreach", "fused", "capturable", "differentiable")
 # A leaf's number of updates, which the state has under a name of its own, as a whole number.
 STEP = "step"
@@ -92,7 +92,7 @@ from_torch.__rebuild__ = lambda config, parts: from_torch(**config)  # type: ign
 
 
 class _Slot(NamedTuple):
-    """What a class keeps of a leaf under one name: a tensor of the leaf's shape, or a number."""
+    """An entry of a class's state of a leaf: a tensor of the leaf's shape, or a number."""
 
     of_elements: bool
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class _Class:
         return self.cls(params, lr=lr, **{**self.options, **numbers})
 
     def kept(self, dtype: torch.dtype) -> dict[str, _Slot]:
-        """By the names of the class; seen from two steps on a few numbers."""
+        """The entries of a leaf's state by name, found by two steps on a small leaf."""
         if dtype not in self.found:
             first, second = (_slots(self, _after(self, _leaf().to(dtype), updates), updates) for updates in (1, 2))
             if first != second:
@@ -192,7 +192,7 @@ def _leaf() -> Tensor:
 
 
 def _after(made: _Class, leaf: Tensor, updates: int, first: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """A leaf, and what the class keeps of it, after some updates. Gradients are those of places from `first` on."""
+    """A leaf and its state after some updates. Gradients depend on an element's place, counted from `first`."""
     x = leaf.clone()
     places = torch.arange(first, first + x.numel(), dtype=torch.float64, device="cpu").view_as(x)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -229,7 +229,7 @@ def _slots(made: _Class, after: tuple[Tensor, dict[str, Any]], updates: int) -> 
 
 
 def _check_elements(made: _Class) -> None:
-    """Refuse a class that sees more than an element: it would update a piece of a leaf otherwise than the leaf."""
+    """Refuse a class that updates a piece of a leaf otherwise than the whole leaf: it is not elementwise."""
     whole = _leaf()
     new, state = _after(made, whole, 3)
     slots = _slots(made, (new, state), 3)

@@ -1,8 +1,8 @@
 """`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
 
-The view half is one number of the state. Cotangents are multiplied and divided by it at the boundary of the model, so
-that the model is a differentiable function with true gradients. The update half looks for overflow, holds the step, and
-moves the scale.
+The view half is one number of the state: at the boundary of the model cotangents are multiplied and divided by it, so
+that the model is a differentiable function with true gradients. The update half looks for overflow, holds the step and
+changes the scale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..extend import (
     transform,
 )
 
-# After so many overflows in a row at the smallest scale it is not the scale that overflows.
+# After so many overflows in a row at the smallest scale, the scale is not the cause.
 STUCK = 50
 
 
@@ -100,7 +100,7 @@ def scale_loss(
 
 @dataclass(frozen=True)
 class _Rule:
-    """How the scale moves; the fields are the arguments of `scale_loss`."""
+    """How the scale changes; the fields are the arguments of `scale_loss`."""
 
     scale: float | str
     init_scale: float
@@ -173,7 +173,7 @@ class _Rule:
         return Prepared(state=new, emit=ok)
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
-        """One rule for Python bools and for tensors, through `torch.where`, so that `vmap` has it too."""
+        """The next state. By `torch.where`, so that `ok` may be a bool, or a tensor under `vmap`."""
         good = torch.as_tensor(ok)
         zero = torch.zeros_like(state["good_steps"])
         streak = torch.where(good, state["good_steps"] + 1, zero)
@@ -185,7 +185,7 @@ class _Rule:
         at_minimum = now <= (self.min_scale if dynamic else torch.inf)
         if dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
-            # An infinite scale would overflow for ever: half of infinity is infinity.
+            # Half of infinity is infinity: an infinite scale would overflow in every further step.
             grown = now * self.growth_factor
             now = torch.where(grow & torch.isfinite(grown), grown, now)
         return {

@@ -101,7 +101,7 @@ def low_precision_adam(
 
 @dataclass(frozen=True)
 class _Rounded:
-    """The update on lists of leaves and on one, in numbers that are rounded where they are stored."""
+    """The kernel on lists of leaves and the formula on one, which round parameters and moments when they store them."""
 
     rounding: str
     seed: int
@@ -133,7 +133,7 @@ class _Rounded:
 
 
 def _checked(built: Transform, how: _Rounded) -> Transform:
-    """Refuses leaves that it has no rounding for, and states whose random bits nobody here can draw."""
+    """`built`; leaves that cannot be rounded are refused, and states of an unknown format of random bits."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         _check_leaves(leaves, how.rounding, how.state_dtype)

@@ -88,7 +88,7 @@ def muon(
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        # Here and not at a step, where only the owner of a leaf would know, and the other ranks would wait for it.
+        # Here and not at a step: there only the owner of a leaf would raise, and the other ranks would wait for it.
         _check_matrices(leaves, layout)
         return built.init_fn(leaves, layout)
 

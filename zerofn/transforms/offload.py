@@ -56,7 +56,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     if inner.in_turn:
         return chain(*(offload(part, device) for part in inner.parts))
     if inner.members_fn is not None:
-        # A member runs over its own leaves bucket by bucket; the state of all of them at once need not fit.
+        # Each member runs over its own leaves, bucket by bucket: the states of all need not fit at once.
         return of_members(inner, lambda member: offload(member, device))
     if inner.view_fn is not no_view:
         why = f"{inner.name} has no state that would be worth moving, or concerns the whole pipeline"
@@ -66,8 +66,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
         try:
-            # Made where it is to live: a state that is moved there afterwards would have to fit beside the
-            # parameters first, which is what offloading is to avoid.
+            # Made on the device where it lives: to be moved there it would first have to fit beside the parameters.
             state = inner.init_fn({p: _place(x, where, False) for p, x in leaves.items()}, layout)
             return tree_map(lambda x: _place(x, where, on_gpu), state)
         except (RuntimeError, MemoryError) as error:
@@ -106,7 +105,7 @@ def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
 
 
 def _is_shortage(error: Exception) -> bool:
-    """Host allocators of torch raise plain RuntimeErrors, told apart by their text."""
+    """Whether memory ran out. torch's host allocators raise plain RuntimeErrors, which only their text tells apart."""
     text = str(error).lower()
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
