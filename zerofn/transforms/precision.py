@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _cast(dtypes: Dtypes) -> View:
-    """The view: a cast to the compute dtype; its transpose casts the cotangent back."""
+    """The view: a cast to the dtype the model sees; its transpose casts the cotangent back."""
 
     def view(x: Tensor, leaf: Leaf) -> Tensor:
         seen = dtypes.of(leaf).param_dtype
@@ -106,22 +106,18 @@ def precision(
     buffers = None if buffer_dtype is None else partial(_of_buffers, buffer_dtype, labels)
     one = {**given, **dict.fromkeys(several)}
     dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype, buffers=buffers)
-    return _by_label(dtypes, several, labels) if several else _alike(dtypes)
+    view = partial(_view, dtypes, several, labels)
+    return Transform("precision", needs="element", view_fn=view, through=_through)
 
 
-def _alike(dtypes: Dtypes) -> Transform:
-    view = _cast(dtypes)
-    return Transform("precision", needs="element", view_fn=lambda layout, ranks: view, through=_through)
-
-
-def _by_label(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any) -> Transform:
-    def by_leaf(layout: Layout, ranks: Ranks) -> View:
+def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any, layout: Layout, ranks: Ranks) -> View:
+    """The cast of each leaf to its dtypes, of which `several` has some by label."""
+    if several:
         of = values_by_path(labels, layout, "labels", str)
         _check_labels(several, of)
         own = {label: replace(dtypes, **{name: x[label] for name, x in several.items()}) for label in set(of.values())}
-        return _cast(replace(dtypes, by_path={path: own[label] for path, label in of.items()}))
-
-    return Transform("precision", needs="element", view_fn=by_leaf, through=_through)
+        dtypes = replace(dtypes, by_path={path: own[label] for path, label in of.items()})
+    return _cast(dtypes)
 
 
 def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
