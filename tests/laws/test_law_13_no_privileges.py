@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
+from zerofn import extend
 
 BUILT_IN = Path(zf.__file__).parent / "transforms"
 NAMES = (
@@ -118,3 +119,8 @@ def test_on_one_process(copies):
 def test_on_two_ranks(copies):
     for found in zf.launch(on_a_rank, 2, timeout=limit(120)):
         assert found and not [k for k, same in found.items() if not same]
+
+
+def test_the_page_on_transforms_names_all_that_they_may_need():
+    page = (Path(__file__).parents[2] / "docs" / "writing-a-transform.md").read_text(encoding="utf-8")
+    assert not [name for name in extend.__all__ if not re.search(rf"\b{name}\b", page)]

@@ -38,7 +38,7 @@ class Case:
         return {"weight": 2.0} if any(t.facts.weighted for t in self.pipe.members) else {}
 
     @property
-    def guests(self) -> bool:
+    def has_guests(self) -> bool:
         """Whether a transformation of another library is among them."""
         return any(t.facts.adds for t in innermost(self.pipe))
 

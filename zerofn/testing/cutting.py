@@ -102,13 +102,13 @@ class Run:
 
 
 def draw_cut(layout: Layout, ranks: int, seed: int, by_rows: bool = False) -> list[Spans]:
-    """Ranges of every leaf for so many ranks, anywhere: uneven ones, empty ones, all of a leaf at one rank.
+    """Draw a flat range of every leaf for each rank: uneven ones, empty ones, a whole leaf at one rank.
 
     Args:
         layout: of the parameters.
         ranks: how many.
-        seed: of what is drawn.
-        by_rows: between rows of the first dimension.
+        seed: of the draw.
+        by_rows: cut between rows of the first dimension only.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Spans] = [{} for _ in range(ranks)]
@@ -171,11 +171,11 @@ def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
 
 
 def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
-    """By name what a rank has and what it should have: of tensors of a leaf's shape its range, of others all.
+    """Entries of a rank's state: (name, what it has, what it should have), its range where the entry is cut.
 
-    What another library keeps under names of its own is compared where it has one shape in both.
+    An entry that is no tensor of a leaf is compared only where its shape is the same in both states.
     """
-    numels = {leaf.path: leaf for leaf in whole.layout.leaves}
+    leaves = {leaf.path: leaf for leaf in whole.layout.leaves}
     theirs = {(e.owner, e.slot, e.path): e for e in entries(part) if e.owner != ".pieces"}
     for e in entries(whole):
         mine = theirs.pop((e.owner, e.slot, e.path), None)
@@ -185,7 +185,7 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
         elif not (isinstance(e.value, Tensor) and isinstance(mine.value, Tensor)):
             yield name, mine.value, e.value
         else:
-            yield from _of_leaf(name, e, mine.value, numels, spans)
+            yield from _of_leaf(name, e, mine.value, leaves, spans)
     for key, mine in theirs.items():
         yield "/".join(key), mine.value, "nothing"
 
@@ -248,7 +248,7 @@ def check_cut(
 
 
 def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
-    """What ranks sum up is what one process has, except for the order of the sum."""
+    """What ranks reduce gives the number of the run over whole leaves, but for the order of the sum."""
     counts = {len(run.numbers.given) for run in (whole, *pieces)}
     assert len(counts) == 1, f"{tx!r}: every rank asks for the same numbers. On pieces they are {sorted(counts)}."
     for i, (kind, expected) in enumerate(whole.numbers.given):
@@ -259,7 +259,8 @@ def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
 
 
 def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """The parts that may be handed pieces, with the pipeline they make; of others the parts inside, one by one."""
+    """What is checked on flat pieces: (transform, its pipeline). All parts that may be handed pieces as one chain;
+    of a part that may not, each transform inside of it that may."""
     parts = [p for p in tx.members if not effect(p).over_ranks]
     fit = [p for p in parts if p.needs in OF_PIECES]
     casts = [p for p in fit if effect(p).cast_by]
@@ -269,14 +270,15 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
 
 
 def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
-    """As `fit_for_pieces`, the parts that are handed rows. One that keeps more of a leaf runs at its owner."""
+    """What is checked on rows: each part with `needs="row"`, unless its state of a leaf has another shape than the
+    leaf: then leaves are updated whole, at their owners."""
     casts = [p for p in tx.members if effect(p).cast_by]
     of_rows = [p for p in tx.members if p.needs == "row" and keeps_leaves_alone(p, layout.leaves, layout)]
     return [(p, completed(chain(*casts, p))) for p in of_rows]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """Each part of a chain, and a pipeline of its own; of what holds others, each of those."""
+    """Each part of a chain with a pipeline of its own; of a part that holds others, each of those."""
     casts = [p for p in tx.members if effect(p).cast_by]
     return [(x, completed(chain(*casts, x))) for p in tx.members if p not in casts for x in innermost(p)]
 

@@ -87,7 +87,7 @@ def _purity(case: Case) -> None:
 def _identity(case: Case) -> None:
     tx = case.tx
     assert repr(tx) and "object at 0x" not in repr(tx), case.broken("it prints, without addresses.")
-    if case.guests:
+    if case.has_guests:
         return
     try:
         again = pickle.loads(pickle.dumps(tx))
@@ -107,7 +107,7 @@ def _layout(case: Case) -> None:
     # By leaf, so that tied parameters stay tied.
     other = init(case.pipe, layout.join(random_like(leaves, seed=8)))
     assert_trees_equal(_skeleton(other), expected, case.broken(law + "with values of parameters."))
-    if case.guests:
+    if case.has_guests:
         return
     meta = init(case.pipe, layout.join({p: x.to("meta") for p, x in leaves.items()}))
     assert_trees_equal(_skeleton(meta), expected, case.broken(law + "on meta tensors."))
@@ -154,7 +154,7 @@ def _strides(case: Case) -> None:
 
 def _missing(case: Case) -> None:
     """A leaf whose gradient never comes keeps its value; weight decay and momentum do not move it either."""
-    if case.guests:
+    if case.has_guests:
         return
     state = init(case.pipe, case.params)
     path = next(leaf.path for leaf in state.layout.leaves if leaf.numel)
@@ -195,7 +195,7 @@ def _donate(case: Case) -> None:
 
 
 def _ensemble(case: Case) -> None:
-    if case.guests:
+    if case.has_guests:
         return
     step = make_step(loss, case.pipe)
     seeds = (1, 2)

@@ -29,17 +29,19 @@ def check_places(tx: Transform, params: Tree, ranks: int) -> None:
     """
     layout, _ = make_layout(params)
     for rank in range(ranks):
-        given = _alone(rank, ranks)
-        views = [part.view_fn(layout, given) for part in tx.members]
-        talking = [t for t, v in zip(tx.members, views, strict=True) if v is not None and v.wire is not None]
-        for part in talking:
+        groups = _silent_groups(rank, ranks)
+        views = [part.view_fn(layout, groups) for part in tx.members]
+        wired = [t for t, v in zip(tx.members, views, strict=True) if v is not None and v.wire is not None]
+        for part in wired:
             try:
-                pipeline(chain(part, sgd(0.1)), layout, "check_transform", given)
+                pipeline(chain(part, sgd(0.1)), layout, "check_transform", groups)
             except ValueError as error:
                 raise AssertionError(f"{part!r}: it says where gradients lie.\n{error}") from error
 
 
-def _alone(rank: int, size: int) -> Ranks:
+def _silent_groups(rank: int, size: int) -> Ranks:
+    """Groups of so many ranks in which nothing is ever sent."""
+
     def group(function: str, mesh: Any) -> Group:
         return Group(rank, size, tuple(range(size)))
 
@@ -59,15 +61,15 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
     says = {s.transform: s.gives for s in pipeline(tx, layout, "check_transform").stations}
     wrong: dict[str, dict[str, str]] = {}
 
-    def listened(part: Transform) -> Transform:
+    def recording(part: Transform) -> Transform:
         def update(grads: Leaves, state: Any, leaves: Leaves, carry: Any, ctx: Any):
             out, new = part.update_fn(grads, state, leaves, carry, ctx)
-            wrong.setdefault(part.name, {}).update(_otherwise(says[part.name], {} if out is None else out))
+            wrong.setdefault(part.name, {}).update(_wrong_dtypes(says[part.name], {} if out is None else out))
             return out, new
 
         return part if part.idle else replace(part, update_fn=update, joins=None)
 
-    pipe = pipeline(chain(*map(listened, tx.members)), layout, "check_transform")
+    pipe = pipeline(chain(*map(recording, tx.members)), layout, "check_transform")
     state = start(pipe, tensors)
     for grads in gradients:
         cast = {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in layout.trainable}
@@ -77,6 +79,6 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
             raise AssertionError(bad_leaves(f"{part!r}: it says which dtype it gives.", rows.items(), RIGHT))
 
 
-def _otherwise(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
+def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
     told = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
     return {path: f"in {got}, where its station says {said}" for path, (said, got) in told.items() if said != got}
