@@ -245,3 +245,16 @@ def test_a_rate_that_requires_grad_keeps_nothing_from_step_to_step():
         state, metrics = step(state)
         assert not any(x.requires_grad for x in tree_leaves(state))
     assert metrics["lr"].item() == pytest.approx(0.05)
+
+
+def pull_back_after_a_write():
+    tx = zf.chain(zf.shard(), zf.sgd(0.1))
+    state = zf.init(tx, {"a": torch.ones(4), "b": torch.ones(4)})
+    _, pullback = zf.vjp(lambda p: (p["a"] * p["b"]).sum(), tx, state)
+    state.leaves["b"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"pullback after the state was written to \(b\)"):
+        pullback(torch.tensor(1.0))
+
+
+def test_a_pullback_under_shard_after_the_state_was_written_to_is_refused():
+    zf.launch(pull_back_after_a_write, 2)

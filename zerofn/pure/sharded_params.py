@@ -71,10 +71,11 @@ class Blocks(Units):
     def __init__(self, pipe: Pipeline, resident: Leaves, scale: Tensor | None):
         assert pipe.gathering is not None
         group = pipe.gathering.group
-        shards = {p: x.detach() for p, x in resident.items()}
+        # For every leaf in every step, hence from C.
+        shards = dict(zip(resident, map(Tensor.detach, resident.values()), strict=True))
+        self.versions = list(map(version, shards.values()))
         self.found: Leaves = {}
         self.open = False
-        self.written = {p: version(x) for p, x in shards.items()}
         collect = functools.partial(_collect, self.found)
         super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, prefetch=False)
 
@@ -131,11 +132,12 @@ class Blocks(Units):
 
     def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
         """Run a backward, `run`; return the gradients of shards that came of it, and what `run` returned."""
-        changed = [p for p, x in self.params.items() if version(x) != self.written[p]]
-        if changed:
+        now = list(map(version, self.params.values()))
+        if now != self.versions:
+            changed = next(p for p, a, b in zip(self.params, now, self.versions, strict=True) if a != b)
             raise RuntimeError(
                 explain(
-                    f"pullback after the state was written to ({changed[0]})",
+                    f"pullback after the state was written to ({changed})",
                     "under shard backward gathers parameters again, and they are no longer those of forward",
                     "pull back before a step with donate=True",
                 )
