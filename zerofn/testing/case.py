@@ -61,9 +61,14 @@ class Case:
         return f"{self.tx!r}: {law}"
 
 
+def inner(t: Transform) -> list[Transform]:
+    """The transform and everything nested in it."""
+    return [t, *(x for part in t.parts for x in inner(part))]
+
+
 def innermost(t: Transform) -> list[Transform]:
-    """The transforms inside of it that have none inside; itself, if it has none."""
-    return [x for part in t.parts for x in innermost(part)] or [t]
+    """Those of `inner` in which nothing is nested."""
+    return [x for x in inner(t) if not x.parts]
 
 
 def loss(params: Tree, data: Tree) -> Tensor:

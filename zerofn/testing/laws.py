@@ -19,7 +19,7 @@ from ..core.tree import Tree, tree_map
 from ..pure.api import update
 from ..pure.states import init
 from ..pure.step import make_step
-from .case import Case, completed, innermost, loss
+from .case import Case, completed, inner, innermost, loss
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 from .facts import check_facts
 from .stations import check_dtypes, check_places
