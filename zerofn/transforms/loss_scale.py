@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class _Rule:
             "scale_loss",
             Scope.TREE,
             needs="number",
-            view_fn=lambda layout, ranks: View(factor=lambda state: state["scale"]),
+            view_fn=lambda layout, ranks: View(factor=itemgetter("scale")),
             through=_through,
             init_fn=self.init,
             prepare_fn=self.prepare,
