@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from .._errors import explain
+from .._errors import explain, kind_of
 from .facts import OF_PIECES
-from .spec import USED_UP, Misplaced, Spec, Station, changes_gradients, makes_parameters, watches_parameters
+from .spec import OF_ITS_OWN, USED_UP, Misplaced, Spec, Station, changes_gradients, makes_parameters, watches_parameters
 from .transform import Transform
 
 
-def check_order(parts: Sequence[Transform]) -> None:
-    """Raise a `ValueError` that names both transforms, the reason and an order that works."""
+def check_order(parts: Sequence[Transform], talking: Collection[str] = ()) -> None:
+    """Raise a `ValueError` that names both transforms, the reason and an order that works.
+
+    Args:
+        parts: the chain.
+        talking: the names of those whose view has a wire, once that is known. Such a one stands before all that
+            changes gradients, whether or not its `through` says so.
+    """
     spec = Spec()
     for part in parts:
-        spec = passed(part, replace(spec, here=part.name))
+        spec = passed(part, replace(spec, here=part.name), talks=part.name in talking)
 
 
-def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
+def passed(part: Transform, spec: Spec, leaf: str = "", talks: bool = False) -> Spec:
     """The spec of a gradient behind a transform; a `ValueError` where the transform cannot stand there.
 
     Args:
         part: the transform.
         spec: of the gradient before it, with the transform's name and axis.
         leaf: the path of the leaf, if one is known.
+        talks: whether its view has a wire, which reduces the gradient over ranks.
     """
+    of = f" of {leaf}" if leaf else ""
     facts = part.facts
     by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
     try:
+        if talks:
+            spec.refuse("changed_by", OF_ITS_OWN)
         if not facts.optimizes and not facts.watches:
             spec.refuse("updated_by", USED_UP)
-        return (part.through or by_facts)(spec)
+        found = (part.through or by_facts)(spec)
     except Misplaced as error:
-        of = f" of {leaf}" if leaf else ""
         raise ValueError(
             explain(
                 f"chain(..., {error.left}, ..., {part.name}, ...){of}",
@@ -41,6 +50,17 @@ def passed(part: Transform, spec: Spec, leaf: str = "") -> Spec:
                 error.right or f"chain(..., {part.name}, ..., {error.left}, ...)",
             )
         ) from None
+    except Exception as error:
+        raise ValueError(_broken(part, of, f"its `through` raised {type(error).__name__}: {error}")) from error
+    if not isinstance(found, Spec):
+        raise TypeError(_broken(part, of, f"its `through` gives {kind_of(found)} and no Spec"))
+    return found
+
+
+def _broken(part: Transform, of: str, why: str) -> str:
+    """The message where a `through` gives nothing that could be read."""
+    right = "through=lambda spec: spec.after('changed_by'), or as_it_is, or Misplaced where it cannot stand"
+    return explain(f"chain(..., {part.name}, ...){of}", why, right)
 
 
 def effect(part: Transform) -> Spec:

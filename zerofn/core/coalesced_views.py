@@ -48,9 +48,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
     with ranged(VIEW, view.name):
         wire = view.wire
         if wire is None or not wire.cuts or wire.group.size == 1:
-            return {
-                leaf.path: view.view(xs[leaf.path], leaf) if view.changes(leaf) else xs[leaf.path] for leaf in leaves
-            }
+            return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
             # A caller who says where to write to gives the leaves of one bucket.
             flat = [into[leaf.path].view(-1) for leaf in leaves]

@@ -20,7 +20,7 @@ from .layout import Layout, Leaves
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, keeps_leaves_alone, local_rows, on_rows
-from .transform import Transform, TransformState
+from .transform import Transform, TransformState, no_state
 from .tree import tree_map
 from .update_context import Context
 from .views import Wire
@@ -48,6 +48,9 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
         leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
         if not _may_be_owned(part):
             return part
+        if part.idle and part.init_fn is no_state:
+            # A view alone: nothing would travel but what comes back as it was.
+            return replace(part, needs="element")
         rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
         if rows and keeps_leaves_alone(part, leaves, layout):
             part, leaves = on_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)

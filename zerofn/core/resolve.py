@@ -21,7 +21,8 @@ from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform
-from .views import Factor, Ranks, View, Wire, cutting_wires, same_tensor
+from .view_checks import check_cut_views, check_views
+from .views import Ranks, View, Wire, cutting_wires
 
 
 def pipeline(
@@ -42,13 +43,10 @@ def pipeline(
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    factors: list[tuple[str, Factor]] = []
-    found: list[View | None] = []
-    for part in parts:
-        view = part.view_fn(layout, ranks)
-        if view is not None and view.factor is not None:
-            factors.append((part.name, view.factor))
-        found.append(_named(view, part.name, layout))
+    found = [_resolved(part, layout, ranks) for part in parts]
+    check_views(parts, found, layout)
+    factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
+    found = [view if view is not None and view.of_leaves else None for view in found]
     dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
     views, cutting = _over_ranks(found, dtypes)
     stages = tuple([view for view in views if view is not None])
@@ -57,6 +55,7 @@ def pipeline(
     check_model_axes(reduced, model)
     check_model_parts(parts, layout, where, bool(model))
     stations = survey(layout.leaves, parts, views, dtypes, tuple([name for name, _ in factors]))
+    check_cut_views(parts, views, stations, layout)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
     placement = with_model_ranks(_placement(road), model)
     # A transform that contains others needs as much as any of them.
@@ -65,18 +64,21 @@ def pipeline(
         hand_to_owners(stations, placement)
         check_pieces(parts, stations, where)
     layout = canonical(replace(layout, placement=placement))
-    return Pipeline(tx, layout, parts, views, dtypes, tuple(factors), stations, road, model)
+    return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model)
 
 
-def _named(view: View | None, name: str, layout: Layout) -> View | None:
-    """The view with its transform's name; `None` where it does nothing to leaves.
+def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
+    """The view half of a transform, with its name; its functions leave alone the leaves that `changes` leaves out.
 
-    Which leaves it `changes` is found once, as each step asks it of every leaf.
+    `changes` is asked here, once: each step asks which leaves those are.
     """
-    if view is None or view.view is same_tensor:
+    view = part.view_fn(layout, ranks)
+    if view is None:
         return None
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
-    return replace(view, name=name, changes=lambda leaf: leaf.path in touched)
+    if len(touched) < len(layout.leaves):
+        view = view.only_on(touched)
+    return replace(view, name=part.name, changes=lambda leaf: leaf.path in touched)
 
 
 def _over_ranks(views: Sequence[View | None], dtypes: Dtypes) -> tuple[tuple[View | None, ...], tuple[Wire, ...]]:

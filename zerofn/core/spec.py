@@ -190,6 +190,7 @@ class Station(NamedTuple):
 Through = Callable[[Spec], Spec]
 
 USED_UP = "an optimizer turns the gradient into new parameters, so nothing that acts on gradients can follow it"
+OF_ITS_OWN = "each rank would see its own part of the gradient before it is reduced over ranks"
 GROUPS = "; for several groups of parameters: zf.partition({'decay': ..., 'rest': ...}, labels)"
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves
+from .._errors import bad_leaves, explain
 from ..kernels.recording import recorded
-from .facts import Facts, Scope
+from .facts import NEEDS, Facts, Scope
 from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
@@ -96,6 +97,11 @@ class Transform:
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+
+    def __post_init__(self) -> None:
+        # Once for each transform that is made or renamed: three looks, and words only where one is wrong.
+        if self.needs not in NEEDS or type(self.scope) is not Scope or type(self.name) is not str or not self.name:
+            raise ValueError(_misnamed(self.name, self.scope, self.needs))
 
     def named(self, name: str) -> Transform:
         """The same transform under another name, which is the key of its state and its metrics."""
@@ -189,6 +195,20 @@ class Transform:
 
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
+
+
+def _misnamed(name: Any, scope: Any, needs: Any) -> str:
+    """What is wrong about the words that a transform is made with."""
+    if type(name) is not str or not name:
+        why, right = "a name is a non-empty str: the key of its state and of its metrics", "Transform('mine', ...)"
+        return explain(f"Transform({name!r}, ...)", why, right)
+    if type(scope) is not Scope:
+        why = f"a scope is a member of Scope: {', '.join(f'Scope.{x.name}' for x in Scope)}"
+        return explain(f"Transform({name!r}, scope={scope!r})", why, f"Transform({name!r}, Scope.LEAF, ...)")
+    close = get_close_matches(str(needs), NEEDS, n=1)
+    why = f"it says how much an update must see, and is one of {', '.join(map(repr, NEEDS))}"
+    right = f"Transform({name!r}, needs={(close or NEEDS)[0]!r}, ...)"
+    return explain(f"Transform({name!r}, needs={needs!r})", why, right)
 
 
 def _rebuild(

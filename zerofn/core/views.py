@@ -102,7 +102,8 @@ class View:
             (straight-through rounding).
         pull: the transpose of `view`: from a cotangent of what is seen to one of what is stored.
         store: from what the model sees to what is stored; `view` after `store` is the identity.
-        changes: whether the view does anything to a leaf.
+        changes: whether the view does anything to a leaf; one that it leaves out is seen and stored as it lies. A view
+            with a wire is of all leaves.
         wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
         resident: whether what it gives stays in an attached model between steps, and is made once after an update.
         dtypes: of a view that casts, and changes nothing else.
@@ -140,6 +141,16 @@ class View:
         view, pull = (lambda x, leaf: look(x, leaf, state())), (lambda g, leaf: back(g, leaf, state()))
         return replace(self, view=view, pull=pull, reads=False)
 
+    def only_on(self, touched: frozenset[str]) -> View:
+        """The same view, whose functions leave alone all leaves but those of these paths."""
+        view, pull, store = (_only_on(touched, fn) for fn in (self.view, self.pull, self.store))
+        return replace(self, view=view, pull=pull, store=store)
+
+    @property
+    def of_leaves(self) -> bool:
+        """Whether the view does anything to leaves."""
+        return any(fn is not same_tensor for fn in (self.view, self.pull, self.store))
+
     @property
     def only_dtype(self) -> bool:
         """Whether it casts, and changes nothing else."""
@@ -151,6 +162,12 @@ class View:
         return self.wire is None and self.dtypes is None
 
 
+def _only_on(touched: frozenset[str], fn: OnLeaf) -> OnLeaf:
+    if fn is same_tensor:
+        return fn
+    return lambda x, leaf, *state: fn(x, leaf, *state) if leaf.path in touched else x
+
+
 def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a wire sums gradients of a dtype."""
     return wire.reduce_dtype or summable(dtype)
@@ -158,13 +175,12 @@ def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
 
 def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
     """The view of a wire."""
-    several = wire.group.size > 1
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
         # The wire casts to a dtype that is asked for, in a pass that it makes anyway.
         return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
-    return View(wire.view, pull, wire.store, lambda leaf: several, wire, resident, traceable=traceable)
+    return View(wire.view, pull, wire.store, wire=wire, resident=resident, traceable=traceable)
 
 
 # Opens the group of a mesh, or of all ranks, for the function that is named in messages.

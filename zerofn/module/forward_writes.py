@@ -40,7 +40,9 @@ def carry_written(sight: Sight, seen: Seen) -> None:
             continue
         # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.
         inner = innermost(view)
-        counted = not inner.is_inference() and max(version(view), version(inner)) > 0
+        # A view half that gives its argument back gives no copy: what is written into it is stored, and counted there.
+        copied = exact or address(inner) != address(stored)
+        counted = copied and not inner.is_inference() and max(version(view), version(inner)) > 0
         if not (exchanged or counted or (compares and begin is not None and exact and not _same(view, stored))):
             continue
         if not exact:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..extend import ONE_OF_TWO, Layout, Ranks, Replicate, Spec, Through, Transform, View, ViewOf, over_ranks, transform
+from ..extend import (
+    OF_ITS_OWN,
+    ONE_OF_TWO,
+    Layout,
+    Ranks,
+    Replicate,
+    Spec,
+    Through,
+    Transform,
+    View,
+    ViewOf,
+    over_ranks,
+    transform,
+)
 from .wires import Averaging, Sharding
 
 
@@ -90,7 +103,6 @@ def _view(function: str, mesh: Any, wire: type[Sharding] | type[Averaging], resi
 
 
 FULL_FIRST = "a full gradient would be averaged before it is cut into shards"
-OF_ITS_OWN = "each rank would see its own part of the gradient before it is reduced over ranks"
 BOTH_CUT = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scatter ZeRO-1 and ZeRO-2"
 ALONG_TWO = "; along two axes of a mesh: shard(mesh['node']), ..., reduce_scatter(mesh['nodes'])"
 
