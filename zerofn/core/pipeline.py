@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .._errors import explain
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
 from ..ranks.scalar_reduction import OverRanks
@@ -30,6 +29,7 @@ from .spec import Station
 from .state import State, counter
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
+from .view_checks import check_factor, check_first_views
 from .views import Factor, View, Wire, cutting_wires
 
 T = TypeVar("T")
@@ -199,7 +199,8 @@ def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
     # Sums have the dtype of gradients, and before a late reduction also their shape.
     states = {p.name: p.init_fn(sums if p.facts.holds else leaves, pipe.layout) for p in pipe.parts}
     for name, factor in pipe.factors:
-        _check_factor(name, factor(states[name]))
+        check_factor(name, factor, states[name])
+    check_first_views(pipe.parts, pipe.views, pipe.stations, pipe.layout, states)
     # Fused neighbours share their counters from the first step on, and to a compiler a tensor that is in two places is
     # another structure: a second graph.
     for here in pipe.stretches:
@@ -238,12 +239,3 @@ def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
         return pull((view,), grads, params), state
 
     return replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
-
-
-def _check_factor(name: str, found: Any) -> None:
-    """Raise a `ValueError` unless the factor of a view is one number of its state."""
-    if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
-        what = f"a tensor of shape {tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else repr(found)
-        wrong, why = f"{name}: View(factor=...) that gives {what}", "cotangents are multiplied by one number"
-        right = "factor=lambda state: state['scale'], a 0-d tensor in float32 that the transform's init_fn makes"
-        raise ValueError(explain(wrong, why, right))

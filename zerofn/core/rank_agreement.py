@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .arguments import weight_of
 from .layout import Leaves
 from .pipeline import Pipeline
 from .transform import TransformState
+from .wire_agreement import unequal_wires, wires_over
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
@@ -61,7 +64,8 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
         "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
     }
     for group in pipe.every_group:
-        agree_on_all(told, group)
+        wires = {"what wires send": wires_over(pipe, group)}
+        agree_on_all(told | wires, group, {"what wires send": partial(unequal_wires, pipe, group)})
 
 
 def check_finite(tensors: Leaves) -> None:
@@ -200,10 +204,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def agree_on_all(texts: dict[str, str], group: Group) -> None:
+def agree_on_all(
+    texts: dict[str, str], group: Group, messages: Mapping[str, Callable[[], str]] = MappingProxyType({})
+) -> None:
     """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
 
-    The first that differs is named.
+    The first that differs is named; or told by its entry in `messages`, which every rank then calls: an empty one is
+    no error.
 
     >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
     """
@@ -214,6 +221,10 @@ def agree_on_all(texts: dict[str, str], group: Group) -> None:
         told = _by_value([", ".join(dict(answer)) for answer in answers], group)
         raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
     what = next(what for what in texts if len({dict(answer)[what] for answer in answers}) > 1)
+    if what in messages:
+        if message := messages[what]():
+            raise ValueError(message)
+        return
     told = _by_value([dict(answer)[what] for answer in answers], group)
     raise ValueError(
         f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .._errors import explain
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from .chain import as_transform, complete
@@ -22,7 +23,7 @@ from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform
 from .view_checks import check_cut_views, check_views
-from .views import Ranks, View, Wire, cutting_wires
+from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
 
 def pipeline(
@@ -72,7 +73,13 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
 
     `changes` is asked here, once: each step asks which leaves those are.
     """
-    view = part.view_fn(layout, ranks)
+    try:
+        view = part.view_fn(layout, ranks)
+    except IncompleteWire as error:
+        wrong = f"{part.name}: over_ranks({error.kind}(...), ...)"
+        why = f"a wire has {', '.join(WIRE)}; {error.kind} has no {', '.join(error.missing)}"
+        right = "all of them, as zerofn.extend.Wire says; docs/writing-a-transform.md has one of each"
+        raise TypeError(explain(wrong, why, right)) from None
     if view is None:
         return None
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])

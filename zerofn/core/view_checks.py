@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .._errors import bad_leaves, explain
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain, kind_of
 from .chain_order import WHOLE, check_order
 from .facts import OF_LEAVES
-from .layout import Layout
+from .layout import Layout, Leaf
 from .spec import Spec, Station
-from .transform import Transform
-from .views import View
+from .transform import Transform, TransformState
+from .tree import flatten, tree_keys, tree_map
+from .views import Factor, View, Wire
 
 
 def check_views(parts: Sequence[Transform], views: Sequence[View | None], layout: Layout) -> None:
@@ -27,6 +32,7 @@ def check_views(parts: Sequence[Transform], views: Sequence[View | None], layout
     for view in there:
         if view.wire is not None and view.wire.group.size > 1:
             _check_all_touched(view, layout)
+            _check_spans(view, view.wire, layout)
 
 
 def _check_dtypes(names: Sequence[str]) -> None:
@@ -34,9 +40,7 @@ def _check_dtypes(names: Sequence[str]) -> None:
         return
     wrong = f"chain({', '.join(f'..., {name}' for name in names)}, ...), each with View(dtypes=...)"
     why = f"parameters have one set of dtypes; those of {names[0]} would be taken, and those of {names[1]} ignored"
-    raise ValueError(
-        explain(wrong, why, "one of them, with all dtypes: zf.precision(param_dtype=..., store_dtype=...)")
-    )
+    raise ValueError(explain(wrong, why, "one of them, as zf.precision(param_dtype=..., store_dtype=...)"))
 
 
 def _check_all_touched(view: View, layout: Layout) -> None:
@@ -44,6 +48,111 @@ def _check_all_touched(view: View, layout: Layout) -> None:
     if left:
         what = f"{view.name}: a view with a wire carries all leaves over ranks"
         raise ValueError(bad_leaves(what, left, "over_ranks(wire, resident=...), without View(changes=...)"))
+
+
+def _check_spans(view: View, wire: Wire, layout: Layout) -> None:
+    """Each rank looks at its own; `wire_agreement.py` compares those of all ranks."""
+    bad = []
+    for leaf in layout.leaves:
+        own: Any = wire.span(leaf)
+        if not _is_range(own, leaf.numel):
+            bad.append((leaf.path, f"{own!r}, and the leaf has elements 0 to {leaf.numel}"))
+    if bad:
+        right = "a span (low, high) of ints, 0 <= low <= high <= leaf.numel: this rank's flat range of the leaf"
+        raise ValueError(bad_leaves(f"{view.name}: the `span` of its wire is no range of the leaf", bad, right))
+
+
+def _is_range(x: Any, numel: int) -> bool:
+    if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(n, int) for n in x):
+        return False
+    return 0 <= x[0] <= x[1] <= numel
+
+
+def check_first_views(
+    parts: Sequence[Transform],
+    views: Sequence[View | None],
+    stations: Sequence[Station],
+    layout: Layout,
+    states: Mapping[str, TransformState],
+) -> None:
+    """Raise a `ValueError` where a view gives another shape, or reads of its state what is not there for a leaf.
+
+    Asked once, on tensors without memory, of views that make other numbers. One that fails on those is left alone.
+    """
+    for part, view, station in zip(parts, views, stations[1:], strict=True):
+        if view is not None and view.renumbers:
+            touched = [leaf for leaf in layout.leaves if view.changes(leaf)]
+            if view.reads:
+                _check_read(part, touched, station, stations[-1], layout, states[part.name])
+            _check_shapes(view, touched, station, states[part.name])
+
+
+def _check_shapes(view: View, leaves: Sequence[Leaf], station: Station, state: TransformState) -> None:
+    given = (tree_map(_without_numbers, state),) if view.reads else ()
+    bad: list[tuple[str, str]] = []
+    for leaf in leaves:
+        shape = station.handed[leaf.path].local_shape
+        x = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        for name, fn, more in (("view", view.view, given), ("pull", view.pull, given), ("store", view.store, ())):
+            try:
+                found: Any = fn(x, leaf, *more)
+            except KeyError as error:
+                if more:
+                    bad.append((leaf.path, f"`{name}` finds no {error} in the transform's state"))
+                continue
+            except Exception:
+                continue
+            if not isinstance(found, Tensor) or found.shape != shape:
+                told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
+                bad.append((leaf.path, f"`{name}` gives {told} of a tensor of shape {shape}"))
+    if bad:
+        right = "functions that give a tensor of the shape they are given; View(changes=...) for what has no state"
+        raise ValueError(bad_leaves(f"{view.name}: its view does not fit its leaves", bad, right))
+
+
+def _without_numbers(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, Tensor) else x
+
+
+def _check_read(
+    part: Transform, leaves: Sequence[Leaf], here: Station, last: Station, layout: Layout, state: TransformState
+) -> None:
+    """A state of pieces lies behind what cuts leaves, and that of whole leaves at their owner, where a view is not."""
+    owned = {path for name, _, ranks in layout.placement.owners if name == part.name for path, _ in ranks}
+    bad: dict[str, str] = {}
+    kept = list(zip(tree_keys(state), flatten(state)[0], strict=True))
+    for leaf in leaves:
+        mine = [x for keys, x in kept if leaf.path in keys and isinstance(x, Tensor)]
+        piece = last.gives[leaf.path]
+        if leaf.path in owned and mine:
+            bad[leaf.path] = (
+                "its state is at one rank alone, the owner of the leaf, since the transform needs all of it"
+            )
+        elif piece.in_parts and not here.handed[leaf.path].in_parts and _cut(mine, piece.local_shape):
+            bad[leaf.path] = f"the view sees the leaf, {tuple(leaf.shape)}, and its state is of a flat piece of it"
+    if bad:
+        what = f"{part.name}: a view in front of what cuts leaves over ranks, that reads a state which is cut"
+        right = f"chain(shard(), {part.name}, ...): behind it view and state have the same piece, if it says "
+        right += 'needs="element"; or a state of 0-d tensors, which every rank has'
+        raise ValueError(bad_leaves(what, bad.items(), right))
+
+
+def _cut(kept: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
+    return any(tuple(x.shape) == shape for x in kept)
+
+
+def check_factor(name: str, factor: Factor, state: TransformState) -> None:
+    """Raise a `ValueError` where what a view calls a factor is none: one number of its state."""
+    right = "factor=lambda state: state['scale'], a 0-d tensor in float32 that the transform's init_fn makes"
+    try:
+        found: Any = factor(state)
+    except KeyError as error:
+        why = f"its state has no {error}: it has {', '.join(map(repr, state)) or 'nothing'}"
+        raise ValueError(explain(f"{name}: View(factor=...) that reads {error}", why, right)) from error
+    if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+        what = f"a tensor of shape {tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else repr(found)
+        wrong, why = f"{name}: View(factor=...) that gives {what}", "cotangents are multiplied by one number"
+        raise ValueError(explain(wrong, why, right))
 
 
 def check_cut_views(

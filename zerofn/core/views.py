@@ -173,8 +173,29 @@ def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     return wire.reduce_dtype or summable(dtype)
 
 
+# What is asked of a wire.
+WIRE = ("group", "reduce_dtype", "cuts", "on", "span", "view", "pull", "store")
+WIRE += ("send_parts", "join_parts", "pack", "send", "unpack")
+
+
+class IncompleteWire(TypeError):
+    """A wire lacks some of what is asked of it.
+
+    Attributes:
+        kind: the name of its class.
+        missing: what it lacks.
+    """
+
+    def __init__(self, kind: str, missing: list[str]):
+        super().__init__(f"{kind} is no Wire, without {', '.join(missing)}; see zerofn.extend.Wire")
+        self.kind, self.missing = kind, missing
+
+
 def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
     """The view of a wire."""
+    known = dir(wire)
+    if missing := [name for name in WIRE if name not in known]:
+        raise IncompleteWire(type(wire).__name__, missing)
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
         # The wire casts to a dtype that is asked for, in a pass that it makes anyway.

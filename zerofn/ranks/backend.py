@@ -7,8 +7,10 @@ opens groups and keeps them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,6 +193,46 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     with beneath_functorch(), ranged(WAIT, "objects"):
         dist.all_gather_object(out, obj, group=group.pg)
     return out
+
+
+# What ranks call together, and what one sends another.
+TALK = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "all_to_all", "barrier"),
+    *("all_to_all_single", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"),
+    *("new_group", "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced"),
+)
+
+
+class CollectiveBegun(Exception):
+    """A function that must talk to nobody began to."""
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """`torch.distributed` as it is on the first of two ranks, except that each call that talks raises.
+
+    For checks of a function in one process: it changes what the whole process sees of that module.
+
+    Raises:
+        CollectiveBegun: names what was called.
+    """
+
+    def begun(name: str, *args: Any, **options: Any) -> None:
+        raise CollectiveBegun(f"torch.distributed.{name}")
+
+    here = vars(dist)
+    instead: dict[str, Callable[..., Any]] = {name: partial(begun, name) for name in TALK if name in here}
+    instead |= {"is_initialized": lambda: True, "get_rank": lambda *_: 0, "get_world_size": lambda *_: 2}
+    kept = {name: here[name] for name in instead}
+    try:
+        for name, function in instead.items():
+            setattr(dist, name, function)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
 
 
 # ---------------------------------------------------------------------------------------- checkpoints

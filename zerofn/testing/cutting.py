@@ -27,7 +27,7 @@ from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..core.tree import Tree
 from ..core.update import apply
-from ..core.views import over_ranks
+from ..core.views import no_view, over_ranks
 from ..ranks.group import Group
 from ..transforms.wires import Sharding
 from .case import completed, innermost
@@ -273,8 +273,10 @@ def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transfo
     """What is checked on rows: each part with `needs="row"`, unless its state of a leaf has another shape than the
     leaf: then leaves are updated whole, at their owners."""
     casts = [p for p in tx.members if effect(p).cast_by]
-    of_rows = [p for p in tx.members if p.needs == "row" and keeps_leaves_alone(p, layout.leaves, layout)]
-    return [(p, completed(chain(*casts, p))) for p in of_rows]
+    busy = [p for p in tx.members if p.needs == "row" and not p.idle]
+    of_rows = [p for p in busy if keeps_leaves_alone(p, layout.leaves, layout)]
+    # A view of rows is another law's, and never behind what cuts.
+    return [(p, completed(chain(*casts, replace(p, view_fn=no_view)))) for p in of_rows]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:

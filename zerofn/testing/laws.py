@@ -24,6 +24,7 @@ from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 from .facts import check_facts
 from .stations import check_dtypes, check_places
 from .trees import assert_trees_close, assert_trees_equal, clone, difference, random_like, sample_params
+from .views import check_views
 
 
 def check_transform(tx: Any, params: Tree = None) -> None:
@@ -37,7 +38,9 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     step changes nothing but its own counters; a transform that says `needs="element"`, or needs one number of the
     tree, gives on flat pieces of leaves, cut anywhere, what it gives on whole leaves, and one that needs rows gives it
     on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say; it does
-    what its `Facts` say: holds so many micro-steps, gives parameters, shows its metrics, uses what is set. A guest
+    what its `Facts` say: holds so many micro-steps, gives parameters, shows its metrics, uses what is set. A view
+    without a wire writes none of its arguments, is the identity after its `store`, has its transpose for `pull` where
+    it is linear, gives on pieces what it gives on whole leaves where it says so, and talks to no other rank. A guest
     of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
@@ -276,17 +279,13 @@ def _facts(case: Case) -> None:
             check_facts(member, state)
 
 
+def _views(case: Case) -> None:
+    # What does not fit its leaves is refused here, with words of its own.
+    init(case.pipe, clone(case.params))
+    check_views(case.tx, case.params)
+
+
 LAWS = (
-    _purity,
-    _identity,
-    _layout,
-    _facts,
-    _strides,
-    _missing,
-    _one_leaf,
-    _donate,
-    _ensemble,
-    _held,
-    _cut_anywhere,
-    _stations,
+    *(_views, _purity, _identity, _layout, _facts, _strides, _missing, _one_leaf, _donate, _ensemble),
+    *(_held, _cut_anywhere, _stations),
 )
