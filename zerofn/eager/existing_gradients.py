@@ -6,9 +6,9 @@ from ..core import rank_agreement
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import TransformState
+from ..ranks.collectives import gather_numbers
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import read, write
-from ..sharded.round_agreement import told_by_all
 from .resident_form import cut
 
 
@@ -62,7 +62,7 @@ def first_states(
         nonlocal any_grads
         if control is None:
             return []
-        rows = told_by_all([int(failed), int(bool(existing.grads))], control)
+        rows = gather_numbers([int(failed), int(bool(existing.grads))], control)
         any_grads = any(grads for _, grads in rows)
         return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]
 

@@ -12,9 +12,9 @@ import torch
 
 from .._errors import bad_leaves
 from ..core.layout import Leaves
+from ..ranks.collectives import gather_numbers
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import writes
-from ..sharded.round_agreement import told_by_all
 from ..sharded.write_back import checksum
 
 
@@ -46,7 +46,7 @@ class WholeParameters:
         """
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             sums = [checksum(p.detach().contiguous()) for p in self.params.values()]
-        by_leaf = zip(*told_by_all(sums, self.control), strict=True)
+        by_leaf = zip(*gather_numbers(sums, self.control), strict=True)
         bad = [
             (path, "other values on other ranks, of which each rank stores a part")
             for path, found in zip(self.params, by_leaf, strict=True)

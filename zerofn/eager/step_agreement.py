@@ -5,9 +5,10 @@ from __future__ import annotations
 from zlib import crc32
 
 from ..core.layout import Leaves
+from ..ranks.collectives import gather_numbers
 from ..ranks.group import Group
 from ..sharded.flush import KEPT
-from ..sharded.round_agreement import check_marks, told_by_all
+from ..sharded.round_agreement import check_marks
 from ..sharded.write_back import WRITTEN
 from .manual_writes import WholeParameters
 
@@ -66,7 +67,7 @@ class StepAgreement:
     def exchange(self, marks: dict[str, int], grads: Leaves) -> Leaves:
         """Send this rank's numbers in an all-gather of their own; as `checked`."""
         assert self.control is not None
-        return self.checked(told_by_all(self.numbers(grads, marks), self.control), marks, grads)
+        return self.checked(gather_numbers(self.numbers(grads, marks), self.control), marks, grads)
 
     def checked(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
         """The gradients of a step, once marks are equal on all ranks; none if no rank has any.

@@ -58,13 +58,6 @@ class RoundAgreement:
         return rows, bool(said & NOTICED)
 
 
-def told_by_all(numbers: list[int], control: Group) -> list[list[int]]:
-    """The numbers of each rank, in the order of ranks."""
-    work, every, _ = _gather(numbers, control)
-    work.wait()
-    return every.tolist()
-
-
 def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
     """Begin to gather numbers: work handle, those of all ranks (ranks, numbers), those of this rank."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
