@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -171,12 +172,6 @@ def test_a_held_step_leaves_the_optimizer_alone():
         held.read["adamw"]
 
 
-STAGES = {
-    "data parallel": lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-3)),
-    "ZeRO-1": lambda: zf.chain(zf.accumulate(1), zf.reduce_scatter(), zf.adamw(1e-3)),
-    "ZeRO-2": lambda: zf.chain(zf.reduce_scatter(), zf.accumulate(1), zf.adamw(1e-3)),
-    "ZeRO-3": lambda: zf.chain(zf.shard(), zf.accumulate(1), zf.adamw(1e-3)),
-}
 # Of the bytes of all parameters, a ring of two ranks sends half for a gather or a scatter, and all for a sum.
 SENT = {
     "data parallel": {"all_reduce": 1.0},
@@ -186,18 +181,23 @@ SENT = {
 }
 
 
+def pipeline(stage):
+    window = [] if stage == "data parallel" else [zf.accumulate(1)]
+    return zf.chain(*around(stage, *window), zf.adamw(1e-3))
+
+
 def on_ranks():
     """By stage and route: what was measured, and of two stages the names of ranges that torch's profiler shows."""
     found = {}
-    for stage, tx in STAGES.items():
+    for stage in STAGES:
         for route in (of_model, of_step):
             model, tokens = gpt()
-            measured = route(model, tx(), tokens)
+            measured = route(model, pipeline(stage), tokens)
             names = set()
             if stage in ("ZeRO-2", "ZeRO-3"):
                 model, tokens = gpt()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as shown:
-                    route(model, tx(), tokens, flops=False)
+                    route(model, pipeline(stage), tokens, flops=False)
                 names = {e.name for e in shown.events() if e.name.startswith("zerofn::")}
             found[stage, route.__name__] = measured, names
     return found

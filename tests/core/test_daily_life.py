@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from stages import around, fronts
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call, grad
@@ -26,14 +27,11 @@ def same_bits(a, b):
 
 # -------------------------------------------------------------------------------------------- averages in use
 
-STAGES = {
-    "alone": lambda: [],
-    "data parallel": lambda: [zf.all_reduce()],
-    "zero 1": lambda: [zf.accumulate(2), zf.reduce_scatter()],
-    "zero 2 in bf16": lambda: [zf.reduce_scatter(), zf.precision(param_dtype=torch.bfloat16)],
-    "zero 3": lambda: [zf.shard()],
-    "zero 3 in bf16": lambda: [zf.shard(), zf.precision(param_dtype=torch.bfloat16)],
+NARROW = {
+    f"{stage} in bf16": lambda stage=stage: around(stage, zf.precision(param_dtype=torch.bfloat16))
+    for stage in ("ZeRO-2", "ZeRO-3")
 }
+STAGES = fronts("one process", "data parallel", "ZeRO-1", "ZeRO-3") | NARROW
 
 
 class Model(nn.Module):
@@ -95,7 +93,7 @@ def trained(stage):
 
 
 def on_ranks():
-    return {stage: (averaged(stage), trained(stage)) for stage in STAGES if stage != "alone"}
+    return {stage: (averaged(stage), trained(stage)) for stage in STAGES if stage != "one process"}
 
 
 def check(stage, found, plain):
@@ -113,7 +111,7 @@ def check(stage, found, plain):
 
 
 def test_a_model_computes_with_averages_for_a_while():
-    check("alone", averaged("alone"), trained("alone"))
+    check("one process", averaged("one process"), trained("one process"))
     for rank in zf.launch(on_ranks, 2, timeout=limit()):
         for stage, (found, plain) in rank.items():
             check(stage, found, plain)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stages import FIRST
 from time_limits import limit
 
 import zerofn as zf
@@ -60,14 +61,13 @@ def test_offload_goes_to_the_members_of_any_group() -> None:
 
 
 def step_of_halved(stage: str) -> torch.Tensor:
-    first = {"all_reduce": zf.all_reduce, "reduce_scatter": zf.reduce_scatter, "shard": zf.shard}[stage]()
-    tx = zf.chain(first, halved({"a": by_norm()}, everything), zf.sgd(lr=1.0))
+    tx = zf.chain(FIRST[stage](), halved({"a": by_norm()}, everything), zf.sgd(lr=1.0))
     state = zf.init(tx, {"w": torch.zeros(4, 3)})
     state, _ = zf.make_step(lambda params: (params["w"] * GRADIENT).sum(), tx)(state)
     return zf.full_params(tx, state)["w"]
 
 
-@pytest.mark.parametrize("stage", ["all_reduce", "reduce_scatter", "shard"])
+@pytest.mark.parametrize("stage", FIRST)
 def test_an_update_of_its_own_is_kept_where_members_need_whole_leaves(stage: str) -> None:
     expected = -0.5 * GRADIENT / GRADIENT.norm()
     torch.testing.assert_close(step_of_halved(stage), expected)

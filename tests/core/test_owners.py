@@ -5,6 +5,7 @@ The reference is one process on the data of all ranks, and `torch.optim.Muon`.
 
 import pytest
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -16,12 +17,6 @@ from zerofn.extend import span
 from zerofn.transforms import muon as module
 
 F64 = torch.float64
-STAGES = {
-    0: (lambda: [zf.all_reduce()], lambda: []),
-    1: (lambda: [], lambda: [zf.reduce_scatter()]),
-    2: (lambda: [zf.reduce_scatter()], lambda: []),
-    3: (lambda: [zf.shard()], lambda: []),
-}
 
 
 @zf.leafwise(init=lambda p: {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": torch.zeros(())}, optimizer=True)
@@ -79,8 +74,7 @@ def loss_of(model, params, x):
 
 
 def chain(stage, last, every):
-    first, late = STAGES[stage]
-    return zf.chain(*first(), zf.accumulate(every), *late(), *LAST[last]())
+    return zf.chain(*around(stage, zf.accumulate(every)), *LAST[last]())
 
 
 def train(tx, route, data, steps):
@@ -116,7 +110,7 @@ def on_ranks(stage):
     ("stage", "size"),
     [
         # Three ranks have parts that are short or empty.
-        pytest.param(stage, size, marks=() if (stage, size) in ((3, 2),) else pytest.mark.slow)
+        pytest.param(stage, size, marks=() if (stage, size) in (("ZeRO-3", 2),) else pytest.mark.slow)
         for stage in STAGES
         for size in (2, 3)
     ],

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from stages import around
 from time_limits import limit
 
 import zerofn as zf
@@ -18,14 +19,7 @@ MEAN = 30 / 11
 
 def _pipeline(kind: str) -> zf.Transform:
     window = zf.accumulate(2, weighted=True)
-    orders = {
-        "zero 1": (window, zf.reduce_scatter()),
-        "zero 2": (zf.reduce_scatter(), window),
-        "zero 3": (zf.shard(), window),
-        "data parallel": (window, zf.all_reduce()),
-        "averaged at once": (zf.all_reduce(), window),
-    }
-    return zf.chain(*orders[kind], zf.sgd(1.0))
+    return zf.chain(*around(kind, window), zf.sgd(1.0))
 
 
 def _pure(kind: str) -> list[float]:
@@ -57,10 +51,10 @@ def _all(kinds: list[str]) -> dict:
 
 
 def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
-    kinds = ["zero 1", "zero 2", "zero 3", "data parallel", "averaged at once"]
+    kinds = ["ZeRO-1", "ZeRO-2", "ZeRO-3", "data parallel", "averaged at once"]
     for found in zf.launch(_all, 2, kinds, timeout=limit()):
         for (kind, route), got in found.items():
-            if route == "_eager" and kind in ("zero 2", "zero 3", "averaged at once"):
+            if route == "_eager" and kind in ("ZeRO-2", "ZeRO-3", "averaged at once"):
                 # Its gradients had been averaged before any weight was known.
                 assert isinstance(got, str) and "on average over ranks" in got
                 assert "before reduce_scatter or all_reduce" in got
@@ -69,7 +63,7 @@ def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
 
 
 BATCHED = {
-    **{kind: lambda kind=kind: _pipeline(kind) for kind in ("zero 1", "zero 2", "zero 3", "data parallel")},
+    **{kind: lambda kind=kind: _pipeline(kind) for kind in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "data parallel")},
     "averaged at once": lambda: _pipeline("averaged at once"),
     "scaled": lambda: zf.chain(zf.all_reduce(), zf.scale_loss(), zf.sgd(1.0)),
     "plain": lambda: zf.chain(zf.all_reduce(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)),

@@ -43,7 +43,7 @@ def wrapped() -> dict[Any, Any]:
     # Makes the group that the wrappers of torch take.
     mesh = init_device_mesh("cpu", (2,))
     found: dict[Any, Any] = {}
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         found["attach(ddp)", stage] = said(
             lambda s=stage: zf.attach(nn.Sequential(DistributedDataParallel(model_of())), pipe(s))
         )
@@ -84,7 +84,7 @@ def test_other_wrappers():
         (plain(torch.ones(2, 4) * (rank + 1)).square().sum() / 2).backward()
     torch.optim.SGD(plain.parameters(), lr=LR).step()
     for found in zf.launch(both, 2, timeout=limit()):
-        for stage in P.FIRST:
+        for stage in P.STAGES:
             assert "<root>" not in found["attach(ddp)", stage]
             assert (
                 "0: DistributedDataParallel\n  write: zf.attach(model, tx) on the model itself"
@@ -104,7 +104,7 @@ def test_other_wrappers():
 
 def sparse() -> list[str]:
     found = []
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
         opt = zf.attach(model, pipe(stage))
@@ -142,7 +142,7 @@ def with_scaler(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tens
 
 def scalers() -> list[str]:
     found = []
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         model = model_of()
         found.append(said(lambda m=model, s=stage: with_scaler(m, zf.attach(m, pipe(s)))))
     return found
@@ -168,7 +168,7 @@ def with_evaluation(who: int | None) -> dict[int, Any]:
     """By stage: parameters after five steps, and what one rank saw in evaluations of its own in between."""
     rank, _ = P.rank_and_size()
     found = {}
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         model = P.make()
         opt = zf.attach(model, pipe(stage))
         seen: list[torch.Tensor] = []
@@ -194,7 +194,7 @@ def with_evaluation(who: int | None) -> dict[int, Any]:
 def test_an_evaluation_on_one_rank_between_steps():
     for size, who in ((2, 0), (3, 1)):
         plain, found = (zf.launch(with_evaluation, size, w, timeout=limit()) for w in (None, who))
-        for stage in P.FIRST:
+        for stage in P.STAGES:
             outputs = found[who][stage][1]
             assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
             # Those of stage 0, which gathers nothing.
@@ -213,7 +213,7 @@ class Marked(nn.Parameter):
 
 
 def marked() -> None:
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         model = model_of()
         model.weight = Marked(model.weight.detach())
         plain = copy.deepcopy(model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 
@@ -47,9 +48,8 @@ def pipe_of(stage: int, precision: str) -> zf.Transform:
             zf.scale_loss("dynamic", init_scale=256.0, growth_interval=1),
         ],
     }[precision]
-    first = [f() for f in P.FIRST[stage]]
-    late = [P.hold(), zf.reduce_scatter()] if stage == 1 else []
-    return zf.chain(*(first + cast if stage == 3 else cast + first), *late, zf.sgd(0.05))
+    parts = around(stage, *cast) if stage == 3 else [*cast, *around(stage, window=P.hold())]
+    return zf.chain(*parts, zf.sgd(0.05))
 
 
 def train(tx: zf.Transform, how: str) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -87,7 +87,7 @@ def cells(size: int) -> list[tuple[int, str, str]]:
     hows = HOWS if size > 1 else ("model", "loop")
     return [
         (stage, list(PRECISIONS)[(stage + i + size) % len(PRECISIONS)], how)
-        for stage in P.FIRST
+        for stage in P.STAGES
         for i, how in enumerate(hows)
     ]
 
@@ -108,7 +108,7 @@ def everything() -> dict[tuple[int, str, str], Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_compiled_as_plain(size: int):
     for rank, found in enumerate(zf.launch(everything, size, timeout=limit(120))):
-        assert len(found) == len(P.FIRST) * (len(HOWS) if size > 1 else 2)
+        assert len(found) == len(P.STAGES) * (len(HOWS) if size > 1 else 2)
         for (stage, precision, how), ((moved, inputs), (plain, expected)) in found.items():
             where, tol = f"rank {rank} of {size}, stage {stage}, {precision}, {how}", PRECISIONS[precision]
             for got, want in zip([*inputs, *moved.values()], [*expected, *plain.values()], strict=True):

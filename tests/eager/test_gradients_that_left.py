@@ -46,7 +46,7 @@ def modules_hooked():
     rank, _ = P.rank_and_size()
     make = lambda stage: lambda m: zf.attach(m, P.pipe_of(stage, zf.sgd(0.2)))  # noqa: E731
     hooks = (twice_forward, cut_backward)
-    return {(stage, f.__name__): module_hooked(f, make(stage), [rows(0, rank)]) for stage in P.FIRST for f in hooks}
+    return {(stage, f.__name__): module_hooked(f, make(stage), [rows(0, rank)]) for stage in P.STAGES for f in hooks}
 
 
 def test_hooks_on_modules_are_as_in_plain_torch():
@@ -220,7 +220,7 @@ def dropped(stage, in_backward):
 
 def dropped_on_ranks():
     """A cell of a notebook that is run again: its first model goes, though nobody has detached it."""
-    models = [dropped(stage, in_backward) for stage in P.FIRST for in_backward in (False, True) if stage != 1]
+    models = [dropped(stage, in_backward) for stage in P.STAGES for in_backward in (False, True) if stage != 1]
     gc.collect()
     return [model() is not None for model in models]
 

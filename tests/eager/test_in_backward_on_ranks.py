@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import rank_programs as P
 import torch
 import torch.distributed as dist
+from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,10 +24,11 @@ def along(axis: str) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))[axis]
 
 
-FIRST: dict[Any, list[Callable[[], zf.Transform]]] = {
-    **P.FIRST,
-    "hybrid": [lambda: zf.shard(along("shard")), lambda: zf.all_reduce(along("replicate"))],
-}
+def stage_around(stage: Any, *middle: zf.Transform) -> list[zf.Transform]:
+    if stage == "hybrid":
+        return [zf.shard(along("shard")), zf.all_reduce(along("replicate")), *middle]
+    # Gradients do not wait for accumulate(1).
+    return around(stage, *middle, window=zf.accumulate(1))
 
 
 def by_shape(path: str) -> str:
@@ -68,10 +69,8 @@ class Net(nn.Module):
 def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[dict[str, Tensor], Any, list[bool]]:
     """Stored parameters after a few steps, states, and whether any gradient was ever left."""
     model = Net()
-    # Gradients do not wait for accumulate(1).
-    late = [zf.accumulate(1), zf.reduce_scatter()] if stage == 1 else []
     *casts, optimizer = LAST[last]()
-    tx = zf.chain(*(f() for f in FIRST[stage]), *casts, *late, optimizer)
+    tx = zf.chain(*stage_around(stage, *casts), optimizer)
     opt = zf.attach(model, tx, in_backward=in_backward)
     left = []
     for i in range(STEPS):
@@ -182,8 +181,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
         zerofn.core.coalesced_views.LEAST_BYTES = zerofn.core.coalesced_views.BUCKET_BYTES = 1
     model = Net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
-    first = [*(f() for f in P.FIRST[stage]), *casts]
-    opt = zf.attach(model, zf.chain(*first, zf.adamw(1e-2)), in_backward=True)
+    opt = zf.attach(model, zf.chain(*around(stage, *casts), zf.adamw(1e-2)), in_backward=True)
     rank = dist.get_rank()
     x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(rank))
 

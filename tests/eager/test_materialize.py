@@ -7,18 +7,15 @@ import weakref
 import pytest
 import rank_programs as P
 import torch
+from stages import around, fronts
 from time_limits import limit
 from torch import nn
 
 import zerofn as zf
 from zerofn.core.initializers import seeded
 
-STAGES = {
-    "one process": lambda: [],
-    "zero 1": lambda: [zf.accumulate(2), zf.reduce_scatter()],
-    "zero 3": lambda: [zf.shard()],
-    "zero 3 in bf16": lambda: [zf.shard(), zf.precision(store_dtype=torch.bfloat16)],
-}
+IN_BF16 = {"ZeRO-3 in bf16": lambda: around("ZeRO-3", zf.precision(store_dtype=torch.bfloat16))}
+STAGES = fronts("one process", "ZeRO-1", "ZeRO-3") | IN_BF16
 
 
 class Model(nn.Module):

@@ -7,6 +7,7 @@ import traceback
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,17 +16,13 @@ import zerofn as zf
 import zerofn.sharded.reducer
 
 SGD = {"lr": 0.3, "momentum": 0.8}
-STAGES = {
-    "data parallel": (zf.all_reduce,),
-    "zero1": (P.hold, zf.reduce_scatter),
-    "zero1, nothing held": (lambda: zf.accumulate(1), zf.reduce_scatter),
-    "zero2": (zf.reduce_scatter,),
-    "zero3": (zf.shard,),
-}
+# ZeRO-1 whose gradients do not wait for the end of a window.
+NOTHING_HELD = "ZeRO-1, nothing held"
 
 
 def tx_of(stage):
-    return zf.chain(*(t() for t in STAGES[stage]), zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
+    first = around("ZeRO-1", zf.accumulate(1)) if stage == NOTHING_HELD else around(stage, window=P.hold())
+    return zf.chain(*first, zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
 
 
 def mse(out, y):
@@ -242,7 +239,7 @@ def small_buckets():
 def everything(names):
     small_buckets()
     out = {}
-    for stage in STAGES:
+    for stage in (*STAGES, NOTHING_HELD):
         for name in names:
             cls, program = CASES[name]
             try:

@@ -77,7 +77,7 @@ def on_ranks() -> dict[tuple[str, int, str], Any]:
         warnings.simplefilter("ignore")
         for name, (program, _) in MODELS.items():
             for precision in PRECISIONS:
-                for stage in P.FIRST if precision == "exact" else (3,):
+                for stage in P.STAGES if precision == "exact" else (3,):
                     tx = P.pipe_of(stage, zf.sgd(**SGD), PRECISIONS[precision]())
                     # 16 bits: one step, since a second one would begin elsewhere than that of the reference.
                     steps = STEPS if precision in ("exact", "scaled") else 1

@@ -19,6 +19,7 @@ import rank_programs as P
 import torch
 import torch.distributed as dist
 from channels import Channels
+from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 
@@ -34,7 +35,6 @@ LR = 0.25
 # Steps by which the data of two ranks are apart; even, as some programs do another thing in every other step.
 APART = 10
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STAGES = (0, 1, 2, 3)
 # How far a gradient may be from that of the plain module, as in the scenarios of one process.
 PRECISIONS = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 # How many windows: the second of fp16 is under another loss scale; one of bf16 would only be another rounding.
@@ -319,7 +319,6 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
         seen.update({path: g.detach().clone() for path, g in grads.items()})
         return grads, state
 
-    first = [f() for f in P.FIRST[stage]]
     cast = {
         "fp32": [],
         "bf16": [zf.precision(store_dtype=BF16, grad_dtype=FP32)],
@@ -330,10 +329,9 @@ def pipe_of(stage: int, precision: str, every: int, seen: dict[str, Tensor]) -> 
         ],
     }[precision]
     held = [zf.accumulate(every)] if every > 1 else [P.hold()] if stage == 1 else []
-    late = [zf.reduce_scatter()] if stage == 1 else []
     last = zf.low_precision_adam(1e-3, rounding="stochastic") if precision == "bf16" else zf.sgd(LR)
     shown = Transform("show", needs="element", update_fn=show)
-    return zf.chain(*first, *cast, *held, *late, shown, last)
+    return zf.chain(*around(stage, *cast, *held), shown, last)
 
 
 def parameters(models: list[nn.Module]) -> list[dict[str, Tensor]]:
@@ -381,7 +379,7 @@ def cell(scenario: Scenario, stage: int, precision: str) -> dict[str, Any]:
 def all_cells(precision: str) -> dict[tuple[str, int], Any]:
     out = {}
     channels = Channels()
-    for stage in STAGES:
+    for stage in P.STAGES:
         for name, scenario in SCENARIOS.items():
             if scenario.runs(dist.get_world_size(), stage, precision):
                 channels.next = 0

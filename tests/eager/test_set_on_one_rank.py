@@ -3,17 +3,13 @@
 import pytest
 import rank_programs as P
 import torch
+from stages import around
 from time_limits import limit
 from torch import nn
 
 import zerofn as zf
 
-STAGES = {
-    "all_reduce": (zf.all_reduce,),
-    "late": (lambda: zf.accumulate(1), zf.all_reduce),
-    "reduce_scatter": (zf.reduce_scatter,),
-    "shard": (zf.shard,),
-}
+STAGES = ("data parallel", "data parallel, late", "ZeRO-2", "ZeRO-3")
 
 
 def rate(opt, model):
@@ -28,7 +24,7 @@ def trained(stage, act, where, early=False):
     """What is told at the second step, before which `act` is done on the ranks `where`; and the parameters."""
     torch.manual_seed(0)
     model = nn.Linear(3, 4).double()
-    opt = zf.attach(model, zf.chain(*(t() for t in STAGES[stage]), zf.adamw(0.1)), in_backward=early)
+    opt = zf.attach(model, zf.chain(*around(stage, window=zf.accumulate(1)), zf.adamw(0.1)), in_backward=early)
     rank, said = P.rank_and_size()[0], None
     for step in range(3):
         if step == 1 and rank in where:

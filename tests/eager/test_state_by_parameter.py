@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stages import FIRST
 from time_limits import limit
 from torch import Tensor, nn
 
@@ -79,18 +80,17 @@ def test_other_names_and_shapes_are_refused_and_change_nothing(give, words):
 
 
 def _keyed_by_the_model(stage: str) -> list[tuple[int, ...]]:
-    first = {"zero2": zf.reduce_scatter, "zero3": zf.shard}[stage]
-    model, opt = trained(zf.chain(first(), zf.adamw(1e-2)))
+    model, opt = trained(zf.chain(FIRST[stage](), zf.adamw(1e-2)))
     for p in model.parameters():
         opt.state[p]["exp_avg"] = torch.zeros_like(opt.state[p]["exp_avg"])
     assert not any(x.any() for x in opt.state.transforms["adamw"]["exp_avg"].values())
     return [tuple(opt.state[p]["exp_avg"].shape) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
 def test_on_ranks_its_keys_are_the_parameters_of_the_model(stage):
     # 12, 4, 8 and 2 elements over two ranks: beside whole parameters pieces, beside parts parts.
-    shapes = {"zero2": [(6,), (2,), (4,), (1,)], "zero3": [(4, 3), (4,), (2, 4), (2,)]}
+    shapes = {"reduce_scatter": [(6,), (2,), (4,), (1,)], "shard": [(4, 3), (4,), (2, 4), (2,)]}
     assert zf.launch(_keyed_by_the_model, 2, stage, timeout=limit()) == [shapes[stage]] * 2
 
 
@@ -172,8 +172,7 @@ def test_frozen_integers_stay_whole_and_are_saved_with_the_buffers(tmp_path):
 
 def _through_torch_save(stage: str) -> tuple[bool, str]:
     """Each rank takes what it has saved itself; what another rank has saved is refused."""
-    first = {"zero2": zf.reduce_scatter, "zero3": zf.shard}[stage]
-    _, opt = trained(zf.chain(first(), zf.adamw(1e-2)))
+    _, opt = trained(zf.chain(FIRST[stage](), zf.adamw(1e-2)))
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     before = [x.clone() for x in opt.state.transforms["adamw"]["exp_avg"].values()]
@@ -190,7 +189,7 @@ def _through_torch_save(stage: str) -> tuple[bool, str]:
     return same, ""
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
 def test_a_file_of_another_rank_is_refused(stage):
     for rank, (same, message) in enumerate(zf.launch(_through_torch_save, 2, stage, timeout=limit())):
         assert same

@@ -56,7 +56,7 @@ def clip(stage: int, name: str) -> Any:
 
 
 def everything() -> dict[tuple[int, str], Any]:
-    return {(stage, name): clip(stage, name) for stage in P.FIRST for name in CLIPS}
+    return {(stage, name): clip(stage, name) for stage in P.STAGES for name in CLIPS}
 
 
 WHY = {
@@ -92,7 +92,7 @@ def test_refused_where_it_would_be_wrong_and_right_on_parts():
 
 def test_as_ever_where_the_gradient_is_there():
     """One process: at every stage as without zerofn."""
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         for name in CLIPS:
             plain = model_of()
             before = [p.detach().clone() for p in plain.parameters()]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from stages import FIRST
 from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -99,8 +100,7 @@ def test_what_is_not_there_is_named_and_nothing_changes():
 
 
 def _through_dcp(stage: str, folder: str) -> bool:
-    first = {"zero2": zf.reduce_scatter, "zero3": zf.shard}[stage]
-    tx = zf.chain(first(), zf.adamw(RATE, weight_decay=DECAY))
+    tx = zf.chain(FIRST[stage](), zf.adamw(RATE, weight_decay=DECAY))
     straight = net()
     one = zf.attach(straight, tx)
     train(straight, one, 0, 3)
@@ -121,7 +121,7 @@ def _through_dcp(stage: str, folder: str) -> bool:
     return all(map(torch.equal, straight.parameters(), model.parameters()))
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_sharded_states_through_torchs_checkpoints(stage, tmp_path):
     assert zf.launch(_through_dcp, 2, stage, str(tmp_path), timeout=limit()) == [True, True]

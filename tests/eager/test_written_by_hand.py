@@ -112,7 +112,7 @@ def run(model: nn.Module, opt: Any, write: Callable[[nn.Module], None]) -> dict[
 
 def writes() -> dict[tuple[int, str, str], dict[str, Tensor]]:
     out = {}
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         for precision in PRECISIONS:
             for write in WAYS:
                 model = model_of()
@@ -221,7 +221,7 @@ def clear(model: nn.Module) -> None:
 
 
 def clearing() -> None:
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         model = model_of()
         opt = zf.attach(model, pipe(stage))
         # Before a backward, and after a step, both are what they are in plain torch.
@@ -252,7 +252,7 @@ def gradients_by_hand(size: int, sharded: bool) -> dict[Any, list[Tensor]]:
     """Gradients that the user computed and put in place: changes of the parameters by a step with them."""
     out: dict[Any, list[Tensor]] = {}
     rank, _ = P.rank_and_size()
-    for stage in P.FIRST if sharded else ("plain",):
+    for stage in P.STAGES if sharded else ("plain",):
         model = model_of()
         opt: Any = zf.attach(model, pipe(stage)) if isinstance(stage, int) else torch.optim.SGD(model.parameters(), LR)
         for step in range(2):

@@ -4,6 +4,7 @@ import rank_programs as P
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -42,21 +43,10 @@ def targets(shapes, rank, step):
 
 
 def parts_of(stage, every, middle, optimizer):
-    acc = (zf.accumulate(every),) if every else ()
-    front = {
-        "one": (*acc,),
-        "data parallel": (zf.all_reduce(), *acc),
-        "zero1": (*acc, zf.reduce_scatter()) if acc else (zf.accumulate(1), zf.reduce_scatter()),
-        "zero2": (zf.reduce_scatter(), *acc),
-        "zero3": (zf.shard(), *acc),
-    }[stage]
+    acc = [zf.accumulate(every or 1)] if every or stage == "ZeRO-1" else []
     cast = [t for t in middle if t.name in ("precision", "scale_loss")]
     rest = [t for t in middle if t not in cast]
-    layout = [
-        t for t in front if t.name == "shard" or (t.name in ("reduce_scatter", "all_reduce") and stage != "zero1")
-    ]
-    late = [t for t in front if t not in layout]
-    return zf.chain(*layout, *cast, *late, *rest, optimizer)
+    return zf.chain(*around(stage, *cast, *acc), *rest, optimizer)
 
 
 def build(plan, stage):
@@ -100,15 +90,14 @@ def train(plan, stage, route):
 
 
 def everything(plan):
-    stages = ("data parallel", "zero1", "zero2", "zero3")
-    return {(s, r): train(plan, s, r) for s in stages for r in ("eager", "pure")}
+    return {(s, r): train(plan, s, r) for s in STAGES for r in ("eager", "pure")}
 
 
 def one_process(plan, size):
     """The mean of all ranks' losses, by `make_step` in this process."""
     dtype = EXACT.get(plan["kind"], torch.float32)
     model = Leaves(plan["shapes"], dtype)
-    tx = build(plan, "one")
+    tx = build(plan, "one process")
     ranks = [0] if plan["kind"] in ROUNDINGS else range(size)
     params = {n: p.detach() for n, p in model.named_parameters()}
     state = zf.init(tx, params)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stages import PLACES, around
 from support.time_limits import limit
-from support.training_runs import STAGES, Inputs, agree, by_hand, inputs, recipes, trained
+from support.training_runs import Inputs, agree, by_hand, inputs, recipes, trained
 from torch.func import grad, jvp
 
 import zerofn as zf
@@ -29,12 +30,11 @@ def loss(p, x):
 
 def outer(stage, xs, create_graph=False):
     """What is differentiated: this rank's loss on a batch of its own after four micro-steps."""
-    first, late = STAGES[stage]()
 
     def after(rate, decay, w, b):
         optimizer = zf.adamw(lambda step: rate * 0.9**step, eps=1e-2, weight_decay=decay)
         tail = [zf.clip_by_global_norm(0.3), optimizer, zf.ema(0.5)]
-        tx = zf.chain(*first, zf.scale_loss(8.0), zf.accumulate(2), *late, *tail)
+        tx = zf.chain(*around(stage, zf.scale_loss(8.0), zf.accumulate(2)), *tail)
         state = zf.init(tx, {"w": w, "b": b}, create_graph=create_graph)
         step = zf.make_step(loss, tx, create_graph=create_graph or None)
         for x in xs[:-1]:
@@ -71,7 +71,7 @@ def test_derivatives_over_ranks_are_those_of_one_process(size):
     """In float64, of sums in another order: 1e-10. A rank's tangent is that of its own loss, their mean the whole."""
     steps, rows = 5, 2
     want = derivatives("one process", batches(steps, rows * size))
-    stages = [stage for stage in STAGES if stage != "one process"]
+    stages = [stage for stage in PLACES if stage != "one process"]
     found = zf.launch(on_ranks, size, stages if size == 2 else ["ZeRO-1", "ZeRO-3"], steps, rows, timeout=limit(120))
     for stage in found[0]:
         for got in found:
@@ -109,7 +109,7 @@ def twice(fn, at):
     return grad(shared, (0, 1, 2, 3))(*a), grad(squares, (0, 1, 2, 3))(*a), grad(lambda x: shared(*a, x=x))(at.x)
 
 
-runs = st.tuples(st.sampled_from([stage for stage in STAGES if stage != "one process"]), recipes, st.integers(0, 99))
+runs = st.tuples(st.sampled_from([stage for stage in PLACES if stage != "one process"]), recipes, st.integers(0, 99))
 
 
 @pytest.mark.slow

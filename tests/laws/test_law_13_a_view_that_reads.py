@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -15,12 +16,6 @@ import zerofn as zf
 from zerofn._compat.compiler import COMPILES_STATES
 from zerofn.extend import Transform, View, as_it_is, transform
 
-STAGES = {
-    "data parallel": (lambda: [zf.all_reduce()], lambda: []),
-    "ZeRO-1": (lambda: [], lambda: [zf.accumulate(2), zf.reduce_scatter()]),
-    "ZeRO-2": (lambda: [zf.reduce_scatter()], lambda: [zf.accumulate(2)]),
-    "ZeRO-3": (lambda: [zf.shard()], lambda: [zf.accumulate(2)]),
-}
 RATE, FIRST, STEPS = 0.1, 0.5, 8
 
 
@@ -46,8 +41,8 @@ def on_a_grid(first=FIRST):
 
 
 def chain_of(stage):
-    first, late = STAGES[stage]
-    return zf.chain(on_a_grid(), *first(), *late(), zf.sgd(RATE, momentum=0.9))
+    window = [] if stage == "data parallel" else [zf.accumulate(2)]
+    return zf.chain(on_a_grid(), *around(stage, *window), zf.sgd(RATE, momentum=0.9))
 
 
 def model_of():

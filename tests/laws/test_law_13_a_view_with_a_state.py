@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -20,12 +21,6 @@ from zerofn.extend import Transform, View, as_it_is, transform
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-transform.md"
 HALF = torch.float16
-STAGES = {
-    "data parallel": (lambda: [zf.all_reduce()], lambda: []),
-    "ZeRO-1": (lambda: [], lambda: [zf.reduce_scatter()]),
-    "ZeRO-2": (lambda: [zf.reduce_scatter()], lambda: []),
-    "ZeRO-3": (lambda: [zf.shard()], lambda: []),
-}
 STEPS, NAN_AT, FIRST = 12, 7, 20
 
 
@@ -65,9 +60,8 @@ def model_of(*last):
 
 def train(scale, stage, route, rank=0):
     """Of every micro-step: stored parameters and moments, the scale in force, and whether parameters changed."""
-    first, late = STAGES[stage]
     middle = [zf.precision(param_dtype=HALF), scale, zf.accumulate(2)]
-    tx = zf.chain(*first(), *middle, *late(), zf.clip_by_global_norm(0.5), zf.adamw(1e-2))
+    tx = zf.chain(*around(stage, *middle), zf.clip_by_global_norm(0.5), zf.adamw(1e-2))
     batches = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(rank))
     if rank == 0:
         batches[NAN_AT] = torch.nan
@@ -138,12 +132,11 @@ def test_on_two_ranks():
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_factors_are_one(stage, route):
     """2 ** 3 and 2 ** 4, from two transforms of which neither knows the other, are `scale_loss(2 ** 7)`."""
-    first, late = STAGES[stage]
     seen = []
     for scale in ([times(8.0), times(16.0)], [zf.scale_loss(128.0)]):
         watch = Watch()
         model = model_of(watch)
-        tx = zf.chain(*first(), zf.precision(param_dtype=HALF), *scale, *late(), zf.sgd(0.1, momentum=0.9))
+        tx = zf.chain(*around(stage, zf.precision(param_dtype=HALF), *scale), zf.sgd(0.1, momentum=0.9))
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
         if route == "eager":
             opt = zf.attach(model, tx)

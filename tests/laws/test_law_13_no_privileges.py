@@ -11,6 +11,7 @@ from pathlib import Path
 import optree
 import pytest
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -23,12 +24,6 @@ NAMES = (
     *("shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate", "clip_by_global_norm"),
     *("clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "ema", "Sharding", "Averaging"),
 )
-STAGES = {
-    "data parallel": (lambda z: [z.all_reduce()], lambda z: []),
-    "ZeRO-1": (lambda z: [], lambda z: [z.reduce_scatter()]),
-    "ZeRO-2": (lambda z: [z.reduce_scatter()], lambda z: []),
-    "ZeRO-3": (lambda z: [z.shard()], lambda z: []),
-}
 MIDDLE = {
     "fp32": lambda z: ([], [z.clip_by_global_norm(0.5), z.adamw(1e-2)]),
     "fp16": lambda z: ([z.precision(param_dtype=torch.float16), z.scale_loss(init_scale=256.0)], [z.sgd(0.1, 0.9)]),
@@ -70,9 +65,8 @@ def train(z, stage, middle, route, rank):
     """All tensors of the state after four micro-steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    first, late = STAGES[stage]
     head, tail = MIDDLE[middle](z)
-    tx = zf.chain(*first(z), *head, z.accumulate(2), *late(z), *tail)
+    tx = zf.chain(*around(stage, *head, z.accumulate(2), of=z), *tail)
     batches = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(rank))
     if route == "eager":
         opt = zf.attach(model, tx)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stages import FIRST
 from time_limits import limit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -17,7 +18,6 @@ import zerofn as zf
 
 RATE, DECAY = 1e-2, 0.1
 FULL = StateDictOptions(full_state_dict=True)
-STAGES = {"zero0": zf.all_reduce, "zero2": zf.reduce_scatter, "zero3": zf.shard}
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -58,7 +58,7 @@ def _goes_on(directory: str, consolidated: str) -> list[str]:
     start, state = copy.deepcopy(straight.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     train(straight, optimizer, 3, 5)
     after = straight.state_dict()
-    for stage, first in STAGES.items():
+    for stage, first in FIRST.items():
         model = net(7)
         model.load_state_dict({k: x for k, x in torch.load(consolidated).items() if k.startswith("3.")}, strict=False)
         opt = zf.attach(model, zf.chain(first(), zf.adamw(RATE, weight_decay=DECAY), zf.ema(0.5)))

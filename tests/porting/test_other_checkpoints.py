@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from stages import FIRST
 from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -27,7 +28,6 @@ RATE, DECAY = 1e-2, 0.1
 FULL = StateDictOptions(full_state_dict=True)
 AT_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-STAGES = {"zero0": zf.all_reduce, "zero2": zf.reduce_scatter, "zero3": zf.shard}
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -52,7 +52,7 @@ def attached(stage: str, seed: int = 0, state: Any = None) -> tuple[nn.Module, z
     model = net(seed)
     if state is not None:
         model.load_state_dict(state)
-    return model, zf.attach(model, zf.chain(STAGES[stage](), zf.adamw(RATE, weight_decay=DECAY)))
+    return model, zf.attach(model, zf.chain(FIRST[stage](), zf.adamw(RATE, weight_decay=DECAY)))
 
 
 def whole(model: nn.Module, opt: Any) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def _from_fsdp(folder: str) -> dict[str, list[str]]:
     dist.barrier()
     train(straight, optimizer, 3, 4)
     after, wrong = whole(straight, optimizer), {}
-    for stage in STAGES:
+    for stage in FIRST:
         for way in ("full", "parts", "first", "dcp"):
             stored = torch.load(f"{folder}/whole.pt") if way == "dcp" else None
             model, opt = attached(stage, 7, stored["model"] if stored else params)
@@ -123,7 +123,7 @@ def test_fsdp2_goes_on_here(tmp_path):
 
 def _to_others() -> dict[str, list[str]]:
     wrong = {}
-    for stage in STAGES:
+    for stage in FIRST:
         straight, opt = attached(stage)
         train(straight, opt, 0, 3)
         start = whole(straight, opt)
@@ -142,7 +142,7 @@ def _to_others() -> dict[str, list[str]]:
         bad = same(whole(model, other), start)
         train(model, other, 3, 4)
         wrong[f"{stage} to FSDP2"] = bad + far(after, whole(model, other), start)
-        for target in STAGES:
+        for target in FIRST:
             model, other = attached(target, 7, params)
             set_optimizer_state_dict(model, other, copy.deepcopy(alone), options=FROM_FIRST)
             bad = same(whole(model, other), start)

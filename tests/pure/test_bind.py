@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stages import around
 from time_limits import limit
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -11,10 +12,8 @@ import zerofn as zf
 
 PARAMS = {"w": torch.arange(1.0, 6.0), "b": torch.tensor([2.0, 3.0, -1.0])}
 PIPELINES = {
-    "zero-1": lambda: zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)),
-    "zero-2": lambda: zf.chain(zf.reduce_scatter(), zf.accumulate(2), zf.sgd(1.0)),
-    "zero-3": lambda: zf.chain(zf.shard(), zf.accumulate(2), zf.sgd(1.0)),
-    "late all_reduce": lambda: zf.chain(zf.accumulate(2), zf.all_reduce(), zf.sgd(1.0)),
+    stage: lambda stage=stage: zf.chain(*around(stage, zf.accumulate(2)), zf.sgd(1.0))
+    for stage in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "data parallel, late")
 }
 
 
@@ -42,7 +41,7 @@ def test_bind_sees_full_parameters_and_gives_stored_gradients(name):
         assert all(g == p for g, p in shapes.values())
     for leaf, whole in {"w": 5 * PARAMS["w"], "b": 3 * PARAMS["b"] ** 2}.items():
         parts = [grads[leaf].flatten() for _, grads, _ in ranks]
-        got = parts[0] if name == "late all_reduce" else torch.cat(parts)
+        got = parts[0] if name == "data parallel, late" else torch.cat(parts)
         assert torch.equal(got[: whole.numel()], whole)
 
 
@@ -91,7 +90,7 @@ def test_a_late_weighted_pipeline_is_evaluated_but_not_differentiated_through_bi
 
 
 def shards_to_update():
-    tx = PIPELINES["zero-1"]()
+    tx = PIPELINES["ZeRO-1"]()
     state = zf.init(tx, PARAMS)
     grads = torch.func.grad(zf.bind(loss, tx, state))(state.params, torch.ones(5))
     return _message(zf.update, tx, grads, state)
@@ -206,7 +205,7 @@ def test_bases_of_parts_are_refused_and_everything_else_is_right(uneven):
         for (name, program), message in out.items():
             if program == "samples":
                 assert "batches that differ between ranks" in message and "(3,) on rank 1" in message, message
-            elif name == "late all_reduce":
+            elif name == "data parallel, late":
                 assert message == "no error", (program, message)
             else:
                 named = "of a bound function on several ranks" in message

@@ -6,6 +6,7 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from stages import front
 from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,17 +39,17 @@ def step(model, opt=None):
     return float(loss)
 
 
-STAGES = {
-    "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.sgd(0.1)),
-    "reduce_scatter": lambda: zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(0.1)),
-    "shard": lambda: zf.chain(zf.shard(), zf.sgd(0.1)),
-}
+STAGES = ("data parallel", "ZeRO-1", "ZeRO-3")
 
 
-def once(first):
+def pipeline(stage):
+    return zf.chain(*front(stage), zf.sgd(0.1))
+
+
+def once(stage, in_backward=False):
     """Attached, trained, left with gradients on their way, and detached."""
     model = net()
-    opt = zf.attach(model, first(), in_backward=first is in_backward)
+    opt = zf.attach(model, pipeline(stage), in_backward=in_backward)
     step(model, opt)
     # A step that is given up: at rank 0 nothing is on its way.
     if P.rank_and_size()[0] or opt._home.units is not None:
@@ -57,18 +58,14 @@ def once(first):
     return model
 
 
-def in_backward():
-    return zf.chain(zf.all_reduce(), zf.sgd(0.1))
-
-
 def attached_often():
     start, counts, files = count(), [], []
-    for first in [*STAGES.values(), in_backward]:
-        once(first)
+    for stage, in_backward in [*((stage, False) for stage in STAGES), ("data parallel", True)]:
+        once(stage, in_backward)
         counts.append(count() - start)
     for _ in range(12):
-        for first in STAGES.values():
-            once(first)
+        for stage in STAGES:
+            once(stage)
         files.append(open_files())
     return counts, count() - start, files
 
@@ -85,18 +82,18 @@ def shared():
     rank, _ = P.rank_and_size()
     before = count()
     first, second = net(), net()
-    one, two = (zf.attach(model, STAGES["shard"]()) for model in (first, second))
+    one, two = (zf.attach(model, pipeline("ZeRO-3")) for model in (first, second))
     both = count()
     one.detach()
     less = count()
     losses = [step(second, two) for _ in range(2)]
-    three = zf.attach(first, STAGES["all_reduce"]())
+    three = zf.attach(first, pipeline("data parallel"))
     again = [step(first, three), step(second, two)]
     three.detach()
     two.detach()
     closed = count()
     # What has no end stays: it may still be used.
-    tx = STAGES["shard"]()
+    tx = pipeline("ZeRO-3")
     state = zf.init(tx, {"w": torch.arange(4.0)})
     opt = zf.attach(net(), tx)
     opt.detach()
@@ -133,23 +130,23 @@ def failing():
 
     zerofn.eager.resident_params.label = fails
     with pytest.raises(RuntimeError, match="a bug"):
-        zf.attach(net(), STAGES["reduce_scatter"]())
+        zf.attach(net(), pipeline("ZeRO-1"))
     zerofn.eager.resident_params.label = real
     found.append(count() - before)
     if rank == 0:
         zerofn.eager.resident_params.label = fails
         with pytest.raises(RuntimeError, match="a bug"):
-            zf.attach(net(), STAGES["shard"]())
+            zf.attach(net(), pipeline("ZeRO-3"))
         zerofn.eager.resident_params.label = real
     else:
         model = net()
-        opt = zf.attach(model, STAGES["shard"]())
+        opt = zf.attach(model, pipeline("ZeRO-3"))
         with pytest.raises(RuntimeError, match=r"(?s)opt.detach\(\) on .*the ranks make different calls"):
             opt.detach()
     dist.barrier()
     # Ranks understand each other afterwards.
     model = net()
-    opt = zf.attach(model, STAGES["shard"]())
+    opt = zf.attach(model, pipeline("ZeRO-3"))
     found.append(step(model, opt))
     return found
 

@@ -4,14 +4,13 @@ import time
 
 import rank_programs as P
 import torch
+from stages import FIRST
 from time_limits import limit
 from torch import nn
 
 import zerofn as zf
 from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from zerofn.ranks.process_groups import world_group
-
-STAGES = {"all_reduce": zf.all_reduce, "reduce_scatter": zf.reduce_scatter, "shard": zf.shard}
 
 
 def handles():
@@ -34,7 +33,7 @@ def models():
     """What a profile shows of training, and the losses."""
     rank, _ = P.rank_and_size()
     shown, losses = {}, {}
-    for stage, first in STAGES.items():
+    for stage, first in FIRST.items():
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
         opt = zf.attach(model, zf.chain(first(), zf.sgd(0.1)))

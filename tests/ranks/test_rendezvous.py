@@ -11,6 +11,7 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from stages import FIRST
 from time_limits import limit
 from torch import nn
 
@@ -22,11 +23,9 @@ from zerofn.ranks.group import Group
 from zerofn.ranks.rank_liveness import Activity, Presence
 from zerofn.ranks.work_handles import Work
 
-STAGES = {
-    "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.adamw(lr=0.1)),
-    "reduce_scatter": lambda: zf.chain(zf.reduce_scatter(), zf.adamw(lr=0.1)),
-    "shard": lambda: zf.chain(zf.shard(), zf.adamw(lr=0.1)),
-}
+
+def pipeline(stage):
+    return zf.chain(FIRST[stage](), zf.adamw(lr=0.1))
 
 
 def quick(monkey):
@@ -38,7 +37,7 @@ def quick(monkey):
 def attached(stage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    return model, zf.attach(model, STAGES[stage]())
+    return model, zf.attach(model, pipeline(stage))
 
 
 def train(model, opt, step):
@@ -99,7 +98,7 @@ class Monkey:
     setattr = staticmethod(setattr)
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("stage", FIRST)
 def test_a_call_on_one_rank_alone_is_refused_there_and_training_goes_on(stage, tmp_path):
     ranks = zf.launch(one_alone_while_others_train, 2, stage, tmp_path, Monkey, timeout=limit(60))
     told, losses, params, last = ranks[0]
@@ -117,7 +116,7 @@ def test_a_call_on_one_rank_alone_is_refused_there_and_training_goes_on(stage, t
     for (_, got, params, _), (want, exact) in zip(ranks, zf.launch(undisturbed, 2, timeout=limit(60)), strict=True):
         assert got == want and all(torch.equal(params[k], exact[k]) for k in exact)
     # What was saved afterwards, together, is whole.
-    one = zf.load(tmp_path, like=zf.init(STAGES[stage](), {k: torch.zeros_like(v) for k, v in params.items()}))
+    one = zf.load(tmp_path, like=zf.init(pipeline(stage), {k: torch.zeros_like(v) for k, v in params.items()}))
     assert all(torch.equal(one.params[k], params[k]) for k in params)
 
 
@@ -135,7 +134,7 @@ def other_calls(directory, monkey, plain):
     # Another call: both are told.
     mine = [lambda: zf.save(directory, opt), lambda: calls(opt, directory)["opt.gathered"]()]
     out["another call"] = said(mine[rank])
-    tx = STAGES["all_reduce"]()
+    tx = pipeline("all_reduce")
     state = zf.init(tx, {"w": torch.ones(3)})
     monkey.setattr(zerofn.ranks.rendezvous, "LIMIT", 1.5)
     if rank == 1:
@@ -150,7 +149,7 @@ def other_calls(directory, monkey, plain):
             torch.ones(100).sum()
     zf.save(directory, state)
     # A rank that waits in a collective which the other has left out, and the other in one of its own.
-    tx = STAGES["shard"]()
+    tx = pipeline("shard")
     sharded = zf.init(tx, {"w": torch.arange(4.0)})
     out["both in collectives"] = said(lambda: zf.full_params(tx, sharded) if rank else train(model, opt, 0))
     return out

@@ -12,6 +12,7 @@ import traceback
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -171,17 +172,11 @@ def case(seed):
     """Model, program, pipeline and window of a seed."""
     rng = random.Random(f"{seed} pipe")
     model = Random(seed).double()
-    stage = rng.choice(["ddp", "zero1", "zero2", "zero3", "zero3"])
+    stage = rng.choice([*STAGES, "ZeRO-3"])
     every = rng.choice([1, 1, 2])
-    acc = (zf.accumulate(every),) if every > 1 or stage == "zero1" else ()
+    acc = (zf.accumulate(every),) if every > 1 or stage == "ZeRO-1" else ()
     scale = (zf.scale_loss(rng.choice([1.0, 256.0])),) if rng.random() < 0.5 else ()
-    parts = {
-        "ddp": lambda: (zf.all_reduce(), *scale, *acc),
-        "zero1": lambda: (*scale, *acc, zf.reduce_scatter()),
-        "zero2": lambda: (zf.reduce_scatter(), *scale, *acc),
-        "zero3": lambda: (zf.shard(), *scale, *acc),
-    }[stage]()
-    tx = zf.chain(*parts, zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
+    tx = zf.chain(*around(stage, *scale, *acc), zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
     limit = rng.choice([1, 150, 600, 1 << 24])
     return model, program_of(seed, len(model.blocks)), tx, every, limit
 

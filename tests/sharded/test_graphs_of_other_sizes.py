@@ -13,14 +13,8 @@ from torch import nn
 
 import zerofn as zf
 from tests.support.rank_programs import batch, rank_and_size
+from tests.support.stages import around
 from tests.support.time_limits import limit
-
-CHAINS = {
-    0: lambda: [zf.all_reduce()],
-    1: lambda: [zf.accumulate(1), zf.reduce_scatter()],
-    2: lambda: [zf.reduce_scatter()],
-    3: lambda: [zf.shard()],
-}
 
 
 class Side:
@@ -43,7 +37,7 @@ class Side:
         if self.stage is None:
             self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.01)
         else:
-            self.opt = zf.attach(self.model, zf.chain(*CHAINS[self.stage](), zf.adamw(lr=0.1)))
+            self.opt = zf.attach(self.model, zf.chain(*around(self.stage, window=zf.accumulate(1)), zf.adamw(lr=0.1)))
 
     def detach(self):
         if self.stage is not None:
@@ -141,7 +135,7 @@ PROGRAMS = [
 def on_a_rank():
     size = rank_and_size()[1]
     found = {}
-    for stage in CHAINS:
+    for stage in range(4):
         for program in PROGRAMS:
             side = Side(size, stage)
             found[stage, program.__name__] = program(side), side.whole()
@@ -162,7 +156,7 @@ def test_numbers_are_those_of_plain_torch(size, program):
     # Of a pruned module the weight has another name.
     assert any(name in first and (x - first[name]).abs().max() > 0.05 for name, x in want.items())
     for rank in on_ranks(size):
-        for stage in CHAINS:
+        for stage in range(4):
             others, got = rank[stage, program.__name__]
             for name, x in want.items():
                 # Sums over ranks are in another order; Adam's division carries that on.

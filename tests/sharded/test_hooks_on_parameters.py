@@ -188,7 +188,7 @@ def cells():
     """A hook after `zf.attach` finds `None` where gradients have left by then."""
     return [
         (stage, register, before)
-        for stage in P.FIRST
+        for stage in P.STAGES
         for register, before in ((on_tensor, True), (on_tensor, False), (on_accumulated, True))
     ] + [(3, on_accumulated, False)]
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,12 +27,7 @@ def sgd(ps):
 
 
 def every_stage():
-    return {
-        "data parallel": (zf.all_reduce(),),
-        "zero1": (zf.accumulate(1), zf.reduce_scatter()),
-        "zero2": (zf.reduce_scatter(),),
-        "zero3": (zf.shard(),),
-    }
+    return {stage: around(stage, window=zf.accumulate(1)) for stage in STAGES}
 
 
 # ------------------------------------------------------------------------------------------------ meshes
@@ -98,7 +94,7 @@ def two_models():
     rank, _ = P.rank_and_size()
     out = {}
     stages = every_stage()
-    for a, b in (("zero3", "zero2"), ("zero2", "data parallel"), ("zero3", "zero3")):
+    for a, b in (("ZeRO-3", "ZeRO-2"), ("ZeRO-2", "data parallel"), ("ZeRO-3", "ZeRO-3")):
         torch.manual_seed(0)
         eye, net = Eye().double(), P.make()
         before = {n: p.detach().clone() for n, p in eye.named_parameters()}
@@ -229,7 +225,7 @@ def look_inside():
             state = {n: t.clone() for n, t in full.state_dict().items()}
             assert torch.equal(full(x), plain)
         assert all(torch.equal(state[n], t) for n, t in P.make().state_dict().items()), stage
-        if stage == "zero3":
+        if stage == "ZeRO-3":
             pieces = {n: p.to_local() for n, p in model.named_parameters()}
             assert all(x.ndim == 1 and x.numel() <= -(-want[n].numel() // size) for n, x in pieces.items())
             assert all(p.shape == want[n].shape for n, p in model.named_parameters())
@@ -270,14 +266,7 @@ def weighted(stage, route):
     rank, _ = P.rank_and_size()
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    cast = {
-        "zero1": (zf.accumulate(2, weighted=True), zf.reduce_scatter()),
-        "data parallel, late": (zf.accumulate(2, weighted=True), zf.all_reduce()),
-        "zero2": (zf.reduce_scatter(), zf.accumulate(2, weighted=True)),
-        "zero3": (zf.shard(), zf.accumulate(2, weighted=True)),
-        "data parallel": (zf.all_reduce(), zf.accumulate(2, weighted=True)),
-    }
-    tx = zf.chain(*cast[stage], zf.sgd(0.5))
+    tx = zf.chain(*around(stage, zf.accumulate(2, weighted=True)), zf.sgd(0.5))
     if route == "eager":
         opt = zf.attach(model, tx)
     else:
@@ -312,8 +301,8 @@ def weighted_reference(size):
 
 @pytest.mark.parametrize(
     "stage, route",
-    [(s, r) for s in ("zero1", "data parallel, late") for r in ("eager", "pure")]
-    + [(s, "pure") for s in ("zero2", "zero3", "data parallel")],
+    [(s, r) for s in ("ZeRO-1", "data parallel, late") for r in ("eager", "pure")]
+    + [(s, "pure") for s in ("ZeRO-2", "ZeRO-3", "data parallel")],
 )
 def test_weights_count_over_ranks_too(stage, route):
     want = weighted_reference(3)
@@ -322,7 +311,7 @@ def test_weights_count_over_ranks_too(stage, route):
             torch.testing.assert_close(got[n], x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3", "data parallel"])
+@pytest.mark.parametrize("stage", ["ZeRO-2", "ZeRO-3", "data parallel"])
 def test_unequal_weights_after_the_reduction_are_refused(stage):
     with pytest.raises(zf.RankError, match=r"accumulate.*before.*reduc"):
         zf.launch(weighted, 3, stage, "eager", timeout=limit())
@@ -356,7 +345,7 @@ def through_bind():
 
     want_penalty = grad(penalty)(params)
     for stage, first in every_stage().items():
-        if stage != "zero1":  # whose bound function sees what is resident, before its late reduction
+        if stage != "ZeRO-1":  # whose bound function sees what is resident, before its late reduction
             tx = zf.chain(*first, zf.scale_loss(32.0), zf.sgd(0.1))
             through_one(stage, tx, loss, params, xs[rank], v, (want_grad, want_hvp, want_penalty))
     return True

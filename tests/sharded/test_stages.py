@@ -5,6 +5,7 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 
 import zerofn as zf
@@ -17,28 +18,27 @@ OPTIMIZERS = {
 }
 CLIP = 0.3
 # Name: (transforms before the clip, micro-steps in a window).
-STAGES = {
-    "data parallel": (lambda: (zf.all_reduce(),), 1),
-    "zero1": (lambda: (zf.accumulate(2), zf.reduce_scatter()), 2),
-    "zero1, no accumulation": (lambda: (zf.accumulate(1), zf.reduce_scatter()), 1),
-    "zero1, all-reduce": (lambda: (zf.accumulate(2), zf.all_reduce()), 2),
-    "zero2": (lambda: (zf.reduce_scatter(), zf.accumulate(2)), 2),
-    "zero2, no accumulation": (lambda: (zf.reduce_scatter(),), 1),
-    "zero3": (lambda: (zf.shard(), zf.accumulate(2)), 2),
-    "zero3, no accumulation": (lambda: (zf.shard(),), 1),
+ORDERS = {
+    **{
+        stage: (lambda stage=stage: around(stage, zf.accumulate(2)), 2)
+        for stage in ("ZeRO-1", "data parallel, late", "ZeRO-2", "ZeRO-3")
+    },
+    **{
+        f"{stage}, no accumulation": (lambda stage=stage: around(stage, window=zf.accumulate(1)), 1) for stage in STAGES
+    },
 }
 MODES = (None, "a", "diff", "some")
 
 
 def pipe(stage, optimizer, clip=True, middle=()):
-    first = STAGES[stage][0]()
+    first = ORDERS[stage][0]()
     return zf.chain(*first, *middle, *([zf.clip_by_global_norm(CLIP)] if clip else []), OPTIMIZERS[optimizer][0]())
 
 
 def exact():
     """Every stage, optimizer and mode in float64 by both routes."""
     out = {}
-    for stage in STAGES:
+    for stage in ORDERS:
         for optimizer in OPTIMIZERS:
             for mode in MODES:
                 if optimizer == "adamw" and mode != "diff":
@@ -71,20 +71,20 @@ def test_every_stage_trains_as_one_process(size):
     for key in ranks[0]:
         stage, optimizer, mode, _ = key
         clip = CLIP if optimizer == "sgd" else None
-        want = wanted(size, optimizer, mode, STAGES[stage][1], clip)
+        want = wanted(size, optimizer, mode, ORDERS[stage][1], clip)
         for rank, results in enumerate(ranks):
             got = results[key]
             # Sums over ranks in another order, float64. Adam divides by gradients' roots: more noise.
             bound = 1e-11 if optimizer == "sgd" else 1e-8
             worst, where = P.differences(got, want)
-            norms = [n for i, n in enumerate(got["norms"]) if (i + 1) % STAGES[stage][1] == 0]
+            norms = [n for i, n in enumerate(got["norms"]) if (i + 1) % ORDERS[stage][1] == 0]
             off = max(abs(a / b - 1) for a, b in zip(norms, want["norms"], strict=True))
             if not worst <= bound or not off <= 1e-11:
                 bad.append((rank, *key, worst, where, off))
             if got.get("most", 0) > 2:
                 bad.append((rank, *key, "units alive", got["most"]))
-            if stage == "zero1, no accumulation":
+            if stage == "ZeRO-1, no accumulation":
                 # accumulate(1) is the identity, so gradients leave during backward as under ZeRO-2.
-                same = results[("zero2, no accumulation", *key[1:])]["after"]
+                same = results[("ZeRO-2, no accumulation", *key[1:])]["after"]
                 bad += [(rank, *key, path) for path, x in got["after"].items() if not torch.equal(x, same[path])]
     assert not bad, "\n".join(map(str, bad))

@@ -8,6 +8,7 @@ import pytest
 import rank_programs as P
 import torch
 import torch.distributed as dist
+from stages import around
 from time_limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -97,8 +98,7 @@ def traffic(order):
     rank, _ = P.rank_and_size()
     torch.manual_seed(0)
     model = Wide()
-    first = {"data parallel": (zf.all_reduce(),), "zero2": (zf.reduce_scatter(),), "zero3": (zf.shard(),)}[order]
-    opt = zf.attach(model, zf.chain(*first, zf.sgd(0.1)))
+    opt = zf.attach(model, zf.chain(*around(order), zf.sgd(0.1)))
     groups = {id(g): g for g in (*opt._home.channels.groups, *opt._home.pipe.groups)}
     for step in range(2):
         for g in groups.values():
@@ -142,9 +142,9 @@ def test_bytes_sent_are_those_of_the_formula(size):
     one = WIDTH * WIDTH * 8 * (size - 1) // size
     want = {
         "data parallel": {"all_reduce": 2 * LAYERS},
-        "zero2": {"reduce_scatter": LAYERS, "all_gather": LAYERS},
+        "ZeRO-2": {"reduce_scatter": LAYERS, "all_gather": LAYERS},
         # The two blocks that forward used last are still there when backward begins.
-        "zero3": {"all_gather": 2 * LAYERS - 2, "reduce_scatter": LAYERS},
+        "ZeRO-3": {"all_gather": 2 * LAYERS - 2, "reduce_scatter": LAYERS},
     }
     # A flag for each leaf and rank travels with gradients, and a few scalars of norms.
     spare = 2 * LAYERS * 8 * size + 64

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stages import FIRST
 from time_limits import limit
 from torch import nn
 
@@ -238,20 +239,13 @@ def test_extra_state_is_told_of(tmp_path):
     assert "buffers/1.running_mean" in json.loads((tmp_path / "zerofn.json").read_text())["tensors"]
 
 
-STAGES = {
-    0: lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-2)),
-    2: lambda: zf.chain(zf.reduce_scatter(), zf.adamw(1e-2)),
-    3: lambda: zf.chain(zf.shard(), zf.adamw(1e-2)),
-}
-
-
 def on_ranks(directory, save):
     """Each rank has statistics of its own data; what is resumed has those of the first."""
     rank, found = world_group("test").rank, {}
-    for stage, make in STAGES.items():
+    for stage, first in FIRST.items():
         model = net(0 if save else 1)
-        opt = zf.attach(model, make())
-        where = Path(directory) / str(stage)
+        opt = zf.attach(model, zf.chain(first(), zf.adamw(1e-2)))
+        where = Path(directory) / stage
         if save:
             train(model, opt, range(2), rank)
             zf.save(where, opt)
@@ -266,10 +260,10 @@ def on_ranks(directory, save):
 def test_buffers_of_the_first_rank(tmp_path):
     saved = launch(on_ranks, 2, str(tmp_path), True, timeout=limit())
     resumed = launch(on_ranks, 3, str(tmp_path), False, timeout=limit())
-    for stage in STAGES:
+    for stage in FIRST:
         first, second = (answer[stage] for answer in saved)
         assert not torch.equal(first["1.running_mean"], second["1.running_mean"])
         other = net(1)
-        zf.load(tmp_path / str(stage), like=zf.attach(other, zf.adamw(1e-2)))
+        zf.load(tmp_path / stage, like=zf.attach(other, zf.adamw(1e-2)))
         for found in (*(answer[stage] for answer in resumed), dict(other.named_buffers())):
             same(found, first)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
+from stages import around, fronts
 from time_limits import limit
 from torch import nn
 
@@ -15,12 +16,10 @@ import zerofn as zf
 from zerofn.storage import load_safetensors as module
 
 BF16 = torch.bfloat16
-STAGES = {
-    "one process": lambda: [],
-    "zero 1": lambda: [zf.accumulate(2), zf.reduce_scatter()],
-    "zero 3": lambda: [zf.shard()],
-    "zero 3 in bf16": lambda: [zf.shard(), zf.precision(store_dtype=BF16)],
-}
+
+
+IN_BF16 = {"ZeRO-3 in bf16": lambda: around("ZeRO-3", zf.precision(store_dtype=BF16))}
+STAGES = fronts("one process", "ZeRO-1", "ZeRO-3") | IN_BF16
 
 
 class Model(nn.Module):

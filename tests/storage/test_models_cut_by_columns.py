@@ -1,6 +1,7 @@
 """Checkpoints of models that are themselves cut over ranks: to go on from, and for models that are cut otherwise."""
 
 import pytest
+import stages
 import tensor_parallel as T
 import torch
 from time_limits import limit
@@ -13,8 +14,9 @@ BOUND = 1e-12
 
 
 def pipeline(dp, name):
-    first = {"shard": zf.shard, "reduce_scatter": zf.reduce_scatter, "all_reduce": zf.all_reduce}[name]
-    return zf.chain(first(dp), zf.accumulate(2), zf.clip_by_global_norm(0.05), zf.adamw(lr=1e-2), zf.ema(0.9))
+    return zf.chain(
+        stages.FIRST[name](dp), zf.accumulate(2), zf.clip_by_global_norm(0.05), zf.adamw(lr=1e-2), zf.ema(0.9)
+    )
 
 
 def attached(dp, tp, name):
@@ -104,7 +106,7 @@ def test_a_file_of_the_full_model_from_its_columns(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shard", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("name", stages.FIRST)
 def test_on_a_mesh_of_both_axes_and_on_other_meshes(tmp_path, name):
     want = in_one_process()
     for same, got in zf.launch(save_and_go_on, 4, 2, 2, name, tmp_path, timeout=limit()):

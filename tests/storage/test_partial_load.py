@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from stages import around
 from time_limits import limit
 from torch import nn
 
@@ -25,7 +26,7 @@ def train(model: nn.Module, opt: zf.Optimizer, first: int, last: int) -> None:
 
 
 def _changed(stage: str, folder: str) -> dict[str, Any]:
-    first = {"one": (), "zero2": (zf.reduce_scatter(),), "zero3": (zf.shard(),)}[stage]
+    first = around(stage)
     model, other = net(), net(5)
     old = zf.attach(model, zf.chain(*first, ADAMW))
     train(model, old, 0, 3)
@@ -61,10 +62,10 @@ def _expect(found: dict[str, Any]) -> None:
 
 
 def test_a_clip_and_an_average_are_added_and_taken_away(tmp_path: Any):
-    _expect(_changed("one", str(tmp_path)))
+    _expect(_changed("one process", str(tmp_path)))
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["ZeRO-2", "ZeRO-3"])
 def test_so_on_two_ranks(stage: str, tmp_path: Any):
     for found in zf.launch(_changed, 2, stage, str(tmp_path), timeout=limit()):
         _expect(found)

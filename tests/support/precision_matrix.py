@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from channels import Channels
+from stages import around
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -181,13 +182,7 @@ def pipeline(cell: Cell) -> zf.Transform:
         accumulate = zf.offload(accumulate)
     if cell.offload in ("optimizer", "both"):
         adam = zf.offload(adam)
-    road = {
-        "0": [zf.all_reduce(), dtypes, *scale, accumulate],
-        "1": [dtypes, *scale, accumulate, zf.reduce_scatter()],
-        "2": [zf.reduce_scatter(), dtypes, *scale, accumulate],
-        "3": [zf.shard(), dtypes, *scale, accumulate],
-    }[cell.zero]
-    return zf.chain(*road, adam)
+    return zf.chain(*around(int(cell.zero), dtypes, *scale, accumulate), adam)
 
 
 def reference(stored: str) -> dict[str, Tensor]:

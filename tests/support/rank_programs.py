@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from stages import around
 from torch import nn
 from torch.func import functional_call
 from units_alive import UnitsAlive
 
 import zerofn as zf
 
-# What makes the ZeRO stage where it comes first in a pipeline; that of stage 1 comes after the accumulation.
-FIRST = {0: [zf.all_reduce], 1: [], 2: [zf.reduce_scatter], 3: [zf.shard]}
+# Of ZeRO, by its numbers.
+STAGES = (0, 1, 2, 3)
 
 
 def hold():
@@ -34,8 +35,7 @@ def hold():
 
 def pipe_of(stage, optimizer, middle=()):
     """The pipeline of a ZeRO stage, with `middle` after what makes it; every step closes a window."""
-    late = [hold(), zf.reduce_scatter()] if stage == 1 else []
-    return zf.chain(*(f() for f in FIRST[stage]), *middle, *late, optimizer)
+    return zf.chain(*around(stage, *middle, window=hold()), optimizer)
 
 
 def rank_and_size():

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from stages import around
 from torch import Tensor
 from torch.func import vjp
 from torch.utils._pytree import tree_leaves
@@ -14,16 +15,6 @@ F64 = torch.float64
 BETAS, EPS = (0.9, 0.99), 1e-3
 W = torch.tensor([0.3, -0.7, 1.1], dtype=F64)
 B = torch.tensor([0.2, -0.4], dtype=F64)
-
-# What reduces over ranks at each micro-step, and what does so once for a window.
-STAGES = {
-    "one process": lambda: ([], []),
-    "data parallel": lambda: ([zf.all_reduce()], []),
-    "data parallel, late": lambda: ([], [zf.all_reduce()]),
-    "ZeRO-1": lambda: ([], [zf.reduce_scatter()]),
-    "ZeRO-2": lambda: ([zf.reduce_scatter()], []),
-    "ZeRO-3": lambda: ([zf.shard()], []),
-}
 
 
 class Inputs(NamedTuple):
@@ -64,9 +55,8 @@ def pipeline(r: Recipe, given: Inputs, stage="one process"):
         "adam": lambda: zf.adam(lr, BETAS, EPS, given.decay),
         "adamw": lambda: zf.adamw(lr, BETAS, EPS, given.decay),
     }[r.optimizer]()
-    first, late = STAGES[stage]()
-    parts = [*first] + ([zf.scale_loss(256.0)] if r.scale else [])
-    parts += [zf.accumulate(r.every), *late]
+    scale = [zf.scale_loss(256.0)] if r.scale else []
+    parts = around(stage, *scale, zf.accumulate(r.every))
     if r.limit:
         limit = zf.clip_by_value(r.limit)
         parts += [zf.masked(limit, lambda path: path == "w") if r.masked else limit]

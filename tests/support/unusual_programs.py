@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from stages import around
 from torch import Tensor, nn
 from unusual_actions import ACTIONS, Env
 from unusual_models import HABITS, Net
@@ -89,10 +90,8 @@ class Program:
         acc = (zf.accumulate(self.every),) if self.every > 1 or self.stage == 1 else ()
         scale = (zf.scale_loss(256.0),) if self.scale else ()
         cast = (zf.precision(param_dtype=torch.float64, output_dtype=torch.float64),) if self.cast else ()
-        first = {0: (zf.all_reduce(),), 1: (), 2: (zf.reduce_scatter(),), 3: (zf.shard(),)}[self.stage]
-        last = (zf.reduce_scatter(),) if self.stage == 1 else ()
         own = OWN[self.own][0]()
-        return zf.chain(*first, *cast, *scale, *acc, *last, *own, zf.sgd(lr=0.2, momentum=0.7))
+        return zf.chain(*around(self.stage, *cast, *scale, *acc), *own, zf.sgd(lr=0.2, momentum=0.7))
 
     def run(self, env: Env) -> None:
         """One micro-step on one rank."""

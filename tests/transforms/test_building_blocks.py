@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stages import around, fronts
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call, grad
@@ -121,11 +122,9 @@ def test_a_step_through_parts_that_are_run_as_one_is_a_function():
     torch.testing.assert_close(grad(ours)(a), grad(by_hand)(a), rtol=1e-9, atol=1e-12)
 
 
-STAGES = {
-    0: (lambda: [zf.all_reduce()], lambda: []),
-    1: (lambda: [zf.accumulate(2)], lambda: [zf.reduce_scatter()]),
-    2: (lambda: [zf.reduce_scatter()], lambda: [zf.accumulate(2)]),
-    3: (lambda: [zf.shard(), zf.precision(param_dtype=torch.bfloat16)], lambda: [zf.clip_by_global_norm(1.0)]),
+AT_STAGES = fronts("data parallel", "ZeRO-1") | {
+    "ZeRO-2": lambda: around("ZeRO-2", zf.accumulate(2)),
+    "ZeRO-3": lambda: around("ZeRO-3", zf.precision(param_dtype=torch.bfloat16), zf.clip_by_global_norm(1.0)),
 }
 
 
@@ -154,10 +153,10 @@ def both_routes(parts):
 
 def at_every_stage():
     found = {}
-    for stage, (before, after) in STAGES.items():
+    for stage, first in AT_STAGES.items():
         for name, (one, parts) in SUMS.items():
-            want = both_routes([*before(), *after(), one])
-            got = both_routes([*before(), *after(), *parts()])
+            want = both_routes([*first(), one])
+            got = both_routes([*first(), *parts()])
             found[stage, name] = [torch.equal(w[k], g[k]) for w, g in zip(want, got, strict=True) for k in w]
     # Gradients of whole rows, at owners.
     tx = zf.chain(zf.shard(), zf.centralize(), zf.trace(0.9), zf.scale_by_lr(0.1))

@@ -5,16 +5,12 @@ import functools
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 
 import zerofn as zf
 
 BF, HALF, F32 = torch.bfloat16, torch.float16, torch.float32
-FIRST = {
-    "data parallel": lambda: (zf.all_reduce(),),
-    "zero2": lambda: (zf.reduce_scatter(),),
-    "zero3": lambda: (zf.shard(),),
-}
 WIDE = {"grad_dtype": F32, "reduce_dtype": F32}
 
 
@@ -30,11 +26,11 @@ def late(rounding):
 
 PIPES = {
     **{
-        (n, r): (lambda f=f, r=r: (*f(), *tail(r)))
-        for n, f in FIRST.items()
+        (n, r): (lambda n=n, r=r: (*around(n), *tail(r)))
+        for n in ("data parallel", "ZeRO-2", "ZeRO-3")
         for r in ("stochastic", "nearest", "kahan")
     },
-    ("zero1", "stochastic"): lambda: late("stochastic"),
+    ("ZeRO-1", "stochastic"): lambda: late("stochastic"),
 }
 
 
@@ -89,7 +85,7 @@ def test_every_rounding_is_bitwise_that_of_one_process(size):
         if not torch.equal(x, want[key][n]) or x.dtype != BF
     ]
     assert not wrong
-    stochastic, nearest = want["zero3", "stochastic"], want["zero3", "nearest"]
+    stochastic, nearest = want["ZeRO-3", "stochastic"], want["ZeRO-3", "nearest"]
     assert not all(torch.equal(stochastic[n], nearest[n]) for n in nearest)
 
 
@@ -103,21 +99,17 @@ MIXED = {
     "fp16": ({"param_dtype": HALF}, 0.01),
     "fp16, reduced in fp32": ({"param_dtype": HALF, "reduce_dtype": F32}, 0.01),
 }
-ORDERS = {
-    **FIRST,
-    "zero1": lambda: (),
-}
 
 
 def mixed():
     out = {}
-    for order, first in ORDERS.items():
+    for stage in STAGES:
         for kind, (dtypes, _) in MIXED.items():
-            late = (P.hold(), zf.reduce_scatter()) if order == "zero1" else ()
             scale = zf.scale_loss("dynamic", init_scale=2.0**10)
-            tx = zf.chain(*first(), zf.precision(**dtypes), scale, *late, zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
-            out[order, kind, "eager"] = P.eager(tx, P.simple("diff", F32), 3, P.make(F32))
-            out[order, kind, "pure"] = P.pure(tx, "diff", 3, P.make(F32), F32)
+            parts = around(stage, zf.precision(**dtypes), scale, window=P.hold())
+            tx = zf.chain(*parts, zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
+            out[stage, kind, "eager"] = P.eager(tx, P.simple("diff", F32), 3, P.make(F32))
+            out[stage, kind, "pure"] = P.pure(tx, "diff", 3, P.make(F32), F32)
     return out
 
 

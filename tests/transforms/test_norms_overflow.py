@@ -5,25 +5,20 @@ import math
 import pytest
 import rank_programs as P
 import torch
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 
-ORDERS = ("data parallel", "zero1", "zero2", "zero3", "hybrid", "hybrid zero2")
+ORDERS = (*STAGES, "hybrid", "hybrid zero2")
 
 
 def pipe(order, *rest, mesh=None):
     scale = zf.scale_loss("dynamic", init_scale=1024.0, growth_interval=100)
-    if order == "data parallel":
-        return zf.chain(zf.all_reduce(), scale, *rest)
-    if order == "zero1":
-        return zf.chain(scale, P.hold(), zf.reduce_scatter(), *rest)
-    if order == "zero2":
-        return zf.chain(zf.reduce_scatter(), scale, *rest)
-    if order == "zero3":
-        return zf.chain(zf.shard(), scale, *rest)
+    if order in STAGES:
+        return zf.chain(*around(order, scale, window=P.hold()), *rest)
     if order == "hybrid":
         return zf.chain(zf.shard(mesh["shard"]), zf.all_reduce(mesh["replicate"]), scale, *rest)
     return zf.chain(zf.reduce_scatter(mesh["shard"]), zf.all_reduce(mesh["replicate"]), scale, *rest)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import rank_programs as P
 import torch
+from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 
@@ -54,10 +55,9 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transform]) -> tuple[dict[str, Tensor], int]:
     """The loop `backward(retain_graph); backward; backward; step` over two windows of two micro-steps and a half."""
     adam = zf.low_precision_adam(1e-2, seed=3) if precision == "bf16" else zf.adamw(1e-2, weight_decay=0.1)
-    late = [zf.reduce_scatter()] if stage == 1 else []
-    made = [f() for f in (*P.FIRST[stage], *CASTS[precision])]
+    casts = [f() for f in CASTS[precision]]
     model = Net()
-    opt = zf.attach(model, zf.chain(*made, place(zf.accumulate(2)), *late, place(adam)))
+    opt = zf.attach(model, zf.chain(*around(stage, *casts, place(zf.accumulate(2))), place(adam)))
     for step in range(7):
         loss = loss_of(model, step)
         loss.backward(retain_graph=True)
@@ -70,14 +70,14 @@ def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transfo
 
 
 def everything() -> dict[tuple[str, int], Any]:
-    cells = [(precision, stage) for precision in CASTS for stage in P.FIRST]
+    cells = [(precision, stage) for precision in CASTS for stage in P.STAGES]
     return {(p, s): [train(s, p, zf.offload), train(s, p, lambda t: t)] for p, s in cells}
 
 
 def again() -> list[int]:
     """How many of several runs of one program end with other bits than the first, by stage."""
     found = []
-    for stage in P.FIRST:
+    for stage in P.STAGES:
         runs = [train(stage, "fp32", lambda t: t)[0] for _ in range(4)]
         found.append(sum(any(not torch.equal(x, run[path]) for path, x in runs[0].items()) for run in runs))
     return found
@@ -86,7 +86,7 @@ def again() -> list[int]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_can_be_repeated_bit_for_bit(ranks: int):
     """Also where several backwards of a step overtake the reduction of the first."""
-    assert zf.launch(again, ranks, timeout=limit()) == [[0] * len(P.FIRST)] * ranks
+    assert zf.launch(again, ranks, timeout=limit()) == [[0] * len(P.STAGES)] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from stages import STAGES, around
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -42,13 +43,9 @@ BY_LABEL = {
     "gradients in fp32": {"store_dtype": {"narrow": BF16, "wide": None}, "grad_dtype": {"narrow": F32, "wide": None}},
     "sums in fp32": {"param_dtype": {"narrow": BF16, "wide": None}, "reduce_dtype": F32},
 }
-STAGES = {
-    "data parallel": lambda p: [zf.all_reduce(), p],
-    "zero 1": lambda p: [p, zf.accumulate(2), zf.reduce_scatter()],
-    "zero 2, no window": lambda p: [zf.reduce_scatter(), p],
-    "zero 2": lambda p: [zf.reduce_scatter(), p, zf.accumulate(2)],
-    "zero 3": lambda p: [zf.shard(), p],
-}
+# Stages, and micro-steps in a window.
+COURSES = {stage: (stage, 2 if stage in ("ZeRO-1", "ZeRO-2") else 1) for stage in STAGES}
+COURSES["ZeRO-2, no window"] = ("ZeRO-2", 1)
 STEPS = 4
 
 
@@ -83,7 +80,9 @@ def by_hand(options, ranks, window, steps):
 
 def run(stage, options):
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    tx = zf.chain(*STAGES[stage](zf.precision(**options, labels=label)), zf.sgd(0.5))
+    name, window = COURSES[stage]
+    held = [zf.accumulate(window)] if window > 1 else []
+    tx = zf.chain(*around(name, zf.precision(**options, labels=label), *held), zf.sgd(0.5))
     model, plain = Model(), Model()
     state = zf.init(tx, dict(plain.named_parameters()))
     opt = zf.attach(model, tx)
@@ -92,7 +91,7 @@ def run(stage, options):
     for i in range(STEPS):
         x, y = data(i, rank)
         loss_of(model(x), y).backward()
-        if stage == "zero 3":
+        if stage == "ZeRO-3":
             # At other stages gradients have left.
             grads = {k: p.grad.dtype for k, p in model.named_parameters()}
         opt.step()
@@ -108,14 +107,14 @@ def run(stage, options):
 
 
 def on_ranks():
-    return {(stage, name): run(stage, options) for stage in STAGES for name, options in BY_LABEL.items()}
+    return {(stage, name): run(stage, options) for stage in COURSES for name, options in BY_LABEL.items()}
 
 
 def check(found, stage, name, ranks):
     first, full, eager, seen, inside, grads = found
     options, where = BY_LABEL[name], f"{stage}, {name}"
     assert seen == {"narrow": BF16, "wide": F32} and inside == {BF16}, where
-    window = 2 if "accumulate" in str(STAGES[stage](zf.shard())) else 1
+    window = COURSES[stage][1]
     once, want = by_hand(options, ranks, window, window), by_hand(options, ranks, window, STEPS)
     for k, p in Model().named_parameters():
         assert full[k].dtype == want[k].dtype, (where, k)
@@ -127,13 +126,13 @@ def check(found, stage, name, ranks):
         for got, right, bounds in ((first, once, (2e-2, 2e-6)), (full, want, (5e-2, 5e-2))):
             off, moved = (got[k].double() - right[k].double()).abs().max(), (right[k].double() - p.double()).abs().max()
             assert off <= bounds[label(k) == "wide"] * moved + rounded, (where, k, float(off), float(moved))
-    if stage == "zero 3":
+    if stage == "ZeRO-3":
         narrow = BF16 if name == "stored as they are seen" else F32
         assert grads == {k: narrow if label(k) == "narrow" else F32 for k in want}, where
 
 
 def test_at_every_stage_and_by_both_routes():
-    for stage in ("zero 3", "zero 2, no window"):
+    for stage in ("ZeRO-3", "ZeRO-2, no window"):
         for name, options in BY_LABEL.items():
             check(run(stage, options), stage, name, 1)
     for rank in zf.launch(on_ranks, 2, timeout=limit()):
