@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from stages import around
+from stages import STAGES, around
 from time_limits import limit
 
 import zerofn as zf
@@ -51,10 +51,10 @@ def _all(kinds: list[str]) -> dict:
 
 
 def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
-    kinds = ["ZeRO-1", "ZeRO-2", "ZeRO-3", "data parallel", "averaged at once"]
+    kinds = [*STAGES, "data parallel, late"]
     for found in zf.launch(_all, 2, kinds, timeout=limit()):
         for (kind, route), got in found.items():
-            if route == "_eager" and kind in ("ZeRO-2", "ZeRO-3", "averaged at once"):
+            if route == "_eager" and kind in ("ZeRO-2", "ZeRO-3", "data parallel"):
                 # Its gradients had been averaged before any weight was known.
                 assert isinstance(got, str) and "on average over ranks" in got
                 assert "before reduce_scatter or all_reduce" in got
@@ -63,8 +63,7 @@ def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
 
 
 BATCHED = {
-    **{kind: lambda kind=kind: _pipeline(kind) for kind in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "data parallel")},
-    "averaged at once": lambda: _pipeline("averaged at once"),
+    **{kind: lambda kind=kind: _pipeline(kind) for kind in (*STAGES, "data parallel, late")},
     "scaled": lambda: zf.chain(zf.all_reduce(), zf.scale_loss(), zf.sgd(1.0)),
     "plain": lambda: zf.chain(zf.all_reduce(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)),
 }
@@ -110,7 +109,7 @@ def test_under_vmap_weights_and_exchanges_of_numbers_are_refused_on_every_rank()
                     assert "weight=" in got
                 elif weights is not None:
                     assert "weight= under torch.func.vmap on 2 ranks" in got and "per member" in got, (kind, weights)
-                elif kind == "averaged at once":
+                elif kind == "data parallel":
                     assert "a step without weight=" in got
                 elif kind == "plain":
                     assert got < 1e-6
