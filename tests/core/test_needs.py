@@ -157,7 +157,7 @@ NESTED = {
 # ---- a model whose leaves are cut unevenly, and some not at all ----
 
 
-class Net(nn.Module):
+class UnevenLeaves(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def rank_of():
 
 def train(front, parts, route, ranks=None, steps=STEPS):
     """The parameters after some micro-steps. `ranks` are those whose data this process has; by default its own."""
-    model, tx = Net(), zf.chain(*FRONTS[front](), *parts())
+    model, tx = UnevenLeaves(), zf.chain(*FRONTS[front](), *parts())
     ranks = [rank_of()] if ranks is None else ranks
     if route != "pure":
         opt = zf.attach(model, tx, in_backward=route == "in backward")
@@ -208,7 +208,7 @@ def train(front, parts, route, ranks=None, steps=STEPS):
 @functools.cache
 def reference(kind, name, every):
     """Plain torch: whole leaves, the mean over all ranks and micro-steps of a window."""
-    model, step_on = Net(), kind[name][1]
+    model, step_on = UnevenLeaves(), kind[name][1]
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     start, states, window = {n: p.clone() for n, p in params.items()}, {}, []
     for step in range(STEPS):
@@ -319,7 +319,7 @@ def test_on_one_process_nothing_is_cut_and_all_is_right(name, front, route):
 def test_what_needs_rows_keeps_them_where_they_lie(front):
     """Cut by rows as parameters are; the one leaf of fewer rows than ranks is at an owner."""
     tx = zf.chain(*FRONTS[front](), *OF_LEAVES["rows"][0]())
-    plans = [zf.plan(tx, Net(), world_size=4, rank=rank) for rank in range(4)]
+    plans = [zf.plan(tx, UnevenLeaves(), world_size=4, rank=rank) for rank in range(4)]
     kept = [{r.path: r.bytes for r in plan.rows if r.transform == "row_formula"} for plan in plans]
     # 7 rows of 5 are 2, 2, 2 and 1 of them.
     assert [x["layers.0.weight"] for x in kept] == [80, 80, 80, 40]
@@ -333,9 +333,9 @@ def test_what_needs_rows_keeps_them_where_they_lie(front):
 def test_a_plan_shows_states_at_their_owners(name, front):
     tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
     others = ("params", "state", "sgd", "accumulate")
-    rows = [r for r in zf.plan(tx, Net(), world_size=1).rows if r.transform not in others]
+    rows = [r for r in zf.plan(tx, UnevenLeaves(), world_size=1).rows if r.transform not in others]
     whole = {(r.transform, r.slot, r.path): r.bytes for r in rows}
-    found = [zf.plan(tx, Net(), world_size=4, rank=rank) for rank in range(4)]
+    found = [zf.plan(tx, UnevenLeaves(), world_size=4, rank=rank) for rank in range(4)]
     assert len(whole) == 5
     for key, size in whole.items():
         here = [next(r.bytes for r in plan.rows if (r.transform, r.slot, r.path) == key) for plan in found]
@@ -345,16 +345,16 @@ def test_a_plan_shows_states_at_their_owners(name, front):
 @pytest.mark.parametrize("front", CUT)
 def test_a_plan_refuses_what_ranks_would(front):
     tx = zf.chain(*FRONTS[front](), *OF_TREES["guest"][0]())
-    zf.plan(tx, Net(), world_size=1)
+    zf.plan(tx, UnevenLeaves(), world_size=1)
     with pytest.raises(ValueError, match=r"zf.plan with .* and leaves cut over 4 ranks"):
-        zf.plan(tx, Net(), world_size=4)
+        zf.plan(tx, UnevenLeaves(), world_size=4)
 
 
 # ---- what a guest keeps ----
 
 
 def guest_of_pieces():
-    model = Net()
+    model = UnevenLeaves()
     return model, zf.attach(model, zf.chain(zf.shard(), zf.guest(adam(), needs="element")))
 
 

@@ -21,7 +21,7 @@ HOWS = ("model", "in place", "blocks", "loop")
 PRECISIONS = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 
 
-class Net(nn.Module):
+class Residual(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def pipe_of(stage: int, precision: str) -> zf.Transform:
 def train(tx: zf.Transform, how: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     """By how much the parameters changed in two steps, and gradients of inputs."""
     torch._dynamo.reset()
-    model = Net()
+    model = Residual()
     begun = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt = zf.attach(model, tx)
     call: Any = torch.compile(model, backend=BACKEND) if how == "model" else model
@@ -120,7 +120,7 @@ def test_compiled_autograd_takes_gradients_of_the_parameters_dtype_alone():
 
     torch 2.11 lets the first of several backwards pass.
     """
-    model = Net()
+    model = Residual()
     zf.attach(model, zf.chain(zf.precision(store_dtype=torch.bfloat16, grad_dtype=torch.float32), zf.sgd(0.05)))
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as caught:
         warnings.simplefilter("ignore")

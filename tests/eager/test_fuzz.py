@@ -47,7 +47,7 @@ def run(seed: int) -> None:
 
 def _made(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return programs.Net(seed)
+    return programs.RandomPieces(seed)
 
 
 @pytest.mark.timeout(120 + COUNT)

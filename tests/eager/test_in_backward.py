@@ -57,7 +57,7 @@ PIPELINES = {
 }
 
 
-class Net(nn.Module):
+class TiedAndUsedTwice(nn.Module):
     """Ties a weight, uses a layer twice and leaves one parameter frozen."""
 
     def __init__(self):
@@ -98,8 +98,8 @@ def values(model):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_equals_the_update_after_backward_bit_for_bit(name):
-    after, during = Net(), Net()
-    begun = values(Net().to(BF16) if "bf16" in name else Net())
+    after, during = TiedAndUsedTwice(), TiedAndUsedTwice()
+    begun = values(TiedAndUsedTwice().to(BF16) if "bf16" in name else TiedAndUsedTwice())
     a, b = zf.attach(after, PIPELINES[name]()), zf.attach(during, PIPELINES[name](), in_backward=True)
     assert train(after, a) == train(during, b)
     now, other = values(after), values(during)
@@ -123,7 +123,7 @@ def flat(entries, prefix=""):
 
 
 def test_leaves_of_no_group_stay():
-    model = Net()
+    model = TiedAndUsedTwice()
     tx = zf.chain(zf.masked(zf.adamw(1e-2, weight_decay=0.1), lambda path: "layer" in path), zf.ema(0.9))
     opt = zf.attach(model, tx, in_backward=True)
     before = values(model)
@@ -133,7 +133,7 @@ def test_leaves_of_no_group_stay():
 
 
 def test_no_gradient_is_left_where_a_user_would_read_it():
-    model = Net()
+    model = TiedAndUsedTwice()
     opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
     before = values(model)
     model(batch(0)).square().mean().backward()
@@ -200,7 +200,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason_and_the_model_left_alone(name):
     make, reason = REFUSED[name]
-    model = Net()
+    model = TiedAndUsedTwice()
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match=reason) as error:
         zf.attach(model, make(), in_backward=True)
@@ -213,7 +213,7 @@ def test_refused_with_the_reason_and_the_model_left_alone(name):
 
 
 def test_a_second_backward_before_the_step_is_refused():
-    model = Net()
+    model = TiedAndUsedTwice()
     opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
     model(batch(0)).mean().backward()
     with pytest.raises(
@@ -227,13 +227,13 @@ def test_a_second_backward_before_the_step_is_refused():
 
 
 def test_a_step_without_backward_is_refused():
-    opt = zf.attach(Net(), zf.adamw(1e-2), in_backward=True)
+    opt = zf.attach(TiedAndUsedTwice(), zf.adamw(1e-2), in_backward=True)
     with pytest.raises(ValueError, match="no parameter has a gradient"):
         opt.step()
 
 
 def test_leaves_without_gradient_stay():
-    model = Net()
+    model = TiedAndUsedTwice()
     opt = zf.attach(model, zf.adamw(1e-2, weight_decay=0.1), in_backward=True)
     before = values(model)
     model.layer(torch.randn(3, 6)).square().mean().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import models as zoo
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,28 +48,15 @@ LAST: dict[str, Callable[[], list[zf.Transform]]] = {
 }
 
 
-class Net(nn.Module):
-    """Blocks of which a rank may leave one out, a tied weight, and sizes that no number of ranks divides."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.head = nn.Linear(5, 7)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor, without: int) -> Tensor:
-        h = self.embed(x)
-        for i, block in enumerate(self.blocks):
-            if i != without:
-                h = h + torch.tanh(block(h))
-        return self.head(h).float()
+def net() -> zoo.TiedBlocks:
+    """Of sizes that no number of ranks divides."""
+    torch.manual_seed(0)
+    return zoo.TiedBlocks(7, 5)
 
 
 def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[dict[str, Tensor], Any, list[bool]]:
     """Stored parameters after a few steps, states, and whether any gradient was ever left."""
-    model = Net()
+    model = net()
     *casts, optimizer = LAST[last]()
     tx = zf.chain(*stage_around(stage, *casts), optimizer)
     opt = zf.attach(model, tx, in_backward=in_backward)
@@ -77,7 +65,7 @@ def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[di
         # Everybody leaves the last block out in one step, and each rank another in others.
         without = 2 if i == 1 else (i + dist.get_rank()) % 4 if i >= 3 and differing else -1
         x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(10 * dist.get_rank() + i))
-        loss = nn.functional.cross_entropy(model(x, without).flatten(0, 1), x.roll(1).flatten())
+        loss = nn.functional.cross_entropy(model(x, without).float().flatten(0, 1), x.roll(1).flatten())
         loss.backward()
         left.append(any(p.grad is not None for p in model.parameters()))
         opt.step()
@@ -112,7 +100,7 @@ def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int):
                 assert torch.equal(x, during[path]), f"{where}: {path}"
             for key, x in states.items():
                 assert torch.equal(x, mine[key]), f"{where}: state {key}"
-            begun = dict(Net().named_parameters())
+            begun = dict(net().named_parameters())
             moved = {path for path, x in during.items() if x.numel() and x.shape == begun[path].shape}
             assert all(not torch.equal(during[p].float(), begun[p]) for p in moved), f"{where}: nothing moved"
 
@@ -132,11 +120,11 @@ def test_hybrid_sharding_with_other_blocks_on_each_rank():
 
 def held_at_most(differing: bool) -> tuple[int, int]:
     """How many gradients are kept during backward, and after it."""
-    model = Net()
+    model = net()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(1e-2)), in_backward=True)
     held: list[int] = []
     x = torch.arange(4)[None]
-    loss = model(x, dist.get_rank() if differing else -1).square().mean()
+    loss = model(x, dist.get_rank() if differing else -1).float().square().mean()
     for block in model.blocks:
         block.weight.register_hook(lambda g: held.append(len(opt._home.gradient_hooks.held)))
     loss.backward()
@@ -154,7 +142,7 @@ def test_only_gradients_that_come_in_parts_are_kept_and_only_for_one_backward():
 
 def half_way() -> bool:
     """A backward that is given up leaves nothing for the next one, on any rank."""
-    model = Net()
+    model = net()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(1e-2)), in_backward=True)
     x = torch.arange(4)[None]
 
@@ -163,7 +151,7 @@ def half_way() -> bool:
 
     handle = model.embed.weight.register_hook(fail)
     try:
-        model(x, dist.get_rank()).square().mean().backward()
+        model(x, dist.get_rank()).float().square().mean().backward()
     except ZeroDivisionError:
         opt.zero_grad()
     handle.remove()
@@ -179,7 +167,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     if buckets:
         # One leaf in each, so that some have been reduced when backward fails.
         zerofn.core.coalesced_views.LEAST_BYTES = zerofn.core.coalesced_views.BUCKET_BYTES = 1
-    model = Net()
+    model = net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
     opt = zf.attach(model, zf.chain(*around(stage, *casts), zf.adamw(1e-2)), in_backward=True)
     rank = dist.get_rank()
@@ -195,7 +183,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     found = [whole()]
     handle = model.blocks[1].register_full_backward_hook(fail) if rank in failing else None
     try:
-        model(x, -1).square().mean().backward()
+        model(x).float().square().mean().backward()
         assert handle is None
     except MemoryError:
         assert handle is not None
@@ -203,7 +191,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     opt.zero_grad()
     found.append(whole())
     for _ in range(2):
-        model(x, -1).square().mean().backward()
+        model(x).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
     return [*found, whole(), opt.global_steps, opt.micro_steps]

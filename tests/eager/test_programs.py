@@ -114,7 +114,7 @@ def checkpoint_around(reentrant, model, rank, step, talk):
     mse(out, y).backward()
 
 
-class Checkpointed(P.Net):
+class Checkpointed(P.AwkwardLeaves):
     reentrant = False
 
     def forward(self, x, which=None):
@@ -133,7 +133,7 @@ class CheckpointedReentrant(Checkpointed):
     reentrant = True
 
 
-class Compiled(P.Net):
+class Compiled(P.AwkwardLeaves):
     def __init__(self):
         super().__init__()
         for block in self.blocks:
@@ -196,24 +196,24 @@ def failing(where, model, rank, step, talk):
 
 SIMPLE = P.simple("diff")
 CASES = {
-    "two forwards, one backward": (P.Net, two_forwards_one_backward),
-    "two losses, two backwards": (P.Net, two_losses_two_backwards),
-    "forward and backward twice": (P.Net, forward_backward_twice),
-    "more on some ranks": (P.Net, more_on_some_ranks),
-    "kept graph": (P.Net, kept_graph),
-    "cotangent by hand": (P.Net, cotangent_by_hand),
-    "penalty outside": (P.Net, penalty_outside),
-    "input gradient penalty": (P.Net, input_gradient_penalty),
-    "nested loss": (P.Net, nested_loss),
-    "evaluation between": (P.Net, evaluation_between),
-    "checkpoint around": (P.Net, functools.partial(checkpoint_around, False)),
-    "reentrant checkpoint around": (P.Net, functools.partial(checkpoint_around, True)),
+    "two forwards, one backward": (P.AwkwardLeaves, two_forwards_one_backward),
+    "two losses, two backwards": (P.AwkwardLeaves, two_losses_two_backwards),
+    "forward and backward twice": (P.AwkwardLeaves, forward_backward_twice),
+    "more on some ranks": (P.AwkwardLeaves, more_on_some_ranks),
+    "kept graph": (P.AwkwardLeaves, kept_graph),
+    "cotangent by hand": (P.AwkwardLeaves, cotangent_by_hand),
+    "penalty outside": (P.AwkwardLeaves, penalty_outside),
+    "input gradient penalty": (P.AwkwardLeaves, input_gradient_penalty),
+    "nested loss": (P.AwkwardLeaves, nested_loss),
+    "evaluation between": (P.AwkwardLeaves, evaluation_between),
+    "checkpoint around": (P.AwkwardLeaves, functools.partial(checkpoint_around, False)),
+    "reentrant checkpoint around": (P.AwkwardLeaves, functools.partial(checkpoint_around, True)),
     "checkpoint inside": (Checkpointed, SIMPLE),
     "reentrant checkpoint inside": (CheckpointedReentrant, SIMPLE),
     "compiled blocks": (Compiled, SIMPLE),
     "recurrent and attention": (Recurrent, SIMPLE),
-    "exception in forward": (P.Net, functools.partial(failing, "forward")),
-    "exception in backward": (P.Net, functools.partial(failing, "backward")),
+    "exception in forward": (P.AwkwardLeaves, functools.partial(failing, "forward")),
+    "exception in backward": (P.AwkwardLeaves, functools.partial(failing, "backward")),
 }
 
 
@@ -253,7 +253,7 @@ def everything(names):
 @functools.cache
 def wanted(size, name):
     cls, program = CASES[name]
-    cls = P.Net if cls is Compiled else cls
+    cls = P.AwkwardLeaves if cls is Compiled else cls
     return P.reference(size, lambda ps: torch.optim.SGD(ps, **SGD), program, 3, P.make(cls=cls), clip=0.5)
 
 

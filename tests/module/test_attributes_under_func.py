@@ -6,7 +6,7 @@ from torch import nn
 import zerofn as zf
 
 
-class Net(nn.Module):
+class KeepsAFeature(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -18,7 +18,7 @@ class Net(nn.Module):
 
 
 def found(attached):
-    model = Net().double()
+    model = KeepsAFeature().double()
     if attached:
         zf.attach(model, zf.chain(zf.scale_loss(64.0), zf.sgd(0.1)))
     x = torch.linspace(-1, 1, 6).double().reshape(2, 3)

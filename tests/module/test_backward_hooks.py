@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import models as zoo
 import pytest
 import torch
 from parity import PIPES, Run, compare
@@ -17,20 +18,19 @@ SCALED = ["scaled", "bf16 scaled", "fp16 dynamic"]
 INSIDE = "backward hooks on modules of a model under scale_loss(.|\n)*first: {}(.|\n)*bf16 needs none"
 
 
-class Net(nn.Module):
-    def __init__(self, again: bool | None = None):
+class FirstAgain(zoo.Net):
+    """The first layer under activation checkpointing."""
+
+    def __init__(self, reentrant: bool):
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.again = again
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x) if self.again is None else checkpoint(self.first, x, use_reentrant=self.again)
-        return self.last(torch.tanh(h))
+        return self.last(torch.tanh(checkpoint(self.first, x, use_reentrant=self.reentrant)) * self.gain)
 
 
 def data(grad: bool = False) -> Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
 
 
 def clamp_in(m: nn.Module, into: Any, out: Any) -> Any:
@@ -51,7 +51,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pipe", SCALED)
 def test_inside_they_are_refused_at_attach(kind, pipe):
-    model = Net()
+    model = zoo.Net()
     handle = KINDS[kind](model.first)
     with pytest.raises(ValueError, match=INSIDE.format(kind)):
         zf.attach(model, PIPES[pipe].build(1))
@@ -64,7 +64,7 @@ def test_inside_they_are_refused_at_attach(kind, pipe):
 @pytest.mark.parametrize("again", [None, True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_inside_they_are_refused_at_the_next_call(kind, pipe, again):
-    model = Net(again)
+    model = zoo.Net() if again is None else FirstAgain(again)
     zf.attach(model, PIPES[pipe].build(1))
     model(data(True)).square().mean().backward()
     handle = KINDS[kind](model.first)
@@ -78,7 +78,7 @@ def test_inside_they_are_refused_at_the_next_call(kind, pipe, again):
 
 @pytest.mark.parametrize("register", [register_module_full_backward_hook, register_module_full_backward_pre_hook])
 def test_hooks_of_all_modules_are_refused(register):
-    model = Net()
+    model = zoo.Net()
     zf.attach(model, PIPES["scaled"].build(1))
     handle = register(lambda *_: None)
     try:
@@ -99,7 +99,7 @@ def hooks_on_the_model(run: Run) -> list[Tensor]:
     model: Any = run.model
     handles = [model.register_full_backward_pre_hook(clamp_out), model.register_full_backward_hook(looks)]
     handles.append(model.last.weight.register_hook(lambda g: seen.append(g.clone()) or g.clamp(-1e-3, 1e-3)))
-    run.model(run.data(5, 3)).square().mean().backward()
+    run.model(run.data(5, 6)).square().mean().backward()
     for h in handles:
         h.remove()
     return seen
@@ -108,10 +108,10 @@ def hooks_on_the_model(run: Run) -> list[Tensor]:
 def hooks_on_a_part_called_from_outside(run: Run) -> list[Tensor]:
     model: Any = run.model
     handle = model.last.register_full_backward_pre_hook(clamp_out)
-    h = torch.tanh(model.first(run.data(5, 3))).detach()
+    h = torch.tanh(model.first(run.data(5, 6))).detach()
     model.last(h).square().mean().backward()
     handle.remove()
-    model(run.data(5, 3)).square().mean().backward()
+    model(run.data(5, 6)).square().mean().backward()
     return []
 
 
@@ -119,12 +119,12 @@ def hooks_on_a_part_called_from_outside(run: Run) -> list[Tensor]:
 @pytest.mark.parametrize("pipe", SCALED)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 def test_what_they_see_outside_is_true(program, pipe):
-    compare(program, Net, pipe)
+    compare(program, zoo.Net, pipe)
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_backward_hook"])
 def test_on_the_model_those_that_see_gradients_of_inputs_are_refused(kind):
-    model = Net()
+    model = zoo.Net()
     zf.attach(model, PIPES["scaled"].build(1))
     KINDS[kind](model)
     with pytest.raises(RuntimeError, match=f"<root>: {kind}"):
@@ -133,7 +133,7 @@ def test_on_the_model_those_that_see_gradients_of_inputs_are_refused(kind):
 
 def hooks_inside(run: Run) -> list[Any]:
     seen: list[Tensor] = []
-    x = run.data(5, 3, grad=True)
+    x = run.data(5, 6, grad=True)
     model: Any = run.model
     handles = [
         model.first.register_full_backward_hook(lambda m, gi, go: seen.extend((gi[0].clone(), go[0].clone()))),
@@ -148,4 +148,4 @@ def hooks_inside(run: Run) -> list[Any]:
 
 @pytest.mark.parametrize("pipe", ["fp32", "bf16", "bf16 states"])
 def test_without_a_scale_they_are_right(pipe):
-    compare(hooks_inside, Net, pipe)
+    compare(hooks_inside, zoo.Net, pipe)

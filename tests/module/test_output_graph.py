@@ -19,7 +19,7 @@ SCALED = ["scaled", "bf16 scaled", "fp16 dynamic"]
 COPY = r"(.|\n)*what leaves a model under scale_loss or precision\(output_dtype=...\) is a copy(.|\n)*bf16 needs none"
 
 
-class Net(nn.Module):
+class FeatureAndHead(nn.Module):
     """A feature, what is computed from it, and a head beside them; `give` says what comes out."""
 
     def __init__(self, give: Callable[..., Any] = lambda m, h, y, z: (y, h)):
@@ -124,7 +124,7 @@ def data(grad: bool = False) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_an_intermediate_is_refused(kind, way, told, use):
     give, take = WAYS[way]
-    model = Net(give)
+    model = FeatureAndHead(give)
     opt = zf.attach(model, KINDS[kind].build(1))
     if kind == "output cast" and way in ("attribute", "forward hook"):
         # Nothing is copied, so it is as without an attached model.
@@ -146,7 +146,7 @@ def test_the_gradient_of_an_intermediate_is_refused(kind, way, told, use):
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_hook_on_a_tensor_that_nobody_holds_any_more_is_seen(kind, way):
     give, take = WAYS[way]
-    model = Net(give)
+    model = FeatureAndHead(give)
     zf.attach(model, KINDS[kind].build(1))
     y, h = take(model, data())
     h.register_hook(lambda g: g * 2)
@@ -161,7 +161,7 @@ def test_a_hook_on_a_tensor_that_nobody_holds_any_more_is_seen(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_a_result_between_that_is_dropped(kind):
     """A feature, one of it, and one of that; nobody holds the middle one."""
-    model = Net(lambda m, h, y, z: (y.exp(), y, h))
+    model = FeatureAndHead(lambda m, h, y, z: (y.exp(), y, h))
     zf.attach(model, KINDS[kind].build(1))
     for use in (hook, retain, ask):
         y, _, h = model(data())
@@ -243,7 +243,7 @@ GOOD = [sums, the_intermediate_alone, results_beside_each_other, a_hook_that_is_
     ("kind", "program"), [(kind, program) for kind in KINDS for program in GOOD] + [("scaled", second_derivatives)]
 )
 def test_what_is_right(kind, program):
-    compare(program, lambda: Net(lambda m, h, y, z: (y, h, z)), KINDS[kind], unused=("last.bias",))
+    compare(program, lambda: FeatureAndHead(lambda m, h, y, z: (y, h, z)), KINDS[kind], unused=("last.bias",))
 
 
 def all_uses(run: Run) -> list[Any]:
@@ -263,7 +263,7 @@ def all_uses(run: Run) -> list[Any]:
 @pytest.mark.parametrize("pipe", ["fp32", "bf16", "bf16 states"])
 def test_without_a_scale_and_an_output_cast_all_of_it_is_right(pipe, way):
     def make() -> nn.Module:
-        model = Net(WAYS[way][0])
+        model = FeatureAndHead(WAYS[way][0])
         model.__dict__["way"] = way
         return model
 
@@ -285,7 +285,7 @@ def one_tensor_by_two_ways(run: Run) -> list[Any]:
     return [*grads, x.grad, *torch.autograd.grad(y.square().sum(), model.feature)]
 
 
-class Ends(Net):
+class Ends(FeatureAndHead):
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(torch.tanh(self.first(x)))
         self.__dict__["feature"] = y

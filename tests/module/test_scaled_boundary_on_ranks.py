@@ -20,7 +20,7 @@ LR = 0.25
 DTYPES = {torch.float16: 0.01, torch.bfloat16: 0.1}
 
 
-class Net(nn.Module):
+class ReadsFromOutside(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
 
 def changes(stage: str, dtype: torch.dtype) -> tuple[list[dict[str, Tensor]], list[str]]:
     """The change of parameters in each step, after a program that was refused; and what the refusals said."""
-    model = Net()
+    model = ReadsFromOutside()
     opt = zf.attach(model, zf.chain(FIRST[stage](), zf.precision(param_dtype=dtype), zf.scale_loss(256.0), zf.sgd(LR)))
     steps, told = [], []
     for i, program in enumerate(REFUSED):
@@ -130,7 +130,7 @@ def all_cells() -> dict[tuple[str, torch.dtype], tuple[list[dict[str, Tensor]], 
 
 def on_one_process(size: int) -> list[dict[str, Tensor]]:
     """Plain torch in float64, on the batches of all ranks."""
-    model = Net().double()
+    model = ReadsFromOutside().double()
     other = torch.optim.SGD(model.parameters(), LR)
     steps = []
     for i in range(len(REFUSED)):

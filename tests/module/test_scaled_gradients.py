@@ -19,7 +19,7 @@ S = 2.0**7
 WIDE = 96
 
 
-class Net(nn.Module):
+class LookedAt(nn.Module):
     """One weight that a test may look at inside of the model."""
 
     def __init__(self, wide: int = WIDE):
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def pair(scale=S):
-    plain = Net()
+    plain = LookedAt()
     model = copy.deepcopy(plain)
     return plain, model, zf.attach(model, zf.chain(zf.scale_loss(scale), zf.sgd(0.1)))
 
@@ -165,7 +165,7 @@ def test_a_first_derivative_of_before_a_change_of_the_scale_is_not_differentiate
 
 
 def test_a_parameter_left_in_an_attribute_passes_the_boundary():
-    class Leaves(Net):
+    class Leaves(LookedAt):
         def forward(self, x):
             # Not self.left = ..., which would register the plain module's parameter a second time.
             if self.training:
@@ -247,7 +247,7 @@ class Results(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_are_divided_without_a_wide_copy(dtype):
     """A copy of the largest leaf in fp32 would show in the peak of memory."""
-    model = Net().to(dtype)
+    model = LookedAt().to(dtype)
     zf.attach(model, zf.chain(zf.precision(param_dtype=dtype, grad_dtype=dtype), zf.scale_loss(S), zf.sgd(0.1)))
     loss = model(data().to(dtype)).square().sum()
     with Results() as results:

@@ -63,7 +63,7 @@ def close(got, expected) -> None:
     assert_trees_close(got, expected, ulps=16, floor=64.0)
 
 
-class Net(nn.Module):
+class OfOneWeight(nn.Module):
     def __init__(self, dtype: torch.dtype = C128, forward=spectrum, seed: int = 0):
         super().__init__()
         self.w = nn.Parameter(data(dtype, seed)[0])
@@ -84,7 +84,7 @@ def attached(net: nn.Module, tx: zf.Transform = SCALED) -> nn.Module:
 
 @given(scales, st.sampled_from([C64, C128]), seeds)
 def test_attached_to_second_order(scale, dtype, seed):
-    net = Net(dtype, seed=seed)
+    net = OfOneWeight(dtype, seed=seed)
     model = attached(net, zf.chain(zf.scale_loss(scale), SGD))
     results = []
     for m in (model, net):
@@ -101,7 +101,7 @@ def test_attached_to_second_order(scale, dtype, seed):
 def test_attached_with_precision_keeps_complex_dtypes():
     """The dtypes of `precision` are real ones: a cast to them would drop the imaginary part."""
     tx = zf.chain(zf.precision(param_dtype=F32, output_dtype=F64), zf.scale_loss(2.0**10), SGD)
-    model, net = attached(Net(), tx), Net()
+    model, net = attached(OfOneWeight(), tx), OfOneWeight()
     for z in (data()[1], data()[1].to(C64)):
         results = []
         for w, call in ((model.w, model), (net.w, lambda z: spectrum(net.w.to(F32), z))):
@@ -113,9 +113,9 @@ def test_attached_with_precision_keeps_complex_dtypes():
 
 
 def test_a_complex_tensor_in_an_attribute_is_let_in():
-    net = Net(forward=None)
+    net = OfOneWeight(forward=None)
     net.forward = lambda: energy(spectrum(net.w, net.kept))
-    model = Net(forward=None)
+    model = OfOneWeight(forward=None)
     model.forward = lambda: energy(spectrum(model.w, model.kept))
     model.opt = zf.attach(model, SCALED)
     results = []
@@ -137,7 +137,7 @@ def views(w: Tensor, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
 def test_views_that_leave_a_model():
     """Strides of a view count elements of its own dtype, and its conjugation is not in them."""
     results = []
-    for m in (attached(Net(forward=views)), Net(forward=views)):
+    for m in (attached(OfOneWeight(forward=views)), OfOneWeight(forward=views)):
         z = data()[1].requires_grad_()
         out = m(z)
         results.append([*tree_leaves(out), *torch.autograd.grad(energy(out), [m.w, z])])
@@ -146,7 +146,7 @@ def test_views_that_leave_a_model():
 
 def test_views_of_a_complex_output_stay_views():
     results = []
-    for m in (attached(Net(forward=views)), Net(forward=views)):
+    for m in (attached(OfOneWeight(forward=views)), OfOneWeight(forward=views)):
         z, part, conj = m(data()[1])["of complex"]
         z.mul_(2)
         part.mul_(3j)
@@ -155,7 +155,7 @@ def test_views_of_a_complex_output_stay_views():
 
 
 def test_hooks_see_complex_outputs_from_outside():
-    net = nn.Sequential(Net(), nn.Identity())
+    net = nn.Sequential(OfOneWeight(), nn.Identity())
     net[0].compute = lambda w, z: spectrum(w, z)[0]
     model = attached(net)
     results = []
@@ -172,7 +172,7 @@ def test_hooks_see_complex_outputs_from_outside():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:Torchinductor does not support code")
 def test_attached_and_compiled():
     results = []
-    for m in (attached(Net()), Net()):
+    for m in (attached(OfOneWeight()), OfOneWeight()):
         z = data()[1].requires_grad_()
         energy(torch.compile(m, backend="aot_eager")(z)).backward()
         results.append([m.w.grad, z.grad])

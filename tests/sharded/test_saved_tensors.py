@@ -18,7 +18,7 @@ import zerofn as zf
 BLOCKS = 3
 
 
-class Net(nn.Module):
+class CountsCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ WAYS = (counting, checkpointed, twice_checkpointed, on_cpu)
 
 def one(how: Callable[..., Tensor], tx: zf.Transform | None) -> dict[str, Any]:
     rank, _ = P.rank_and_size()
-    model = Net()
+    model = CountsCalls()
     opt = zf.attach(model, tx) if tx is not None else torch.optim.SGD(model.parameters(), lr=0.1)
     alive = None if tx is None else UnitsAlive(opt)
     found: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def one(how: Callable[..., Tensor], tx: zf.Transform | None) -> dict[str, Any]:
         found |= {n: p.grad for n, p in model.named_parameters()}
     else:
         found["most"] = alive.most
-        before = {n: p.detach().clone() for n, p in Net().named_parameters()}
+        before = {n: p.detach().clone() for n, p in CountsCalls().named_parameters()}
         opt.step()
         opt.detach()
         found |= {n: (before[n] - p.detach()) / 0.1 for n, p in model.named_parameters()}
@@ -121,7 +121,7 @@ def test_hooks_around_a_call_act_inside_of_it():
                 assert got["most"] <= 2
                 torch.testing.assert_close(got["out"], plain["out"])
                 torch.testing.assert_close(got["x.grad"], plain["x.grad"])
-                for n, _ in Net().named_parameters():
+                for n, _ in CountsCalls().named_parameters():
                     want = sum(r[how, "plain"][n] for r in ranks) / len(ranks)
                     # The change of a parameter near 0.4 over a rate of 0.1, in fp32.
                     torch.testing.assert_close(got[n], want, rtol=1e-4, atol=2e-6)

@@ -54,6 +54,25 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
+class TiedBlocks(nn.Module):
+    """Residual blocks, of which a call may leave one out, between an embedding and a head of the same weight."""
+
+    def __init__(self, words: int, width: int, norm: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.head = nn.Linear(width, words)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, without: int = -1) -> Tensor:
+        h = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            if i != without:
+                h = h + torch.tanh(block(h))
+        return self.head(self.norm(h))
+
+
 class Lora(nn.Module):
     """A frozen layer with a trained low-rank addition."""
 

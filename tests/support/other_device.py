@@ -151,7 +151,7 @@ def move(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- what is trained there
 
 
-class Net(nn.Module):
+class ShiftedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
@@ -217,7 +217,7 @@ def loss_of(y: Tensor) -> Tensor:
 def train(pipeline: str, route: str, there: bool, steps: int = 5) -> dict[str, Tensor]:
     """Losses, parameters and transforms' states after a few steps and a checkpoint, all brought to the CPU."""
     torch.manual_seed(0)
-    tx, model = PIPELINES[pipeline](), Net()
+    tx, model = PIPELINES[pipeline](), ShiftedBlocks()
     batches = torch.randn(steps, 4, 6)
     if there:
         model, batches = move(model), Elsewhere(batches)
@@ -263,6 +263,6 @@ def compare(pipeline: str, route: str) -> list[str]:
     """What differs between the two devices, and what did not train at all."""
     here, there = train(pipeline, route, False), train(pipeline, route, True)
     wrong = [name for name in here if not torch.equal(here[name], there[name])]
-    start = dict(Net().named_parameters())
+    start = dict(ShiftedBlocks().named_parameters())
     moved = any(here[name].float().sub(p).abs().max() > 1e-3 for name, p in start.items())
     return wrong if here.keys() == there.keys() and (moved or pipeline == "always skipped") else [*wrong, "untrained"]

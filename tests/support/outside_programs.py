@@ -20,7 +20,7 @@ import zerofn as zf
 FULL = StateDictOptions(full_state_dict=True)
 
 
-class Net(nn.Module):
+class UnevenRows(nn.Module):
     """As many rows as ranks, uneven rows, and leaves of one number, of which one rank has nothing."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def make():
     torch.manual_seed(0)
-    return Net().double()
+    return UnevenRows().double()
 
 
 def rows(step=0):

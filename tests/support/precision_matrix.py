@@ -141,7 +141,7 @@ LR, BETAS, EPS, DECAY = 0.05, (0.9, 0.99), 0.05, 0.1
 STEPS, MICRO, RANKS = 2, 2, 2
 
 
-class Net(nn.Module):
+class EveryKindOfLeaf(nn.Module):
     """Every kind of leaf: odd sizes that two ranks cannot halve, one element, none at all, no dimension."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def pipeline(cell: Cell) -> zf.Transform:
 
 def reference(stored: str) -> dict[str, Tensor]:
     """The change of each parameter in float64: plain autograd on the whole batch, Adam from its definition."""
-    model = Net().to(DTYPES[stored]).double()
+    model = EveryKindOfLeaf().to(DTYPES[stored]).double()
     params = dict(model.named_parameters())
     start = {k: p.detach().clone() for k, p in params.items()}
     m = {k: torch.zeros_like(p) for k, p in start.items()}
@@ -229,7 +229,7 @@ def run_cells(cells: list[Cell]) -> list[dict[str, dict[str, Tensor]]]:
 
 
 def _run_cell(cell: Cell, rank: int) -> dict:
-    model = Net()
+    model = EveryKindOfLeaf()
     try:
         opt = zf.attach(model, pipeline(cell))
         with opt.gathered():

@@ -88,7 +88,7 @@ class Piece(nn.Module):
         return x
 
 
-class Net(nn.Module):
+class RandomPieces(nn.Module):
     """Pieces in a row, perhaps one of them used twice, perhaps skipped by an argument, and a random output."""
 
     def __init__(self, seed: int):

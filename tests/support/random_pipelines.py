@@ -87,7 +87,7 @@ def pipelines(draw, casts=True, optimizers=OPTIMIZERS):
     return [p for p in parts if p is not None]
 
 
-class Net(nn.Module):
+class RandomParts(nn.Module):
     """A small module of smooth parts with whatever a boundary trips over: ties, norms, buffers, several uses."""
 
     def __init__(self, kind):
@@ -116,7 +116,7 @@ class Net(nn.Module):
 
 
 def module(kind, seed, dtype=F32):
-    net = Net(kind).to(dtype)
+    net = RandomParts(kind).to(dtype)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         for p in net.parameters():

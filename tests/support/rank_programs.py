@@ -55,7 +55,7 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+class AwkwardLeaves(nn.Module):
     """Uneven, tiny, empty, 0-d, frozen, tied and unused leaves; a block called twice; branches that ranks choose."""
 
     def __init__(self, d=6, layers=3):
@@ -87,7 +87,7 @@ class Net(nn.Module):
 ALWAYS_USED = ("inp.", "blocks.", "one", "scalar")
 
 
-def make(dtype=torch.float64, cls=Net, **kw):
+def make(dtype=torch.float64, cls=AwkwardLeaves, **kw):
     torch.manual_seed(3)
     return cls(**kw).to(dtype)
 
@@ -198,7 +198,7 @@ def reference(size, optimizer, program, steps, model, every=1, clip=None):
             p.grad /= size * every
         norms.append(float(torch.nn.utils.clip_grad_norm_(grads, float("inf") if clip is None else clip)))
         for n, p in model.named_parameters():
-            if isinstance(model, Net) and n.startswith(ALWAYS_USED) and p.numel():
+            if isinstance(model, AwkwardLeaves) and n.startswith(ALWAYS_USED) and p.numel():
                 assert p.grad is not None and p.grad.abs().max() > 0, f"the program does not train {n}"
         opt.step()
         opt.zero_grad()

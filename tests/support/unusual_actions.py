@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from unusual_models import WIDTH, Net
+from unusual_models import WIDTH, UnusualStack
 
 import zerofn as zf
 
@@ -20,7 +20,7 @@ import zerofn as zf
 class Env:
     """What an action is given. `opt` is None in the reference."""
 
-    model: Net
+    model: UnusualStack
     rank: int
     size: int
     step: int

@@ -56,24 +56,24 @@ CLAMPS: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
-def _by_vmap(net: Net, h: Tensor) -> Tensor:
+def _by_vmap(net: UnusualStack, h: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: torch.tanh(net.head.weight @ row))(h)
 
 
-def _by_grad(net: Net, h: Tensor) -> Tensor:
+def _by_grad(net: UnusualStack, h: Tensor) -> Tensor:
     return torch.func.grad(lambda z: net.blocks[0](z).square().sum())(h)
 
 
-def _by_grad_of_weight(net: Net, h: Tensor) -> Tensor:
+def _by_grad_of_weight(net: UnusualStack, h: Tensor) -> Tensor:
     w = torch.func.grad(lambda w: F.linear(h, w).square().mean())(net.head.weight)
     return h @ w.T
 
 
-def _by_jvp(net: Net, h: Tensor) -> Tensor:
+def _by_jvp(net: UnusualStack, h: Tensor) -> Tensor:
     return torch.func.jvp(net.blocks[0], (h,), (torch.ones_like(h),))[1]
 
 
-def _by_jacrev(net: Net, h: Tensor) -> Tensor:
+def _by_jacrev(net: UnusualStack, h: Tensor) -> Tensor:
     return torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(net.head.weight @ row)))(h).sum(2)
 
 
@@ -102,7 +102,7 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.inner(x))
 
 
-class Net(nn.Module):
+class UnusualStack(nn.Module):
     """A small stack with a teacher. `habits` says what its forward does besides computing."""
 
     def __init__(self, seed: int, habits: tuple[str, ...]):

@@ -15,7 +15,7 @@ import torch
 from stages import around
 from torch import Tensor, nn
 from unusual_actions import ACTIONS, Env
-from unusual_models import HABITS, Net
+from unusual_models import HABITS, UnusualStack
 
 import zerofn as zf
 
@@ -83,8 +83,8 @@ class Program:
             f"habits {list(self.habits)}, actions {[list(a) for a in self.actions]}"
         )
 
-    def make(self) -> Net:
-        return Net(self.seed, self.habits).to(torch.float32 if self.cast else torch.float64)
+    def make(self) -> UnusualStack:
+        return UnusualStack(self.seed, self.habits).to(torch.float32 if self.cast else torch.float64)
 
     def pipeline(self) -> zf.Transform:
         acc = (zf.accumulate(self.every),) if self.every > 1 or self.stage == 1 else ()

@@ -34,7 +34,7 @@ PIPES = {
 }
 
 
-class Once(P.Net):
+class Once(P.AwkwardLeaves):
     """Every leaf is used once: cotangents of several uses are summed in bf16 or, gathered twice, in fp32."""
 
     def forward(self, x, which=None):

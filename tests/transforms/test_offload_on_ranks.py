@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import models as zoo
 import pytest
 import rank_programs as P
 import torch
@@ -26,24 +27,12 @@ CASTS: dict[str, list[Callable[[], zf.Transform]]] = {
 }
 
 
-class Net(nn.Module):
-    """Sizes that no number of ranks divides, a tied weight and a frozen one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.norm = nn.LayerNorm(7)
-        self.norm.bias.requires_grad_(False)
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
-        for block in self.blocks:
-            h = h + torch.tanh(block(h))
-        return self.head(self.norm(h))
+def net() -> zoo.TiedBlocks:
+    """Of sizes that no number of ranks divides, and a frozen leaf."""
+    torch.manual_seed(0)
+    model = zoo.TiedBlocks(11, 7, norm=True)
+    model.norm.bias.requires_grad_(False)
+    return model
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -56,7 +45,7 @@ def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transfo
     """The loop `backward(retain_graph); backward; backward; step` over two windows of two micro-steps and a half."""
     adam = zf.low_precision_adam(1e-2, seed=3) if precision == "bf16" else zf.adamw(1e-2, weight_decay=0.1)
     casts = [f() for f in CASTS[precision]]
-    model = Net()
+    model = net()
     opt = zf.attach(model, zf.chain(*around(stage, *casts, place(zf.accumulate(2))), place(adam)))
     for step in range(7):
         loss = loss_of(model, step)
@@ -96,7 +85,7 @@ def test_offload_gives_the_same_bits(ranks: int):
         for (precision, stage), ((there, applied), (here, also)) in found.items():
             where = f"rank {rank}, {precision}, stage {stage}"
             assert applied == also == (2 if precision == "fp16" else 3), where
-            for path, begun in Net().named_parameters():
+            for path, begun in net().named_parameters():
                 assert torch.equal(there[path], here[path]), f"{where}: {path}"
                 moved = not torch.equal(there[path].float(), begun.detach().to(there[path].dtype).float())
                 assert moved == begun.requires_grad, f"{where}: {path}"

@@ -83,7 +83,7 @@ def test_bounds_would_show_a_wrong_gradient(cells, references):
 
 def test_every_cell_on_every_rank(results):
     """Both ranks hold the same parameters, every leaf was alive, every step counted, every dtype as asked."""
-    leaves = {name for name, _ in matrix.Net().named_parameters()}
+    leaves = {name for name, _ in matrix.EveryKindOfLeaf().named_parameters()}
     for cell, ranks in results.items():
         assert all(torch.equal(ranks[0]["change"][k], ranks[1]["change"][k]) for k in leaves), cell
         assert set.union(*(r["alive"] for r in ranks)) == leaves, cell
@@ -102,7 +102,7 @@ def test_refused_cells(stored, moments, rounding):
     cell = Cell(**{**first, "stored": stored, "moments": moments, "rounding": rounding})
 
     def build():
-        return zf.init(matrix.pipeline(cell), dict(matrix.Net().named_parameters()))
+        return zf.init(matrix.pipeline(cell), dict(matrix.EveryKindOfLeaf().named_parameters()))
 
     if (refused := matrix.refusal(cell)) is None:
         build()
