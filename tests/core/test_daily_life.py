@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import rank_programs as P
 import torch
 from stages import around, fronts
 from time_limits import limit
@@ -48,7 +49,7 @@ class Model(nn.Module):
 
 def averaged(stage):
     """Outputs with averages and with parameters, before, inside and behind; then what training comes to."""
-    model, rank = Model(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    model, rank = Model(), P.rank_and_size()[0]
     opt = zf.attach(model, zf.chain(*STAGES[stage](), zf.sgd(0.5, momentum=0.9), zf.ema(0.7)))
 
     def step(i):
@@ -83,7 +84,7 @@ def averaged(stage):
 
 def trained(stage):
     """The same without a look at averages."""
-    model, rank = Model(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    model, rank = Model(), P.rank_and_size()[0]
     opt = zf.attach(model, zf.chain(*STAGES[stage](), zf.sgd(0.5, momentum=0.9), zf.ema(0.7)))
     for i in range(6):
         model(draw(4, 3, seed=10 * i + rank)).float().square().mean().backward()

@@ -6,6 +6,7 @@ The reference is plain torch in float64 and one process, on the data of all rank
 import functools
 
 import pytest
+import rank_programs as P
 import torch
 import torchopt
 from time_limits import limit
@@ -179,16 +180,10 @@ def loss_of(model, params, rank, step):
     return ((functional_call(model, params, (x,)) - y) ** 2).mean()
 
 
-def rank_of():
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def train(front, parts, route, ranks=None, steps=STEPS):
     """The parameters after some micro-steps. `ranks` are those whose data this process has; by default its own."""
     model, tx = UnevenLeaves(), zf.chain(*FRONTS[front](), *parts())
-    ranks = [rank_of()] if ranks is None else ranks
+    ranks = [P.rank_and_size()[0]] if ranks is None else ranks
     if route != "pure":
         opt = zf.attach(model, tx, in_backward=route == "in backward")
         for step in range(steps):
@@ -364,14 +359,14 @@ def kept(directory):
 
     def go_on(model, opt):
         for step in range(3, 5):
-            x, y = batch(rank_of(), step)
+            x, y = batch(P.rank_and_size()[0], step)
             ((model(x) - y) ** 2).mean().backward()
             opt.step()
             opt.zero_grad()
         return [p.detach().clone() for p in opt.detach().parameters()]
 
     model, opt = guest_of_pieces()
-    x, y = batch(rank_of(), 0)
+    x, y = batch(P.rank_and_size()[0], 0)
     ((model(x) - y) ** 2).mean().backward()
     opt.step()
     opt.zero_grad()

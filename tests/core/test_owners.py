@@ -4,6 +4,7 @@ The reference is one process on the data of all ranks, and `torch.optim.Muon`.
 """
 
 import pytest
+import rank_programs as P
 import torch
 from stages import STAGES, around
 from time_limits import limit
@@ -193,9 +194,8 @@ def owned(leaves, size):
 
 
 def saved(directory, last, stage):
-    import torch.distributed as dist
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = P.rank_and_size()[0]
     tx = chain(stage, last, 1)
     _, state = train(tx, "pure", lambda i: batch(rank, i), 3)
     zf.save(directory, state)

@@ -1,6 +1,7 @@
 """Transforms with a view half of their own: right in every route and stage, on one process and on ranks."""
 
 import pytest
+import rank_programs as P
 import torch
 from time_limits import limit
 from torch import nn
@@ -46,12 +47,6 @@ def rounded():
     """The model sees numbers on a grid; gradients go through as if it did not (straight-through)."""
     view = View(view=lambda x, leaf: grid(x), pull=lambda g, leaf: g, store=lambda x, leaf: x)
     return Transform("rounded", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
-
-
-def rank_of():
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def batch(rank, step):
@@ -111,7 +106,7 @@ def expected(every, size):
 
 
 def everything():
-    rank = rank_of()
+    rank = P.rank_and_size()[0]
     return {(f, route): train(f, route, [rank]) for f in FRONTS for route in ("eager", "pure")}
 
 
@@ -153,7 +148,7 @@ ROUNDED = {
 
 
 def of_rounded():
-    rank = rank_of()
+    rank = P.rank_and_size()[0]
     return {
         (name, route): run(make(), zf.chain(*front(), zf.sgd(0.05)), route, [rank])
         for name, front in ROUNDED.items()

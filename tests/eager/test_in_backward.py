@@ -11,6 +11,7 @@ import torch
 from time_limits import limit
 from torch import nn
 from torch.profiler import ProfilerActivity
+from trees import flat
 
 import zerofn as zf
 
@@ -113,13 +114,6 @@ def test_equals_the_update_after_backward_bit_for_bit(name):
     for key, value in mine.items():
         assert torch.equal(value, theirs[key]), key
     assert a.metrics.keys() - {"grad_norm"} == b.metrics.keys()
-
-
-def flat(entries, prefix=""):
-    """Tensors of a state by where they stand."""
-    if isinstance(entries, torch.Tensor):
-        return {prefix: entries}
-    return {k: v for name, entry in entries.items() for k, v in flat(entry, f"{prefix}/{name}").items()}
 
 
 def test_leaves_of_no_group_stay():

@@ -13,6 +13,7 @@ from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from trees import flat
 
 import zerofn as zf
 import zerofn.core.coalesced_views
@@ -74,12 +75,6 @@ def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[di
     stored = {path: x.detach().clone() for path, x in opt.state.leaves.items()}
     opt.detach()
     return stored, state, left
-
-
-def flat(entries: Any, prefix: str = "") -> dict[str, Tensor]:
-    if isinstance(entries, Tensor):
-        return {prefix: entries}
-    return {k: v for name, entry in entries.items() for k, v in flat(entry, f"{prefix}/{name}").items()}
 
 
 def both(stage: Any, differing: bool) -> dict[str, Any]:

@@ -276,17 +276,17 @@ def checkpoint_around(run: Run):
     return x.grad
 
 
-def functional(run: Run):
+def functional(run: Run, params: dict[str, torch.Tensor] | None = None):
     """`torch.func.functional_call` from outside with tensors of the caller's."""
-    params = {n: p.detach().clone().requires_grad_() for n, p in run.model.named_parameters()}
+    params = params or {n: p.detach().clone().requires_grad_() for n, p in run.model.named_parameters()}
     x = run.data(5, 6, grad=True)
     torch.func.functional_call(run.model, params, (x,)).square().mean().backward()
     run.model(x).square().mean().backward()
     return [x.grad, *(p.grad for p in params.values())]
 
 
-def functional_transforms(run: Run):
-    params = {n: p.detach() for n, p in run.model.named_parameters()}
+def functional_transforms(run: Run, params: dict[str, torch.Tensor] | None = None):
+    params = {n: p.detach() for n, p in (params or dict(run.model.named_parameters())).items()}
     x = run.data(5, 6)
 
     def loss(p, x):

@@ -119,24 +119,11 @@ def exceptions(run: Any):
 
 
 def functional(run: Any):
-    params = full_parameters(run)
-    x = run.data(5, 6, grad=True)
-    torch.func.functional_call(run.model, params, (x,)).square().mean().backward()
-    run.model(x).square().mean().backward()
-    return [x.grad, *(p.grad for p in params.values())]
+    return S.functional(run, full_parameters(run))
 
 
 def functional_transforms(run: Any):
-    params = {n: p.detach() for n, p in full_parameters(run).items()}
-    x = run.data(5, 6)
-
-    def loss(p, x):
-        return torch.func.functional_call(run.model, p, (x,)).square().mean()
-
-    g = torch.func.grad(loss)(params, x)
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x[:, None])
-    run.model(x).square().mean().backward()
-    return [*g.values(), *per_sample.values()]
+    return S.functional_transforms(run, full_parameters(run))
 
 
 def forces(run: Any):

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from trees import flat
 
 import zerofn as zf
 
@@ -49,14 +50,6 @@ def train(model, opt, first, last):
         model(x).square().mean().backward()
         opt.step()
         opt.zero_grad()
-
-
-def flat(tree, above=""):
-    if isinstance(tree, dict):
-        return {k: x for name, sub in tree.items() for k, x in flat(sub, f"{above}/{name}").items()}
-    if isinstance(tree, tuple | list):
-        return {k: x for i, sub in enumerate(tree) for k, x in flat(sub, f"{above}/{i}").items()}
-    return {above: tree}
 
 
 def everything(model, opt):

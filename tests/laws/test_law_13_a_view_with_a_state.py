@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from routes import mean_square, micro_steps
 from stages import STAGES, around
 from time_limits import limit
 from torch import nn
-from torch.func import functional_call
 
 import zerofn as zf
 import zerofn.extend
@@ -66,26 +66,13 @@ def train(scale, stage, route, rank=0):
     if rank == 0:
         batches[NAN_AT] = torch.nan
     model, found = model_of(), []
-
-    def note(state, metrics):
+    if route == "pure":
+        batches = batches.to(HALF)
+    for state, metrics in micro_steps(route, model, tx, batches, mean_square):
         moments = [x.clone() for slot in ("exp_avg", "exp_avg_sq") for x in state.transforms["adamw"][slot].values()]
         sums = [x.clone() for x in state.transforms["accumulate"]["sum"].values()]
         parts = [x.clone() for x in state.leaves.values()]
         found.append((parts + moments + sums, float(metrics["loss_scale"]), bool(metrics["updated"])))
-
-    if route == "eager":
-        opt = zf.attach(model, tx)
-        for x in batches:
-            model(x).float().square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-            note(opt.state, opt.metrics)
-    else:
-        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-        step = zf.make_step(lambda p, x: functional_call(model, p, (x.to(HALF),)).float().square().mean(), tx)
-        for x in batches:
-            state, metrics = step(state, x)
-            note(state, metrics)
     return found
 
 
@@ -138,17 +125,8 @@ def test_two_factors_are_one(stage, route):
         model = model_of(watch)
         tx = zf.chain(*around(stage, zf.precision(param_dtype=HALF), *scale), zf.sgd(0.1, momentum=0.9))
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
-        if route == "eager":
-            opt = zf.attach(model, tx)
-            model(x).float().square().mean().backward()
-            opt.step()
-            leaves = opt.state.leaves
-        else:
-            state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-            step = zf.make_step(lambda p, x, m=model: functional_call(m, p, (x.to(HALF),)).float().square().mean(), tx)
-            state, _ = step(state, x)
-            leaves = state.leaves
-        seen.append([*watch.seen, *leaves.values()])
+        ((state, _),) = micro_steps(route, model, tx, [x if route == "eager" else x.to(HALF)], mean_square)
+        seen.append([*watch.seen, *state.leaves.values()])
     for a, b in zip(*seen, strict=True):
         assert torch.equal(a, b)
     # Inside of the model they are multiplied: without a factor the mean of 18 squares has none so large.

@@ -11,10 +11,10 @@ from pathlib import Path
 import optree
 import pytest
 import torch
+from routes import mean_square, micro_steps
 from stages import STAGES, around
 from time_limits import limit
 from torch import nn
-from torch.func import functional_call
 
 import zerofn as zf
 from zerofn import extend
@@ -68,19 +68,9 @@ def train(z, stage, middle, route, rank):
     head, tail = MIDDLE[middle](z)
     tx = zf.chain(*around(stage, *head, z.accumulate(2), of=z), *tail)
     batches = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(rank))
-    if route == "eager":
-        opt = zf.attach(model, tx)
-        for x in batches:
-            model(x).float().square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        state = opt.state
-    else:
-        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-        dtype = torch.bfloat16 if middle == "bf16" else torch.float16 if middle == "fp16" else torch.float32
-        step = zf.make_step(lambda p, x: functional_call(model, p, (x.to(dtype),)).float().square().mean(), tx)
-        for x in batches:
-            state, _ = step(state, x)
+    if route == "pure":
+        batches = batches.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(middle, torch.float32))
+    *_, (state, _) = micro_steps(route, model, tx, batches, mean_square)
     # By their places: the copies have other names.
     return [x.clone() for x in optree.tree_leaves([*state.transforms.values(), state.leaves])]
 

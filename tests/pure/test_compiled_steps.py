@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from models import Dot
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
@@ -222,20 +223,6 @@ def test_in_a_graph_the_kernel_writes_a_donated_state_itself_where_nothing_is_ch
     # Parameters and both moments; of a hold the sums as well, and they are written at the end of the graph. Where the
     # state is written the loss too, which may be an element of it.
     assert copies == {(False, False): 120, (False, True): 120, (True, False): 1, (True, True): 121}
-
-
-class Dot(torch.autograd.Function):
-    """Its backward gives what it has saved: a gradient that is another parameter itself."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return (a * b).sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        return b, a
 
 
 @needs_compiler

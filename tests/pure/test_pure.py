@@ -9,6 +9,7 @@ from typing import NamedTuple
 import optree
 import pytest
 import torch
+from models import Dot
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_map as torch_map
 
@@ -582,23 +583,10 @@ def test_a_thousand_steps_keep_what_ten_keep(donate):
     assert found[0] == found[1] > 0
 
 
-class Product(torch.autograd.Function):
-    """Whose gradients are its saved inputs themselves, where the cotangent is one."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return (a * b).sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.saved_tensors[1], ctx.saved_tensors[0]
-
-
 def test_a_gradient_in_the_memory_of_a_donated_parameter_is_read_before_that_is_written():
     tx, params = zf.sgd(1.0), {"a": torch.full((2,), 3.0), "b": torch.full((2,), 5.0)}
     for donate in (False, True):
-        state, _ = zf.make_step(lambda p: Product.apply(p["a"], p["b"]), tx, donate)(zf.init(tx, params))
+        state, _ = zf.make_step(lambda p: Dot.apply(p["a"], p["b"]), tx, donate)(zf.init(tx, params))
         assert_trees_equal(state.params, {"a": torch.full((2,), -2.0), "b": torch.full((2,), 2.0)})
 
 

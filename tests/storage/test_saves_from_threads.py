@@ -17,6 +17,17 @@ SAID = "zf.save(directory, opt) in another thread while opt makes a step"
 HALF = "with in_backward=True, where backward is the step"
 
 
+def save(opt, directory, wait, told):
+    """Adds to `told` whether it has saved, or what the error says."""
+    try:
+        saving = zf.save(directory, opt, wait=wait)
+        if saving is not None:
+            saving.wait(limit())
+        told.append("saved")
+    except RuntimeError as error:
+        told.append(str(error))
+
+
 def work(stage, directory, wait, early):
     """What saves told beside a step, within one and beside nothing; and whether the first one is what was on disk."""
     torch.manual_seed(0)
@@ -42,17 +53,8 @@ def work(stage, directory, wait, early):
         opt.step()
         opt.zero_grad()
 
-    def save(told):
-        try:
-            saving = zf.save(directory, opt, wait=wait)
-            if saving is not None:
-                saving.wait(limit())
-            told.append("saved")
-        except RuntimeError as error:
-            told.append(str(error))
-
     def in_thread(told):
-        thread = threading.Thread(target=save, args=(told,))
+        thread = threading.Thread(target=save, args=(opt, directory, wait, told))
         thread.start()
         thread.join(limit())
 
@@ -60,7 +62,7 @@ def work(stage, directory, wait, early):
     zf.save(directory, opt)
     first = {k: x.clone() for k, x in zf.full_params(opt.tx, opt.state).items()}
     dcp_writer._Writer.write_data = held
-    thread = threading.Thread(target=save, args=(told,))
+    thread = threading.Thread(target=save, args=(opt, directory, wait, told))
     thread.start()
     assert began.wait(limit())
     step()
@@ -100,20 +102,11 @@ def within_a_backward(stage, directory, wait):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
     told: list[str] = []
 
-    def save():
-        try:
-            saving = zf.save(directory, opt, wait=wait)
-            if saving is not None:
-                saving.wait(limit())
-            told.append("saved")
-        except RuntimeError as error:
-            told.append(str(error))
-
     @zf.leafwise(needs="element")
     def looks(grad, param, *, path):
         # Gradients of the last module have come before.
         if stage is None and path == "0.weight" and opt.global_steps == 1:
-            thread = threading.Thread(target=save)
+            thread = threading.Thread(target=save, args=(opt, directory, wait, told))
             thread.start()
             thread.join(limit())
         return grad
@@ -122,16 +115,16 @@ def within_a_backward(stage, directory, wait):
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
     model(x).square().mean().backward()
     opt.step()
-    save()
+    save(opt, directory, wait, told)
     kept = {k: p.clone() for k, p in zf.full_params(opt.tx, opt.state).items()}
     model(x).square().mean().backward()
-    save()
+    save(opt, directory, wait, told)
     with pytest.raises(RuntimeError, match=r"opt.state_dict\(\) between a backward and opt.step\(\)"):
         opt.state_dict()
     again = zf.load(directory, like=zf.init(opt.tx, {k: torch.zeros_like(p) for k, p in kept.items()}))
     same = all(torch.equal(p, kept[k]) for k, p in zf.full_params(opt.tx, again).items())
     opt.step()
-    save()
+    save(opt, directory, wait, told)
     opt.state_dict()
     return told, same
 

@@ -227,3 +227,17 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gru(self.lstm(x)[0])[0]
+
+
+class Dot(torch.autograd.Function):
+    """Its gradients, where the cotangent is one, are what it has saved: each argument is the other's."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return b, a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import rank_programs as P
 import torch
 import torch.nn.functional as F
 from stages import STAGES, around
@@ -60,7 +61,7 @@ def loss_of(model, params, buffers, x, y):
 
 def run(stage):
     """By both routes, from each the parameters and buffers at the end."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank = P.rank_and_size()[0]
     model, plain = Model(), Model()
     opt = zf.attach(model, pipeline(stage, zf.precision(BF16, buffer_dtype=BF16)))
     tx = pipeline(stage, zf.precision(BF16))
