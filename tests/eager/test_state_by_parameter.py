@@ -20,7 +20,7 @@ def trained(tx: zf.Transform) -> tuple[nn.Module, zf.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     opt = zf.attach(model, tx)
-    model(torch.ones(2, 3) * (1 + (P.rank_and_size()[0]))).square().mean().backward()
+    model(torch.ones(2, 3) * (1 + P.rank_and_size()[0])).square().mean().backward()
     opt.step()
     opt.zero_grad()
     return model, opt
