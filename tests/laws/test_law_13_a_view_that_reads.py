@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from routes import mean_square, micro_steps
 from stages import STAGES, around
 from time_limits import limit
 from torch import nn
@@ -153,23 +154,9 @@ RESIDENT = {
 
 def resident(stage, route, rank, size=1):
     """What is stored after each micro-step, where the model keeps what it sees: of the grid of the step to come."""
-    tx, model, found = RESIDENT[stage](), model_of(), []
-    given = torch.cat([batches(r) for r in range(rank, rank + size)], 1)
-    if route == "pure":
-        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-        step = zf.make_step(lambda p, x: functional_call(model, p, (x,)).square().mean(), tx)
-        for x in given:
-            state, _ = step(state, x)
-            found.append(stored(tx, state))
-        return found
-    opt = zf.attach(model, tx, in_backward=route == "in backward")
-    for x in given:
-        model(x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-        found.append(stored(tx, opt.state))
-    opt.detach()
-    return found
+    tx, given = RESIDENT[stage](), torch.cat([batches(r) for r in range(rank, rank + size)], 1)
+    steps = micro_steps(route, model_of(), tx, given, lambda out: out.square().mean())
+    return [stored(tx, state) for state, _ in steps]
 
 
 def resident_on_a_rank():
@@ -195,21 +182,8 @@ def test_where_resident_parameters_are_made_after_an_update():
 def reduced_in_fp32(route):
     """Parameters in bf16 after each step, where what is reduced is yet to be pulled through the view."""
     tx = zf.chain(zf.precision(reduce_dtype=torch.float32), zf.all_reduce(), on_a_grid(1 / 3), zf.sgd(RATE))
-    model, found = model_of().bfloat16(), []
-    if route == "pure":
-        state = zf.init(tx, {n: p.detach() for n, p in model.named_parameters()})
-        step = zf.make_step(lambda p, x: functional_call(model, p, (x,)).float().square().mean(), tx)
-    else:
-        opt = zf.attach(model, tx, in_backward=route == "in backward")
-    for x in batches(torch.distributed.get_rank()).bfloat16():
-        if route == "pure":
-            state, _ = step(state, x)
-        else:
-            model(x).float().square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        found.append(stored(tx, state if route == "pure" else opt.state))
-    return found
+    given = batches(torch.distributed.get_rank()).bfloat16()
+    return [stored(tx, state) for state, _ in micro_steps(route, model_of().bfloat16(), tx, given, mean_square)]
 
 
 def reduced_on_a_rank():
