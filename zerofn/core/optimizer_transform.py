@@ -1,4 +1,4 @@
-"""What every optimizer shares: its step, its learning rate, and the number of updates each leaf has had."""
+"""`optimizer`: a transform from a formula on one leaf, with counts of updates, a learning rate and kernels."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _Update:
         return state
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        # One optimizer per group, so where it stands names it, whatever the user calls it.
+        # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
         rate = ctx.lr.get(ctx.prefix, self.lr)
         if rate is not self.lr or not self.sure:
             rate = learning_rate(self.name, rate, ctx.read(state["step"]))
@@ -158,14 +158,15 @@ def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str
 def _listed(group: list[str], count: Any, given: Given) -> LeafList:
     """Leaves as a kernel takes them: what it writes in the memory of the old where that is donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
-    # Listed from C, as all that is asked of every leaf in every step.
+    # By `map` over C functions: this runs for every leaf in every step.
     columns = {}
     for name, x in {"": params, **slots}.items():
         column = list(map(x.__getitem__, group))
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, ctx.norms)
+    norms = [] if ctx.norms is not None and ctx.norms.requested(group, gradients) else None
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms)
 
 
 def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
@@ -175,6 +176,8 @@ def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Gi
     for count, group in groups:
         leaves = _listed(group, count, given)
         kernel(leaves)
+        if leaves.norms and given.ctx.norms is not None:
+            given.ctx.norms.add(group, leaves.norms)
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
             own.setdefault(slot, {}).update(zip(group, tensors, strict=True))

@@ -22,6 +22,7 @@ Limited Numerical Precision", ICML 2015).
 
 from __future__ import annotations
 
+import functools
 from hashlib import blake2b
 from typing import Any
 
@@ -54,6 +55,11 @@ def leaf_key(path: str) -> int:
     >>> leaf_key("layers.0.weight")
     2236915355251466630
     """
+    return _hash(path)
+
+
+@functools.cache  # keys are asked for in every step
+def _hash(path: str) -> int:
     return int.from_bytes(blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
 
 
