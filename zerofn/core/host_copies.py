@@ -1,4 +1,4 @@
-"""Copies between a device and the host in one direction: on CUDA on a stream of their own, beside the computation."""
+"""Copies between a device and the host in one direction, on CUDA on a stream of their own beside the computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update halves on a state, by either route, and whether gradients and state are what they take."""
+"""Runs the update halves of a chain on a state, after checks of gradients and state; for both routes."""
 
 from __future__ import annotations
 
