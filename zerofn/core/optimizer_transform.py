@@ -126,8 +126,7 @@ class _Update:
         return Prepared(carry=(rate, now), state={"step": state["step"] + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        before = list(map(state["count"].__getitem__, grads))
-        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
+        counts = one_more(state["count"], grads, ctx.recorded)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         given = Given(grads, params, {slot: state[slot] for slot in self.slots}, counts, *carry, common, ctx)
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
@@ -253,8 +252,7 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        before = list(map(state["count"].__getitem__, grads))
-        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
+        counts = one_more(state["count"], grads, ctx.recorded)
         given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
         out, own = _by_formula(formula, derived, given)
         return out, {**own, "count": counts}

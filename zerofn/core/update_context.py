@@ -107,10 +107,6 @@ class Context:
         """A tensor that may be written: `x` itself when donated, else a copy."""
         return x if self.donate else x.clone()
 
-    def owned(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors that may be written, as `own`."""
-        return tensors if self.donate else [x.clone() for x in tensors]
-
     def into(self, old: Tensor, new: Tensor) -> Tensor:
         """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
         return old.copy_(new) if self.donate else new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 from .._compat.operators import foreach_add
 from ..kernels.recording import concrete
 from ..kernels.terms import once
+from .layout import Leaves
 from .leaf_arguments import Numbers
 
 # (updates of a leaf, rate, hyperparameters) -> numbers by name
 Derived = Callable[[Any, Any, Numbers], Numbers]
 
 
-def one_more(counts: list[Tensor], recorded: bool) -> list[Tensor]:
-    """Each count plus one, by one `foreach` call: on many small leaves single additions show in the time of a step."""
-    if not counts or recorded:
-        return [c + 1 for c in counts]
-    return list(foreach_add(counts, 1))
+def one_more(counts: Leaves, paths: Collection[str], recorded: bool) -> Leaves:
+    """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
+    before = list(map(counts.__getitem__, paths))
+    after = [c + 1 for c in before] if recorded or not before else foreach_add(before, 1)
+    return dict(zip(paths, after, strict=True))
 
 
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:

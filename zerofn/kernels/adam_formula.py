@@ -33,7 +33,7 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # parameter,
 
 
 class Scalars(NamedTuple):
-    """What the formula needs of step and hyperparameters: floats exact in float32, or 0-d float32 tensors."""
+    """Numbers made of step and hyperparameters: floats that are exact in float32, or 0-d float32 tensors."""
 
     beta2: Any
     one_minus_beta1: Any
@@ -67,18 +67,6 @@ class Mode(NamedTuple):
     stochastic_param: bool
     stochastic_exp_avg: bool
     stochastic_exp_avg_sq: bool
-
-    @classmethod
-    def of(cls, rounding: str, beta1: float, dtypes: Dtypes) -> Mode:
-        """float32 is stored as computed, whatever ``rounding`` says."""
-        param, _, exp_avg, exp_avg_sq = dtypes
-        random = rounding != "nearest"
-        return cls(
-            kahan=rounding == "kahan",
-            stochastic_param=rounding == "stochastic" and param in _LOW,
-            stochastic_exp_avg=random and exp_avg in _LOW and beta1 > _NEAREST_MOMENT_BETA,
-            stochastic_exp_avg_sq=random and exp_avg_sq in _LOW,
-        )
 
     @property
     def streams(self) -> tuple[bool, bool]:
@@ -160,7 +148,7 @@ class Leaves(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything that is the same for all entries."""
+    """What all entries have in common."""
 
     step: Any
     scalars: Scalars
@@ -170,7 +158,15 @@ class Settings(NamedTuple):
     form: Any  # of the random draws
 
     def mode(self, dtypes: Dtypes) -> Mode:
-        return Mode.of(self.rounding, self.beta1, dtypes)
+        """How entries of these dtypes are rounded; float32 is stored as computed, whatever `rounding` says."""
+        param, _, exp_avg, exp_avg_sq = dtypes
+        random = self.rounding != "nearest"
+        return Mode(
+            kahan=self.rounding == "kahan",
+            stochastic_param=self.rounding == "stochastic" and param in _LOW,
+            stochastic_exp_avg=random and exp_avg in _LOW and self.beta1 > _NEAREST_MOMENT_BETA,
+            stochastic_exp_avg_sq=random and exp_avg_sq in _LOW,
+        )
 
 
 class _Segment(NamedTuple):
@@ -260,7 +256,7 @@ def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) ->
 
 
 def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
-    """What is compiled. All that changes from step to step comes in tensors, so nothing is specialised on."""
+    """The function that is compiled. All that changes from step to step is a tensor, so that nothing recompiles."""
     index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
     bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
     _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))
