@@ -211,8 +211,8 @@ def agree_on_all(
 ) -> None:
     """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
 
-    The message names the first that differs. Where that has an entry in `messages`, every rank calls it for the message;
-    an empty one is no error.
+    The message names the first that differs. Where that has an entry in `messages`, every rank calls it for the
+    message; an empty one is no error.
 
     >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
     """

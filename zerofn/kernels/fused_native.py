@@ -1,4 +1,4 @@
-"""torch's fused Adam in C, for large fp32 leaves on a CPU: the same bits, faster, with the norms of the gradients.
+"""torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the gradients.
 
 Such an update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each page
 of 4 KiB; and the norm of the gradients, which metrics show, is a second pass over them. This kernel computes both in
