@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.core import host_copies as _lanes
+from zerofn.core.host_copies import CopyQueue
 
 HERE = torch.device("cuda", 0)
 
@@ -67,8 +67,7 @@ def log(monkeypatch) -> list[Any]:
 def test_a_copy_waits_for_what_was_computed_and_keeps_the_memory_of_the_device(log, there):
     host, device = FakeTensor(log, "host's", "cpu"), FakeTensor(log, "device's", "cuda:0")
     pair: Any = (device, host) if there else (host, device)
-    lane = _lanes.lane(HERE)
-    arrival = lane.copy([pair])
+    copy = CopyQueue(HERE).copy([pair])
     assert log == [
         ("copies", "waits for", "compute"),
         ("on", "copies"),
@@ -78,18 +77,18 @@ def test_a_copy_waits_for_what_was_computed_and_keeps_the_memory_of_the_device(l
         ("copies", "records"),
     ]
     log.clear()
-    arrival.here()
+    copy.wait_on_device()
     assert log == [("compute", "waits for", "the event")]
-    arrival.wait()
+    copy.wait_on_host()
     assert log[1:] == [("host", "waits for", "the event")]
 
 
 def test_elsewhere_copies_are_made_at_once():
     target, source = torch.zeros(2), torch.ones(2)
-    arrival = _lanes.lane(torch.device("cpu")).copy([(target, source)])
+    copy = CopyQueue(torch.device("cpu")).copy([(target, source)])
     assert torch.equal(target, source)
-    arrival.here()
-    arrival.wait()
+    copy.wait_on_device()
+    copy.wait_on_host()
 
 
 @pytest.mark.cuda

@@ -62,6 +62,20 @@ def test_unequal_weights_are_the_big_batch_or_refused_on_every_rank():
                 assert got == pytest.approx([-MEAN] * 3, rel=1e-12), (kind, route)
 
 
+def _equal_fractions() -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1, bias=False)
+    opt = zf.attach(model, zf.chain(zf.reduce_scatter(), zf.accumulate(1, weighted=True), zf.sgd(1.0)))
+    model(torch.ones(1)).sum().backward()
+    opt.step(weight=0.1)
+    return "stepped"
+
+
+def test_equal_weights_whose_mean_is_rounded_are_equal():
+    # (0.1 + 0.1 + 0.1) / 3 is another float64 than 0.1.
+    assert zf.launch(_equal_fractions, 3, timeout=limit()) == ["stepped"] * 3
+
+
 BATCHED = {
     **{kind: lambda kind=kind: _pipeline(kind) for kind in (*STAGES, "data parallel, late")},
     "scaled": lambda: zf.chain(zf.all_reduce(), zf.scale_loss(), zf.sgd(1.0)),

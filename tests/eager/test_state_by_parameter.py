@@ -196,3 +196,10 @@ def test_a_file_of_another_rank_is_refused(stage):
         assert same
         assert f"the part of rank ({1 - rank},) instead of that of rank ({rank},)" in message
         assert "zf.save(directory, opt)" in message
+
+
+def test_a_group_may_have_the_name_of_a_parameter():
+    tx = zf.partition({"w": zf.adamw(1e-3), "b": zf.sgd(0.1, momentum=0.9)}, {"w": "w", "b": "b"})
+    state = zf.init(tx, {"w": torch.zeros(2), "b": torch.zeros(2)})
+    assert set(state[state.leaves["w"]]) == {"count", "exp_avg", "exp_avg_sq"}
+    assert set(state[state.leaves["b"]]) == {"count", "momentum"}

@@ -13,37 +13,36 @@ from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
 import zerofn.core.executor
-import zerofn.core.host_copies
 import zerofn.core.state_prefetch
 
 SMALL = 64  # bytes in a bucket: two or three leaves of the models here
 
 
-class LateLane:
+class LateQueue:
     """Copies; `log` tells how many were on their way to the device whenever a bucket left it."""
 
-    def __init__(self, log: list[int], under_way: set[LateArrival]):
+    def __init__(self, log: list[int], under_way: set[LateCopy]):
         self.log, self.under_way = log, under_way
 
-    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> LateArrival:
+    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> LateCopy:
         for target, _ in pairs:
             inside(target).fill_(float("nan"))
         if not any(isinstance(target, Elsewhere) for target, _ in pairs):
-            self.log.append(sum(arrival.there for arrival in self.under_way))
-        return LateArrival(pairs, self.under_way)
+            self.log.append(sum(copy.there for copy in self.under_way))
+        return LateCopy(pairs, self.under_way)
 
 
-class LateArrival:
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]], under_way: set[LateArrival]):
+class LateCopy:
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], under_way: set[LateCopy]):
         self.pairs, self.under_way = list(pairs), under_way
         self.there = all(isinstance(target, Elsewhere) for target, _ in pairs)
         under_way.add(self)
 
-    def here(self) -> None:
+    def wait_on_device(self) -> None:
         if self.there:
-            self.wait()
+            self.wait_on_host()
 
-    def wait(self) -> None:
+    def wait_on_host(self) -> None:
         for target, source in self.pairs:
             inside(target).copy_(inside(source))
         self.pairs = []
@@ -53,9 +52,9 @@ class LateArrival:
 def compare_late(pipeline: str, route: str) -> tuple[list[str], list[int], int]:
     """What `compare` finds; copies still coming whenever a bucket left; how many copies never arrived."""
     log: list[int] = []
-    under_way: set[LateArrival] = set()
+    under_way: set[LateCopy] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zerofn.core.host_copies, "lane", lambda device: LateLane(log, under_way))
+        patch.setattr(zerofn.core.state_prefetch, "CopyQueue", lambda device: LateQueue(log, under_way))
         for module in (zerofn.core.executor, zerofn.core.state_prefetch):
             patch.setattr(module, "BUCKET_BYTES", SMALL)
         return compare(pipeline, route), log, len(under_way)

@@ -27,7 +27,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def made_outside_of_graphs(fn: Made) -> Made:
-    """`fn`, which makes a transform, as what the compiler leaves alone; in a whole graph it is refused by its name."""
+    """`fn`, which makes a transform, not traced by the compiler; with `fullgraph=True` the error names it."""
     wrong = f"{fn.__name__}(...) inside of torch.compile(..., fullgraph=True)"
     right = (
         f"tx = ...{fn.__name__}(...), outside of what is compiled; a number that changes between steps is a tensor,\n"
@@ -39,7 +39,7 @@ def made_outside_of_graphs(fn: Made) -> Made:
 def plain(value: Any) -> Any:
     """Python's number for one of numpy's, in lists and tuples too; anything else as it is.
 
-    So that what prints, compares, pickles and goes into kernels is one and the same: of `np.float32(0.1)`, its value.
+    So that a transform prints, compares, pickles and computes with the same number: of `np.float32(0.1)`, its value.
     """
     if isinstance(value, np.generic):
         return float(value) if isinstance(value, np.floating) else value.item()
@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
 
 
 def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuse what `misfit` has a reason against."""
+    """Raise a ValueError unless `value` is a number in [low, high), as `misfit` says."""
     if why := misfit(name, value, low, high):
         raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}={_example(low, high)})"))
 
@@ -79,7 +79,7 @@ def check_betas(function: str, betas: Any) -> None:
 
 
 def given(value: Any) -> bool:
-    """Whether a hyperparameter whose zero means "none" is there. A tensor is, for its value may change."""
+    """Whether a hyperparameter whose zero means "none" is used. A tensor always is, since its value may change."""
     return isinstance(value, Tensor) or bool(value)
 
 
@@ -128,7 +128,7 @@ def check_function(where: str, fn: Any) -> None:
 
 
 def check_positional(where: str, keywords: dict[str, Any]) -> None:
-    """Refuse arguments by keyword where all are passed on by position."""
+    """Raise a TypeError for keyword arguments where all arguments are passed on by position."""
     if keywords:
         given = ", ".join(map("{}=...".format, keywords))
         why = "what follows comes by position, and is handed on so"

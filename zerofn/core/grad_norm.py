@@ -1,4 +1,4 @@
-"""The norm of what the optimizer is given, for metrics: of each leaf by whoever goes over the gradients anyway."""
+"""The metric `grad_norm`: the norm of the gradients that reach the optimizer, before any clipping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .transform import Transform, TransformState
 from .update_context import Context, Prepared
 
 
-def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
     found: Leaves = {}
 
     def close() -> None:
@@ -22,20 +22,20 @@ def _look_at_norm(state: TransformState, grads: Leaves | None, params: Leaves, c
     return Prepared(found, close=close)
 
 
-def _note_norms(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
+def _update(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
     if ctx.norms is None:
         found.update(leaf_squares(grads))
     else:
-        ctx.norms.ask(grads)
+        ctx.norms.request(grads)
     return grads, state
 
 
-# Metrics show the norm of what the optimizer is given; a clip shows it before clipping, in its place.
-# A name with a dot is one that no transform of a user's can have.
+# Put before the optimizer where no clip stands, which reports the norm itself.
+# A user's transform cannot have a name with a dot.
 GRAD_NORM = Transform(
     ".grad_norm",
     needs="number",
     facts=Facts(reports=frozenset(["grad_norm"]), copies=False),
-    prepare_fn=_look_at_norm,
-    update_fn=_note_norms,
+    prepare_fn=_prepare,
+    update_fn=_update,
 )

@@ -1,4 +1,4 @@
-"""Whether gradients fit: of the parameters' structure and shapes, dense, and where a kernel can read them."""
+"""Checks of gradients: structure and shapes of the parameters, dense, on their device and with memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_dense(grads: Leaves) -> None:
 def unreadable(g: Tensor, stored: Tensor) -> str | None:
     """Why no kernel could read `g` beside the stored parameter, if none could.
 
-    Fused kernels do not check: given such a gradient they do nothing without a word, or end the process.
+    Fused kernels do not check: given such a gradient they do nothing without an error, or end the process.
     """
     if g.device != stored.device:
         return f"gradient of {g.dtype} on {g.device}, stored parameter of {stored.dtype} on {stored.device}"
@@ -100,7 +100,7 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
 
 
 def _all_readable(grads: Leaves, stored: Leaves) -> bool:
-    """Whether all are plain tensors on the CPU that have memory, as nearly always: asked of all at once, from C."""
+    """Whether all are plain CPU tensors with memory, the usual case: checked by `map` over C functions."""
     found = list(grads.values())
     try:
         # Of what has no memory, and of what torch.func has wrapped, the address is 0 or an error.

@@ -1,4 +1,4 @@
-"""What metrics show of a step that is held back or skipped: the same names as of any other."""
+"""Metrics of transforms that a held or skipped step does not reach: the same names as after any other step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .update_context import Context
 
 
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
-    """Have transforms that a step does not reach report what they would have: rates, and 0 for what they measure.
+    """Report the metrics of transforms that a held step does not reach.
 
-    A rate is that of the update to come; what a transform counts is as it stands in its state, under the metric's name.
-    A step that computes everything and chooses, in a graph or a batch, shows the same: `Context.report` puts it in the
-    place of what they then report of gradients of zero.
+    An optimizer's rate is that of the update to come. A counter has its value in the transform's state, under the name
+    of the metric; any other metric is 0. In a graph or a batch, where every step computes everything and chooses
+    afterwards, `Context.report` puts these values in the place of those computed from gradients of zero.
 
     Args:
-        parts: those behind the hold.
+        parts: the transforms after the one that holds.
         states: theirs, by name; not changed.
-        params: of their leaves.
-        ctx: where they report.
+        params: their parameters, by path.
+        ctx: takes the reports.
     """
     for part in parts:
         for name, value in standing(part, states.get(part.name, {})).items():
@@ -40,5 +40,5 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
 
 
 def standing(part: Transform, state: TransformState) -> dict[str, Any]:
-    """What a transform shows of a step that does not reach it, by the names of its metrics."""
+    """The metrics of a transform that a step does not reach: by name the counter in its state, else 0."""
     return {name: state.get(name, 0.0) for name in part.facts.reports}

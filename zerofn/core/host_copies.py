@@ -1,88 +1,57 @@
-"""Copies between a device and the host: in one direction, one after the other, beside what the device computes."""
+"""Copies between a device and the host in one direction, on CUDA on a stream of their own beside the computation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # of (target, source)
+
+class PendingCopy:
+    """A copy that was begun. Until it is waited for, nobody may touch a target or write a source."""
+
+    def __init__(self, device: torch.device, event: torch.Event | None):
+        self.device, self.event = device, event
+
+    def wait_on_device(self) -> None:
+        """What the device computes from here on comes after the copy. The host goes on."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def wait_on_host(self) -> None:
+        """Return once the host may read and write targets and sources."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
-class Arrival(Protocol):
-    """A copy that was begun."""
+class CopyQueue:
+    """Copies in one direction, one after the other: on a CUDA stream of their own, else at once.
 
-    def here(self) -> None:
-        """What is computed on the device from now on comes after the copy. The host goes on."""
-        ...
-
-    def wait(self) -> None:
-        """The host may read and write target and source."""
-        ...
-
-
-class Lane(Protocol):
-    """One direction of copies, to or from one device."""
-
-    def copy(self, pairs: Pairs) -> Arrival:
-        """Begin to copy. Until it has arrived no one may touch a target, or write a source."""
-        ...
-
-
-class Done:
-    """The arrival of a copy that was made at once."""
-
-    def here(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class AtOnce:
-    """Copies in the order of the program."""
-
-    def copy(self, pairs: Pairs) -> Arrival:
-        for target, source in pairs:
-            target.copy_(source)
-        return Done()
-
-
-class Beside:
-    """Copies on a CUDA stream of their own.
-
-    Each copy begins when what was computed before is done: that may write a source, or read what lay in a
-    target's memory before. So a copy runs beside what is computed *after* it was begun.
+    Args:
+        device: to or from which is copied; the other end is the host.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, pairs: Pairs) -> Arrival:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> PendingCopy:
+        """Begin to copy pairs of (target, source).
+
+        Computations that were launched before may write a source, or read what lay in a target's memory: the stream
+        waits for them. The copy runs beside those that are launched afterwards.
+        """
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return PendingCopy(self.device, None)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         for tensor in (x for pair in pairs for x in pair if x.device.type == "cuda"):
-            # Memory that is let go while it is copied must not be handed out before the copy is done. For
-            # pinned memory of the host the copy itself sees to it.
+            # The allocator must not hand out memory that is freed during the copy. For pinned memory of the host
+            # the copy itself sees to it.
             tensor.record_stream(self.stream)
-        return Arrived(self.stream.record_event(), self.device)
-
-
-class Arrived:
-    """The end of a copy on a CUDA stream."""
-
-    def __init__(self, event: torch.Event, device: torch.device):
-        self.event, self.device = event, device
-
-    def here(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-def lane(device: torch.device) -> Lane:
-    """A lane to or from a device: streams where there are any, which is on CUDA."""
-    return Beside(device) if device.type == "cuda" else AtOnce()
+        return PendingCopy(self.device, self.stream.record_event())

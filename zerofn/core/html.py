@@ -1,4 +1,4 @@
-"""Small pictures for notebooks, as HTML and SVG without scripts: a road of boxes, a table with bars, a curve."""
+"""Small pictures for notebooks, as HTML and SVG without scripts: a row of boxes, a table with bars, a curve."""
 
 from __future__ import annotations
 

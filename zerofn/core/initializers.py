@@ -1,9 +1,9 @@
-"""First values that do not exist yet: leaves on the meta device, made one after the other by an initialiser.
+"""Initial values of parameters on the meta device: leaves are made one after the other by an initialiser.
 
-A leaf is made whole, since torch's initialisers know no other way (a fan, an orthogonal matrix), and let go once this
-rank has taken its part. Its draws come from a generator that is seeded by `seed` and its path alone, so that they do
-not depend on the number of ranks, on other leaves, or on the order in which they are made. With one generator for all
-leaves, as in a constructor, each would depend on those before it.
+A leaf is made whole, since torch's initialisers need it so (a fan, an orthogonal matrix), and freed once this rank has
+taken its part. Its draws come from a generator that is seeded by `seed` and its path alone, so that they do not depend
+on the number of ranks, on other leaves, or on the order in which they are made. With one generator for all leaves, as
+in a constructor, each would depend on those before it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .._errors import explain, kind_of
 from ..kernels.rounding import leaf_key, stream_key
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline
-from .rank_agreement import agree_on_chain, agree_on_prints, fingerprint
+from .rank_agreement import agree_on_chain, agree_on_fingerprints, fingerprint
 
 Init = Callable[[str, Tensor], Any]
-# What to write.
+# For messages: the right code.
 INIT = "init=lambda path, x: torch.nn.init.normal_(x, std=0.02)"
 
 
@@ -39,7 +39,7 @@ def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
     """
     k0, k1 = stream_key(seed, 0, leaf_key(path))
     key = (k1 & 0x7FFFFFFF) << 32 | k0
-    # By device: `torch.manual_seed` would reach those that are not put back.
+    # By device: `torch.manual_seed` would also seed generators that are not restored.
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key)
@@ -52,13 +52,13 @@ def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
 
 
 def blank(like: Tensor, device: torch.device) -> Tensor:
-    """Memory of the form of a meta tensor, and NaN in it, by which it is told whether an initialiser has written it."""
+    """An empty tensor like a meta tensor; floats are filled with NaN, by which `unset` sees what is not written."""
     x = torch.empty_like(like, device=device, requires_grad=False)
     return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x
 
 
 def unset(x: Tensor, before: int) -> bool:
-    """Whether some element of what `blank` made is unwritten; of integers, whether its version is still `before`."""
+    """Whether an element of what `blank` made is not written; of integers, whether its version is still `before`."""
     if x.is_meta:
         return True
     if x.is_floating_point() or x.is_complex():
@@ -98,10 +98,10 @@ def first_values(
             kept[leaf.path], prints[leaf.path] = keep(leaf, x), fingerprint(x)
             del x
     except Exception as error:
-        # The others wait for this rank's answer, and are told.
+        # The other ranks wait for this one's fingerprints: the error goes to them.
         failure = error
     right = "draws from torch's own generators, which are seeded for each leaf, and nothing that depends on the rank"
-    agree_on_prints(pipe.groups, {} if failure else prints, right, failure)
+    agree_on_fingerprints(pipe.groups, {} if failure else prints, right, failure)
     return {leaf.path: kept[leaf.path] for leaf in pipe.layout.leaves}
 
 

@@ -1,7 +1,8 @@
-"""A kernel where autograd records: its numbers, and a derivative written by hand beside them.
+"""Kernels inside autograd: an `autograd.Function` with the kernel as forward and a hand-written backward.
 
-Autograd keeps what each operation of a formula needs, and goes back operation by operation: twenty-five passes over
-memory for AdamW. The derivative as it is written on paper takes fifteen, and needs only what is kept anyway.
+Autograd saves the inputs of each operation of a formula, and its backward goes operation by operation: twenty-five
+passes over memory for AdamW. The derivative as it is written on paper takes fifteen, and saves only parameters,
+gradients and the new state.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool:
-    """Whether the derivative by hand is the one that is asked for: backwards only, by these tensors and no number.
+    """Whether the hand-written backward can be used: reverse mode only, by these tensors and by no number.
 
     Args:
-        tensors: of each leaf the parameter, the gradient and the slots. Not in 16 bits: there the formula rounds.
+        tensors: of each leaf the parameter, the gradient and the slots. Those of 16 bits are refused, where the formula
+            rounds.
         numbers: rates and hyperparameters.
     """
     if any(isinstance(x, Tensor) for x in numbers) or not only_reverse():
@@ -40,14 +42,14 @@ def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool
 
 
 def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[LeafStep], given: Sequence[Tensor]):
-    """What `run` makes of the lists of tensors in `given`, recorded: new parameters, then slot by slot.
+    """`run` on the lists of tensors in `given`, recorded by autograd: new parameters, then the new slots.
 
     Args:
         run: the kernel.
         pulled: its derivative on one leaf.
         slots: their names.
-        steps: what `pulled` is told of each leaf.
-        given: parameters, gradients, and of each slot the tensors.
+        steps: of each leaf, an argument of `pulled`.
+        given: all parameters, all gradients, then the tensors of one slot after the other.
     """
     n = len(steps)
 
@@ -65,7 +67,7 @@ def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[L
 
 
 class _Update(Function):
-    """All leaves at once: a call costs as much as the update of many leaves."""
+    """The update of all leaves in one call: a `Function` costs as much as the update of many small leaves."""
 
     @staticmethod
     def forward(run: Run, pull: Run, n: int, *given: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +86,7 @@ class _Update(Function):
 
 
 class _Pull(Function):
-    """The derivative, which can be differentiated in turn; what it computes on the way is not kept for that."""
+    """The backward of `_Update`, with a derivative of its own that computes it again and saves no intermediates."""
 
     @staticmethod
     def forward(pull: Run, *tensors: Tensor) -> tuple[Tensor, ...]:

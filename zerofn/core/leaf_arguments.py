@@ -1,4 +1,4 @@
-"""What a formula is told of one leaf, and a kernel of a list of leaves, besides their tensors."""
+"""Arguments of an optimizer's formula, which updates one leaf, and of its kernel, which updates lists of leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .layout import Leaves
-from .metric_norms import Norms
 from .transform import TransformState
 from .update_context import Context
 
@@ -18,7 +17,7 @@ Numbers = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LeafStep:
-    """One update of one leaf: what a formula is told besides its tensors.
+    """One update of one leaf: the arguments of a formula besides its tensors.
 
     Attributes:
         count: updates of the leaf including this one; a 0-d tensor under `vmap` and in a compiled graph.
@@ -57,7 +56,8 @@ class LeafList:
         offsets: global index of each leaf's first stored element.
         numbers: hyperparameters by name.
         shared: state that all leaves share, by name; only read.
-        norms: where the norms of the gradients are asked for.
+        norms: an empty list where a metric needs the norms of the gradients. A kernel that computes them anyway appends
+            one for each; otherwise another pass does.
     """
 
     params: list[Tensor]
@@ -69,30 +69,21 @@ class LeafList:
     offsets: list[int]
     numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
-    norms: Norms | None = None
-
-    def asked(self) -> list[float] | None:
-        """A list for the norms of the gradients, where a metric shows them; `None` where nobody asks."""
-        return [] if self.norms is not None and self.norms.wanted(self.paths, self.grads) else None
-
-    def answer(self, found: list[float]) -> None:
-        """Give that list back, with a number for each gradient."""
-        if self.norms is not None:
-            self.norms.tell(self.paths, found)
+    norms: list[float] | None = None
 
     def where(self, chosen: list[bool]) -> LeafList:
-        """The leaves for which `chosen` is true."""
+        """The leaves for which `chosen` is true; norms are not asked for of a part."""
 
         def pick(entries: list) -> list:
             return [x for x, on in zip(entries, chosen, strict=True) if on]
 
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.numbers, self.shared, self.norms)
+        return LeafList(*lists, self.numbers, self.shared)
 
 
 class Given(NamedTuple):
-    """What an update of several leaves is made of.
+    """The arguments of an update of several leaves.
 
     Attributes:
         grads: by path, of the leaves that are updated.

@@ -1,4 +1,4 @@
-"""Norms of gradients that metrics ask for: found by a kernel on its way, or in a pass of their own."""
+"""Norms of gradients for metrics: computed by the optimizer's kernel, or in a pass of their own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from .layout import Leaves
 class Norms:
     """The norm of each gradient of a step, bucket after bucket.
 
-    A kernel that goes over the gradients anyway finds their norms for less than another pass does: it looks at a piece
-    that the update then reads from the cache. Nobody has to: what no kernel has told is found when the next bucket
-    comes. Nor can a kernel tell what was not asked, the norm of a gradient that a transform in between has changed:
-    asked is for tensors, and not for paths.
+    A kernel that reads the gradients anyway computes their norms for less than another pass does. It may leave that:
+    norms that no kernel has added are computed when the next bucket comes. Requests are for tensors, and not for paths:
+    a gradient that a transform before the optimizer has changed is another tensor, whose norm the metric must not show.
 
     Attributes:
         found: norms by path, each 0-d.
@@ -25,36 +24,36 @@ class Norms:
 
     def __init__(self) -> None:
         self.found: Leaves = {}
-        self._asked: Leaves = {}
+        self._requests: Leaves = {}
         self._numbers: dict[str, float] = {}
 
-    def ask(self, grads: Leaves) -> None:
-        """Ask for the norms of these gradients, which live and are not written until the next are asked for."""
-        self.settle()
-        self._asked = dict(grads)
+    def request(self, grads: Leaves) -> None:
+        """Request the norms of these gradients, which must not be written until the next request."""
+        self._compute()
+        self._requests = dict(grads)
 
-    def wanted(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
-        """Whether somebody has asked for the norms of just these tensors."""
-        asked = self._asked
-        return bool(asked) and all(asked.get(path) is g for path, g in zip(paths, grads, strict=True))
+    def requested(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
+        """Whether the norms of just these tensors are requested and not there yet."""
+        requests = self._requests
+        return bool(requests) and all(requests.get(path) is g for path, g in zip(paths, grads, strict=True))
 
-    def tell(self, paths: Sequence[str], norms: Sequence[float]) -> None:
-        """What a kernel has found of what was asked for."""
+    def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
+        """Take norms that a kernel has computed of requested gradients."""
         for path, norm in zip(paths, norms, strict=True):
-            del self._asked[path]
+            del self._requests[path]
             self._numbers[path] = norm
 
-    def settle(self) -> None:
-        """Find what nobody has told."""
-        if self._asked:
-            self.found.update(leaf_norms(self._asked))
-            self._asked = {}
+    def _compute(self) -> None:
+        """Compute the requested norms that no kernel has added."""
+        if self._requests:
+            self.found.update(leaf_norms(self._requests))
+            self._requests = {}
 
     def all(self) -> Leaves:
-        """All that were asked for, each 0-d."""
-        self.settle()
+        """All requested norms, each 0-d."""
+        self._compute()
         if self._numbers:
-            # One tensor of all, and not one for each bucket.
+            # One tensor for all buckets, and not one for each.
             numbers = torch.tensor(list(self._numbers.values()), dtype=torch.float32)
             self.found.update(zip(self._numbers, numbers.unbind(), strict=True))
             self._numbers = {}

@@ -1,4 +1,4 @@
-"""What every optimizer shares: its step, its learning rate, and the number of updates each leaf has had."""
+"""`optimizer`: a transform from a formula on one leaf, with counts of updates, a learning rate and kernels."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Update:
     slots: Slots
     formula: Formula
     kernel: Kernel | None
-    # Plain ones: the compiler gives up at a proxy of a dict where dicts have been written to.
+    # Plain dicts: the compiler fails at a MappingProxyType where dicts have been written to.
     numbers: dict[str, Any]
     shared: dict[str, Callable[[], Tensor]]
     derived: Derived | None
@@ -101,8 +101,8 @@ class _Update:
     pulled: Pulled | None
 
     def __post_init__(self) -> None:
-        # Checked here and not at each step: a rate that is one number is refused once.
-        self.sure = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
+        # A rate that is one number is checked here, and not at each step.
+        self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
@@ -112,22 +112,21 @@ class _Update:
         return state
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        # One optimizer per group, so where it stands names it, whatever the user calls it.
+        # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
         rate = ctx.lr.get(ctx.prefix, self.lr)
-        if rate is not self.lr or not self.sure:
+        if rate is not self.lr or not self.checked:
             rate = learning_rate(self.name, rate, ctx.read(state["step"]))
         ctx.report("lr", rate)
-        told, now = ctx.numbers.get(ctx.prefix), self.numbers
-        if told:
-            now = {**now, **_by_number(told, now)}
+        changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
+        if changed:
+            numbers = {**numbers, **_by_number(changed, numbers)}
         if ctx.recorded:
             (rate,) = once(rate)
-            rate, now = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in now.items()}
-        return Prepared(carry=(rate, now), state={"step": state["step"] + 1})
+            rate, numbers = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in numbers.items()}
+        return Prepared(carry=(rate, numbers), state={"step": state["step"] + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        before = list(map(state["count"].__getitem__, grads))
-        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
+        counts = one_more(state["count"], grads, ctx.recorded)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         given = Given(grads, params, {slot: state[slot] for slot in self.slots}, counts, *carry, common, ctx)
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
@@ -145,7 +144,7 @@ class _Update:
 
 
 def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
-    """The list of leaves that a kernel is called on in a graph, with counts; `None` where the formula is computed."""
+    """Counts and paths of leaves on which a graph calls the operator; `None` where it computes the formula."""
     if operator is None or not given.counts:
         return None
     leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
@@ -156,16 +155,17 @@ def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str
 
 
 def _listed(group: list[str], count: Any, given: Given) -> LeafList:
-    """Leaves as a kernel takes them: what it writes in the memory of the old where that is donated."""
+    """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
-    # Listed from C, as all that is asked of every leaf in every step.
+    # By `map` over C functions: this runs for every leaf in every step.
     columns = {}
     for name, x in {"": params, **slots}.items():
-        column = list(map(x.__getitem__, group))
+        column: list[Any] = list(map(x.__getitem__, group))
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, ctx.norms)
+    norms = [] if ctx.norms is not None and ctx.norms.requested(group, gradients) else None
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms)
 
 
 def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
@@ -175,6 +175,8 @@ def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Gi
     for count, group in groups:
         leaves = _listed(group, count, given)
         kernel(leaves)
+        if leaves.norms and given.ctx.norms is not None:
+            given.ctx.norms.add(group, leaves.norms)
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
             own.setdefault(slot, {}).update(zip(group, tensors, strict=True))
@@ -182,7 +184,7 @@ def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Gi
 
 
 def _pulled_back(given: Given) -> bool:
-    """Whether these leaves' update is differentiated by hand."""
+    """Whether the update of these leaves can use the hand-written derivative."""
     tensors = [[given.params[p], g, *(old[p] for old in given.slots.values())] for p, g in given.grads.items()]
     return given.ctx.recorded and by_hand(tensors, (given.lr, *given.numbers.values()))
 
@@ -190,10 +192,10 @@ def _pulled_back(given: Given) -> bool:
 def _with_derivative(
     kernel: Kernel, pulled: Pulled, derived: Derived | None, given: Given
 ) -> tuple[Leaves, TransformState]:
-    """As `_in_place`, in new memory and recorded: with the derivative that is written by hand."""
+    """As `_in_place`, in new memory and recorded by autograd, with the hand-written derivative."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
-    told_of = each(counts, lr, numbers, derived, ctx.recorded)
-    steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in told_of]
+    derived_numbers = each(counts, lr, numbers, derived, ctx.recorded)
+    steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in derived_numbers]
     paths = [at.path for at in steps]
 
     def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -219,7 +221,7 @@ def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tupl
     for p, count, made in each(counts, lr, numbers, derived, ctx.recorded, dtypes):
         step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
         x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
-        # Leaf by leaf, so that of a donated state no more than one leaf is there twice.
+        # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
         new[p] = x if lr is None else ctx.into(params[p], x)
         for slot, old in slots.items():
             own[slot][p] = ctx.into(old[p], after[slot])
@@ -229,7 +231,7 @@ def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tupl
 def direction(
     name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE, derived: Derived | None = None
 ) -> Transform:
-    """What turns a gradient into the direction of a step, from its formula on one leaf.
+    """A transform from a gradient to the direction of a step, from its formula on one leaf.
 
     State: `count`, the updates of each leaf, and one tensor per leaf for each slot. To be ended by an optimizer such as
     `scale_by_lr`.
@@ -250,8 +252,7 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        before = list(map(state["count"].__getitem__, grads))
-        counts = dict(zip(grads, one_more(before, ctx.recorded), strict=True))
+        counts = one_more(state["count"], grads, ctx.recorded)
         given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
         out, own = _by_formula(formula, derived, given)
         return out, {**own, "count": counts}
@@ -285,5 +286,5 @@ def like(x: Tensor) -> Tensor:
 
 
 def without_elements(x: Tensor) -> Tensor:
-    """A slot that nothing is kept in: the layout of a state depends on no number."""
+    """A slot without elements, for an unused option: so the structure of a state does not depend on hyperparameters."""
     return torch.zeros(0, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Averages of parameters in the states of transforms: which there are, and by whose name."""
+"""Finds averages of parameters, as of `ema`, in the states of transforms, by the transform's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter is: those of a module, and what an entry of a tree lacks to be one."""
+"""Which tensors are parameters: those of a module, and why an entry of a tree is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before a state is made: are there numbers in it, and do all ranks mean the same pipeline and parameters?"""
+"""Checks before a state is made: no NaN, and the same pipeline, parameters and weights on all ranks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from .wire_agreement import unequal_wires, wires_over
 def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
 
-    Ranks that start from different random parameters would otherwise train a patchwork of them in silence.
+    Ranks that start from different random parameters would otherwise train a mixture of them without an error.
     """
     check_finite(tensors)
     agree_on_chain(pipe, call)
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
-        agree_on_prints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
+        agree_on_fingerprints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
     if model := [group for group in pipe.model if group.size > 1]:
         whole = [leaf.path for leaf in pipe.layout.leaves if leaf.within is not None and not leaf.within.cut]
         right = "torch.manual_seed(0) before the model is made and parallelize_module, on every rank"
-        agree_on_prints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
+        agree_on_fingerprints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
 
 
 def agree_on_chain(pipe: Pipeline, call: str) -> None:
@@ -48,8 +48,8 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
 
     Args:
         pipe: the pipeline.
-        call: as the user writes it. Ranks that have not come yet may load or fetch something for long and are waited
-            for; not those that are seen to wait elsewhere, as after an error that one rank has caught alone.
+        call: as the user writes it. Ranks that are late are waited for without a limit, as they may be loading data;
+            ranks that wait in another call, as after an error that one rank alone has caught, raise an error.
     """
     if not pipe.every_group:
         return
@@ -59,17 +59,17 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
     tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
     leaves = pipe.layout.leaves
     tree = "\n".join([f"{x.path} {tuple((x.within or x).shape)} {x.dtype} {x.trainable}" for x in leaves])
-    told = {
+    texts = {
         "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
         "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
     }
     for group in pipe.every_group:
         wires = {"what wires send": wires_over(pipe, group)}
-        agree_on_all(told | wires, group, {"what wires send": partial(unequal_wires, pipe, group)})
+        agree_on_all(texts | wires, group, {"what wires send": partial(unequal_wires, pipe, group)})
 
 
 def check_finite(tensors: Leaves) -> None:
-    """NaN never goes away by training, so it is refused before it is trained on."""
+    """Raise a ValueError for NaN in parameters: no training removes it."""
     bad = [
         (p, f"{int(torch.isnan(x).sum())} of {x.numel()} elements are NaN") for p, x in tensors.items() if _has_nan(x)
     ]
@@ -83,20 +83,20 @@ def _has_nan(x: Tensor) -> bool:
     return not x.is_meta and not is_wrapped(x) and concrete(x) and bool(torch.isnan(x.detach()).any())
 
 
-def agree_on_prints(
+def agree_on_fingerprints(
     groups: Sequence[Group], prints: dict[str, int], right: str, failure: Exception | None = None
 ) -> None:
-    """Raise on every rank if ranks have other values, by the fingerprint of each leaf.
+    """Raise on every rank if a leaf has another fingerprint on another rank.
 
     Args:
         groups: the ranks, along each axis.
-        prints: by path.
-        right: what to write instead.
-        failure: why this rank has none; it is raised here, and told to the others.
+        prints: fingerprints by path.
+        right: the right code, for the message.
+        failure: the error because of which this rank has no fingerprints. It is raised here, and named on the others.
     """
     problem = failure
     for group in groups:
-        # Asked along every axis, after a failure too: ranks along another one wait for this rank.
+        # Gathered along every axis, after a failure too: ranks along the others wait for this one.
         every = gather_objects((None if problem is None else f"{problem}", prints), group)
         lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]
         if lost:
@@ -121,8 +121,8 @@ def first_states(
     Args:
         pipe: of the transforms.
         stored: parameters.
-        tell: tells all ranks whether this one has failed, and gives those that have.
-        call: of the user's, for messages.
+        tell: a collective: takes whether this rank has failed, and returns the ranks that have.
+        call: as the user writes it, for messages.
 
     Raises:
         Exception: what a transform raised on this rank.
@@ -145,19 +145,19 @@ def first_states(
 
 
 def failed_of(groups: Sequence[Group], failed: bool) -> list[int]:
-    """The ranks that have failed, as told along each axis in turn: the next is told of what the one before has said."""
+    """The ranks that have failed. Gathered along one axis after the other, each with the result of the one before."""
     bad: list[int] = []
     for group in groups:
-        told = zip(group.ranks, gather_objects(failed or bool(bad), group), strict=True)
-        bad = bad or [rank for rank, there in told if there]
+        answers = zip(group.ranks, gather_objects(failed or bool(bad), group), strict=True)
+        bad = bad or [rank for rank, failed_there in answers if failed_there]
     return bad
 
 
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
-    """The weight of all ranks' micro-batches together, and what this rank's gradient counts in their mean.
+    """The mean of the weights over ranks, and the factor of this rank's gradient, its weight over that mean.
 
-    `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights, is the gradient of all rows: it is to be
-    multiplied in before gradients meet, so it is no business of `accumulate`, which sees them afterwards.
+    The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor goes in
+    before gradients are reduced: `accumulate` after a reduction sees only their mean.
     """
     groups = pipe.weighted_after
     if not groups or weight is None:
@@ -168,13 +168,15 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
 
 
 def check_weight(pipe: Pipeline, weight: Any) -> None:
-    """Raise on every rank where unequal weights come too late: gradients have been averaged without them."""
+    """Raise on every rank where ranks have unequal weights and gradients have been averaged without them."""
     groups = pipe.weighted_after
     if not groups or weight is None:
         return
     own = weight_of(weight)
     mean = mean_over(groups, own)
-    if float(mean_over(groups, (own != mean).to(torch.float64))) > 0:
+    # The mean of equal weights may differ from each by roundings of their sum.
+    unequal = ~torch.isclose(own, mean, rtol=1e-9, atol=0.0)
+    if float(mean_over(groups, unequal.to(torch.float64))) > 0:
         raise ValueError(
             explain(
                 f"a step with weight={float(own):g} here and {float(mean):g} on average over ranks",
@@ -186,7 +188,7 @@ def check_weight(pipe: Pipeline, weight: Any) -> None:
 
 
 def fingerprint(x: Tensor) -> int:
-    """A number made of a tensor's bits and their places. Zero for a meta tensor, and inside of a batch."""
+    """A hash of a tensor's bits and their places. Zero for a meta tensor, and under `torch.func.vmap`."""
     if x.is_meta or not x.numel() or not concrete(x):
         return 0
     flat = x.detach().contiguous().reshape(-1)
@@ -209,8 +211,8 @@ def agree_on_all(
 ) -> None:
     """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
 
-    The first that differs is named; or told by its entry in `messages`, which every rank then calls: an empty one is
-    no error.
+    The message names the first that differs. Where that has an entry in `messages`, every rank calls it for the
+    message; an empty one is no error.
 
     >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
     """
@@ -218,16 +220,16 @@ def agree_on_all(
     if len(set(answers)) == 1:
         return
     if len({tuple(dict(answer)) for answer in answers}) > 1:
-        told = _by_value([", ".join(dict(answer)) for answer in answers], group)
-        raise ValueError(f"the ranks are at different points: {told}; make every rank issue the same calls")
+        found = _by_value([", ".join(dict(answer)) for answer in answers], group)
+        raise ValueError(f"the ranks are at different points: {found}; make every rank issue the same calls")
     what = next(what for what in texts if len({dict(answer)[what] for answer in answers}) > 1)
     if what in messages:
         if message := messages[what]():
             raise ValueError(message)
         return
-    told = _by_value([dict(answer)[what] for answer in answers], group)
+    found = _by_value([dict(answer)[what] for answer in answers], group)
     raise ValueError(
-        f"the ranks disagree on {what}: {told}; build it from the same values on every rank (and seed "
+        f"the ranks disagree on {what}: {found}; build it from the same values on every rank (and seed "
         "whatever is random alike)"
     )
 
@@ -236,7 +238,7 @@ def _by_value(values: Sequence[str], group: Group) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in zip(group.ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
-    # Values are cut for the eye, but never so that two different ones look the same.
+    # Long values are cut, but never so that two different ones look the same.
     width = 16
     while width < max(map(len, holders)) and len({v[:width] for v in holders}) < len(holders):
         width *= 2

@@ -32,8 +32,8 @@ class State:
     Its structure, dtypes and shapes depend on the parameters and the transforms alone, so states
     stack: `torch.func.vmap(step)` over a stacked state trains an ensemble.
 
-    It is also what `opt.state` is to whoever expects that of `torch.optim`: a mapping from each parameter to a dict
-    of the tensors that transforms keep of it, `opt.state[model.weight]["exp_avg"]`. What is assigned is copied in.
+    It is also a mapping, as `opt.state` is in `torch.optim`: from each parameter to a dict of the tensors that
+    transforms keep for it, `opt.state[model.weight]["exp_avg"]`. Assigning one copies it into the state.
 
     Attributes:
         leaves: stored parameters by path, tied ones once.
@@ -53,10 +53,10 @@ class State:
 
     @contextmanager
     def given_away(self) -> Iterator[None]:
-        """Its memory belongs to the next state from here on, unless that raises.
+        """Mark that the memory of this state belongs to the next one, unless the body raises.
 
-        The mark is at the counter, which every state has of its own, and which a batch of states shares with the states
-        that a step under `vmap` is given.
+        The mark is an attribute of `micro_step`. Each state has that counter to itself; a batch of states and the
+        states that a step under `vmap` is given have one in common.
         """
         mine: Any = innermost(self.micro_step)
         mine._zerofn_given_away = True
@@ -67,7 +67,7 @@ class State:
             raise
 
     def check_kept(self, where: str) -> None:
-        """Raise a RuntimeError if it was given away. Not for the compiler."""
+        """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler."""
         mine = self.micro_step if innermost_transform() is None else innermost(self.micro_step)
         if getattr(mine, "_zerofn_given_away", False):
             raise RuntimeError(
@@ -80,7 +80,7 @@ class State:
             )
 
     def check_data(self, where: str) -> None:
-        """Raise a ValueError for meta tensors: counters would go on, and there is nothing that could change."""
+        """Raise a ValueError for meta tensors: a step would count on and change nothing."""
         if any([x.is_meta for x in self.leaves.values()]):
             bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in self.leaves.items() if x.is_meta]
             right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
@@ -104,12 +104,16 @@ class State:
         """
         return replace(self, _parameters=parameters, _shown=shown)
 
-    def _by_parameter(self) -> dict[Tensor, LeafTensors]:
+    def _paths(self) -> dict[Tensor, str]:
+        """The path of each trainable parameter."""
         keys = self.leaves if self._parameters is None else self._parameters
-        return {keys[x.path]: LeafTensors(self.transforms, x.path, self._shown) for x in self.layout.trainable}
+        return {keys[x.path]: x.path for x in self.layout.trainable}
+
+    def _by_parameter(self) -> dict[Tensor, LeafTensors]:
+        return {p: LeafTensors(self.transforms, path, self._shown) for p, path in self._paths().items()}
 
     def __getitem__(self, parameter: Tensor) -> LeafTensors:
-        return self._by_parameter()[parameter]
+        return LeafTensors(self.transforms, self._paths()[parameter], self._shown)
 
     def __setitem__(self, parameter: Tensor, tensors: Mapping[str, Any]) -> None:
         assign(self[parameter], tensors)
@@ -118,7 +122,7 @@ class State:
         raise entries_stay("del opt.state[parameter]")
 
     def clear(self) -> None:
-        """Refused, as is `pop`: torch.optim makes anew at the next step what is taken out, and a pipeline does not."""
+        """Refused, as is `pop`: torch.optim makes removed entries anew at the next step, and a pipeline does not."""
         raise entries_stay("opt.state.clear()")
 
     def pop(self, *args: Any) -> None:
@@ -127,19 +131,19 @@ class State:
 
     def get(self, parameter: object, default: Any = None) -> Any:
         """As of any mapping."""
-        return self._by_parameter().get(parameter, default) if isinstance(parameter, Tensor) else default
+        return self[parameter] if isinstance(parameter, Tensor) and parameter in self else default
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, Tensor) and parameter in self._by_parameter()
+        return isinstance(parameter, Tensor) and parameter in self._paths()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._by_parameter())
+        return iter(self._paths())
 
     def __len__(self) -> int:
-        return len(self._by_parameter())
+        return len(self.layout.trainable)
 
     def keys(self) -> KeysView[Tensor]:
-        return self._by_parameter().keys()
+        return self._paths().keys()
 
     def values(self) -> ValuesView[LeafTensors]:
         return self._by_parameter().values()

@@ -1,4 +1,4 @@
-"""What transforms keep of one leaf, under the names of `torch.optim`: `opt.state[parameter]["exp_avg"]`."""
+"""The tensors that transforms keep for one leaf, under the names of `torch.optim`: `opt.state[p]["exp_avg"]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LeafTensors(MutableMapping[str, Any]):
 
     def __init__(self, transforms: Mapping[str, Any], path: str, shown: Callable[[Any], Any] | None = None):
         self._path, self._shown = path, shown
-        found = [(keys, x) for name, own in transforms.items() for keys, x in _of_leaf(own, path, (name,))]
+        found = list(_of_leaf(transforms, path, ()))
         times = Counter(keys[-1] for keys, _ in found)
         self._tensors = {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
 
@@ -63,7 +63,7 @@ class LeafTensors(MutableMapping[str, Any]):
 
 
 def entries_stay(wrong: str) -> TypeError:
-    """Why nothing is taken out of a state."""
+    """The error for taking an entry out of a state."""
     why = "a state has the entries that its transforms have made, of every parameter"
     anew = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
     return TypeError(explain(wrong, why, f"opt.state[parameter]['exp_avg'].zero_();\n{anew}"))
@@ -81,19 +81,19 @@ def assign(mine: LeafTensors, given: Any) -> None:
         mine[name] = x
 
 
-def _of_leaf(own: Any, path: str, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What a transform's state has under `path`, with the names that lead there."""
-    if not isinstance(own, Mapping):
+def _of_leaf(own: Mapping[Any, Any], path: str, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What a transform's state has under `path`, with the keys that lead there: transform, members, slot."""
+    # The outermost keys are slots, or labels of members, of which one may be a leaf's path as well.
+    if len(above) > 1 and path in own:
+        yield from _leaves(own[path], above)
         return
     for key, x in own.items():
-        if key != path:
+        if isinstance(x, Mapping):
             yield from _of_leaf(x, path, (*above, str(key)))
-        elif len(above) > 1:
-            yield from _leaves(x, above)
 
 
 def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Of a leaf's own state, which may be a tree; places in a tuple have its name before their number."""
+    """The tensors of a leaf's own state, which may be a tree; items of a tuple are named `slot.0`, `slot.1`."""
     if isinstance(x, Mapping):
         for key, part in x.items():
             yield from _leaves(part, (*above, str(key)))

@@ -1,4 +1,4 @@
-"""A state as a flat list of named entries: what a table shows and what a checkpoint keeps."""
+"""A state as a flat list of named entries, for tables and checkpoints."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 def before(e: Entry) -> int | None:
-    """The value of an entry that some checkpoints lack, since they are older than it; `None` for one that all have.
+    """The value of an entry that checkpoints of older versions lack; `None` for one that all have.
 
     >>> [before(Entry("low_precision_adam", slot, "", None, (), of_leaf=False)) for slot in ("rounding_format", "step")]
     [1, None]
@@ -209,10 +209,10 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
 
 
 def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
-    """The same state with shards as distributed tensors, and what is each rank's own under a name of its own.
+    """The same state with shards as DTensors, and state that only one rank has under the name of that rank.
 
-    Then a plain tensor is equal on all ranks, as torch's checkpoints take it to be. What the owner of a leaf alone has
-    stands in its state and in no other.
+    Plain tensors are then equal on all ranks, as `torch.distributed.checkpoint` assumes. State that only the owner of a
+    leaf has is in the result on the owner and on no other rank.
 
     Args:
         state: over several ranks.
@@ -243,12 +243,12 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     return replace(out, transforms={**transforms, **apart})
 
 
-# Stands for what is to be left out of a dict.
+# In the place of an entry that is to be removed.
 _GONE = object()
 
 
 def _without_gone(own: Any) -> Any:
-    """A state without what is gone; a dict and a tuple are gone where all in them is."""
+    """A state without `_GONE`; a dict or a tuple that has nothing else is removed as a whole."""
     if isinstance(own, dict):
         left = {key: y for key, x in own.items() if (y := _without_gone(x)) is not _GONE}
         return left if left or not own else _GONE
@@ -269,10 +269,10 @@ def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def of_rank(rank: int) -> str:
-    """The name of what is one rank's own."""
+    """The key of state that only this rank has."""
     return f"rank{rank}"
 
 
 def of_nobody(e: Entry) -> bool:
-    """Whether it may be of pieces of leaves without saying of which, as the lists are that other libraries keep."""
+    """Whether it may be of shards of leaves that nothing names, as lists of tensors in states of other libraries."""
     return not (e.of_leaf or e.at_owner) and isinstance(e.value, Tensor) and e.value.ndim > 0

@@ -103,7 +103,7 @@ def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
 
 
 def followed(trees: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether autograd follows a tensor of nested dicts, asked from C: there are many, of which hardly ever one is.
+    """Whether a tensor of nested dicts requires grad; by `map` over C functions, since there are many.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> followed([{"a": torch.ones(2)}, {"b": {"c": 1.0, "d": (w, w)}}]), followed([{"a": w.detach()}])
@@ -207,9 +207,9 @@ def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
 
 
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
-    """`tree`, with copies of what lies in the memory of `tensors`, which will be written in place."""
+    """`tree`, with copies of the tensors that share memory with `tensors`, which will be written in place."""
     if torch.compiler.is_compiling():
-        # Nobody can ask for memory there. A compiler that generates code leaves out copies that nobody needs.
+        # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
     taken = memories(tensors)
     if taken.isdisjoint(memories(tensors_of(tree if type(tree) is dict else {"": tree}))):

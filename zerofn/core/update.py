@@ -1,4 +1,4 @@
-"""The update halves on a state, by either route, and whether gradients and state are what they take."""
+"""Runs the update halves of a chain on a state, after checks of gradients and state; for both routes."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
 
 
 def _into(level: int | None, old: Any, new: Any) -> Any:
-    """A new tensor in the memory of the old: at the end of a graph, since what is held is chosen after it is made.
+    """The new tensor, copied into the memory of the old: at the end of a graph, after the choice between new and held.
 
-    Not where one element stands for several: in a state that another rank owns, of which this one has the shape alone,
-    and under vmap where all members of a batch share a tensor.
+    The new tensor itself where the memory cannot be written, since one element stands for several (stride 0): in a
+    state that another rank owns, and under vmap where all members of a batch share a tensor.
     """
     if not isinstance(old, Tensor) or not old.is_floating_point() or not old.ndim or new is old:
         return new
@@ -150,7 +150,7 @@ def _into(level: int | None, old: Any, new: Any) -> Any:
 
 
 def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:
-    """Refuse what has no derivative, by name."""
+    """Raise a RuntimeError for a donated step that is differentiated: its writes would spoil the derivative."""
     if not ctx.donate:
         return
     graph = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
@@ -193,7 +193,7 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
 
 
 def _talks_in_update(pipe: Pipeline) -> str | None:
-    """What makes ranks talk during the update: the norm of parts, a late reduction, or a search for overflow."""
+    """The transform whose update half communicates: a norm of shards, a late reduction, or a check for overflow."""
     if pipe.sharding is None and not pipe.road.late:
         return next((name for name, _ in pipe.factors), None)
     return next(view.name for view in pipe.stages if view.wire is not None)
@@ -202,9 +202,9 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
 def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Context]:
     """State and context of a step under vmap: what the update writes is batched wherever anything is.
 
-    A tensor that nothing has touched yet, such as momentum in the first step, would else be one memory for all members,
-    and a later step that is donated would write into it for all of them. Counters are not written, so they stay
-    numbers that Python can read where the state is one for all members.
+    A tensor that is still unbatched, such as momentum in the first step, would otherwise be one memory for all members,
+    which a later donated step would write for all of them. Counters are not written: they stay unbatched, so that
+    Python can read them where the state is one for all members.
     """
     tensors = [x for x in (*grads.values(), ctx.weight, *flatten(state)[0]) if isinstance(x, Tensor)]
     found = {levels(x): x for x in tensors}

@@ -1,4 +1,4 @@
-"""What an update half is handed besides its own arguments, and what it decides once per call."""
+"""`Context`, which every update half is given in a step, and `Prepared`, what it decides once per step."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class OneProcess:
 
 @dataclass(frozen=True)
 class Context:
-    """What every update half is handed besides its own arguments.
+    """What every update half is given besides gradients, state and parameters.
 
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
-        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or a batch: its memory
-            is donated, and nothing has still to be chosen between the old value and the new.
+        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or under `vmap`: the
+            state is donated, and no later `torch.where` needs the old values.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         weight: weight of this micro-batch, for instance its number of tokens.
@@ -77,10 +77,10 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
-        norms: of gradients, which a metric asks for; `None` where all is recorded.
-        comes: false where the step is held before it reaches this transform; a tensor in a graph or a batch.
-        standing: by name, what `report` shows of it in a step that is held before it.
-        under_way: filled by `before_the_end`.
+        norms: norms of gradients for a metric; `None` in a step that is recorded.
+        comes: false where the step is held before it reaches this transform; a tensor in a graph or under `vmap`.
+        standing: metrics of this transform, by name, for a step that is held before it.
+        under_way: functions that wait for copies, filled by `before_the_end`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
     """
 
@@ -106,10 +106,6 @@ class Context:
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
         return x if self.donate else x.clone()
-
-    def owned(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors that may be written, as `own`."""
-        return tensors if self.donate else [x.clone() for x in tensors]
 
     def into(self, old: Tensor, new: Tensor) -> Tensor:
         """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
@@ -149,11 +145,11 @@ class Context:
         self.metrics.setdefault(self.prefix + name, value)
 
     def before_the_end(self, wait: Callable[[], None]) -> None:
-        """Have `wait` called before anyone gets the new state: a copy into it is still under way."""
+        """Have `wait` called before the step returns the new state, into which a copy is still under way."""
         self.under_way.append(wait)
 
     def settle(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all copies that are under way."""
         while self.under_way:
             self.under_way.pop()()
 
@@ -164,7 +160,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a transform decides once per call, before it sees leaves one by one.
+    """What a transform decides once per step, before it sees leaves one by one.
 
     Attributes:
         carry: handed to the update of every leaf.

@@ -1,8 +1,8 @@
-"""How many updates each leaf has had, and the numbers of a formula that follow from that."""
+"""Counts of updates of each leaf, and numbers derived from them, such as bias corrections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,22 +11,23 @@ from torch import Tensor
 from .._compat.operators import foreach_add
 from ..kernels.recording import concrete
 from ..kernels.terms import once
+from .layout import Leaves
 from .leaf_arguments import Numbers
 
 # (updates of a leaf, rate, hyperparameters) -> numbers by name
 Derived = Callable[[Any, Any, Numbers], Numbers]
 
 
-def one_more(counts: list[Tensor], recorded: bool) -> list[Tensor]:
-    """Each count plus one; in one call, since on many small leaves that is a good part of a step."""
-    if not counts or recorded:
-        return [c + 1 for c in counts]
-    return list(foreach_add(counts, 1))
+def one_more(counts: Leaves, paths: Collection[str], recorded: bool) -> Leaves:
+    """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
+    before = list(map(counts.__getitem__, paths))
+    after = [c + 1 for c in before] if recorded or not before else foreach_add(before, 1)
+    return dict(zip(paths, after, strict=True))
 
 
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
-    """Leaves that have had equally many updates, which is nearly always all of them."""
-    # They are on the CPU: one by one they are read in a third of the time of a copy of all.
+    """Paths of leaves by their count; nearly always all leaves have the same one."""
+    # Counts are 0-d CPU tensors: `item` of each takes a third of the time of `torch.stack(...).tolist()`.
     numbers = list(map(Tensor.item, counts.values()))
     if len(set(numbers)) == 1:
         return {numbers[0]: list(counts)}  # type: ignore[dict-item]
@@ -44,13 +45,13 @@ def each(
     recorded: bool,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
 ):
-    """Every leaf's path, its count, and numbers that follow from it, computed once for all leaves with one count.
+    """Every leaf's path, its count, and numbers derived from it, once for all leaves with the same count.
 
     Args:
-        dtypes: those in which tensors that are derived are computed with.
+        dtypes: of the tensors that derived tensors are combined with.
     """
     if recorded and not all(map(concrete, counts.values())):
-        # Rounded together, lest there be a cast in the graph for each leaf; of several dtypes each by itself.
+        # For float32 cast for all leaves together, and not by one operation in the graph for each leaf.
         narrow = all(dtype is torch.float32 for dtype in dtypes)
         yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)
         return
@@ -62,7 +63,7 @@ def each(
 def _unread(
     counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """As `each` under vmap and in a graph, where counts are tensors: numbers are derived for all leaves together."""
+    """As `each` where Python cannot read counts, under vmap and in a graph: derived from one tensor of all counts."""
     if derived is None:
         yield from ((path, count, {}) for path, count in counts.items())
         return

@@ -1,4 +1,4 @@
-"""Kernels in a batch of torch.func.vmap: the leaves of each member are so many leaves more."""
+"""Kernels under torch.func.vmap: called on a list of the leaves of all members of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kernel = Callable[[LeafList], None]
 
 
 class Members:
-    """What a batch is made of.
+    """The members of a batch under vmap.
 
     Args:
         level: of the vmap.
@@ -73,7 +73,7 @@ def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformSt
 
 
 def _lists(members: Members, given: Given) -> list[LeafList]:
-    """Lists of leaves of members, each of one count, one rate, and one of all that a kernel is told besides."""
+    """Lists of leaves of members, each with one count, one rate, and one value of each hyperparameter."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
     alike = not any(isinstance(x, Tensor) and stacked(x) is not None for x in (lr, *numbers.values(), *common.values()))
     rates, rest = members.each(lr), [{k: members.each(x) for k, x in named.items()} for named in (numbers, common)]

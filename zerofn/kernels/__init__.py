@@ -1,1 +1,1 @@
-"""Numbers below a tensor: rounding, the formulas of optimizers and their fast forms, norms, C."""
+"""Arithmetic on tensors: rounding, the formulas of optimizers and their kernels, norms, C."""

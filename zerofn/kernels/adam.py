@@ -26,12 +26,12 @@ Zamirai et al., "Revisiting BFloat16 Training", 2020.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofn._compat.functorch import is_wrapped
 from zerofn._compat.operators import has_triton
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam_formula import (
@@ -44,16 +44,19 @@ from zerofn.kernels.adam_formula import (
     whole,
 )
 from zerofn.kernels.rounding import FORMAT, known_formats
+from zerofn.kernels.tensor_lists import not_wrapped
 
 from .adam_native import run_native
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+# Read of every leaf in every step, and so from C.
+_SHAPE, _IS_CPU, _IS_META = attrgetter("shape"), attrgetter("is_cpu"), attrgetter("is_meta")
 
 
 def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
     """Contiguous tensors, and pairs of (tensor to write back to, its contiguous copy)."""
-    if all(t.is_contiguous() for tensors in leaves.tensors for t in tensors):
+    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in leaves.tensors):
         return leaves, []
     lists: list[Any] = [[t.contiguous() for t in tensors] for tensors in leaves.tensors]
     copies = [
@@ -66,13 +69,11 @@ def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
     return Leaves(*lists, keys=leaves.keys, offsets=leaves.offsets), copies
 
 
-def _is_wrapped(tensor: Any) -> bool:
-    """Whether it is batched by vmap or has no address: then only the formula on whole tensors works."""
-    if not isinstance(tensor, Tensor):
-        return False
+def _have_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor is batched by vmap or without an address: of those only `run_whole` computes the formula."""
     # Fake and functional tensors are subclasses; functorch's wrappers look like plain tensors from Python.
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
-    return not plain or is_wrapped(tensor)
+    plain = set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} and not any(map(_IS_META, tensors))
+    return plain and not_wrapped(tensors)
 
 
 def implementation_for(params: Sequence[Tensor]) -> str:
@@ -90,12 +91,11 @@ def implementation_for(params: Sequence[Tensor]) -> str:
     >>> implementation_for([torch.ones(2, device="meta")])
     'eager'
     """
-    if any(_is_wrapped(p) for p in params):
+    if not params or not _have_memory(params):
         return "eager"
-    kinds = {p.device.type for p in params}
-    if kinds == {"cpu"}:
+    if all(map(_IS_CPU, params)):
         return "native" if _native.compiler() else "eager"
-    return "compiled" if kinds == {"cuda"} and has_triton() else "eager"
+    return "compiled" if all(p.is_cuda for p in params) and has_triton() else "eager"
 
 
 def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str) -> None:
@@ -119,29 +119,37 @@ def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: 
     lengths = [len(column) for column in leaves if column is not None]
     if lengths != [count] * len(lengths):
         raise ValueError(f"adam_: the lists have lengths {lengths}; give one entry of each for each parameter.")
-    for i, tensors in enumerate(zip(*leaves.tensors, strict=True)):
-        p, g, m, v, *_ = tensors
-        if p.dtype not in _PARAM_DTYPES or g.dtype not in _PARAM_DTYPES:
+    _check_entries(leaves)
+
+
+def _check_entries(leaves: Leaves) -> None:
+    """Each combination of dtypes is checked once, and shapes by comparing lists: this runs in every step."""
+    dtypes = leaves.all_dtypes()
+    for kind in dict.fromkeys(dtypes):
+        i, (p, g, m, v, *c) = dtypes.index(kind), kind
+        if p not in _PARAM_DTYPES or g not in _PARAM_DTYPES:
             raise ValueError(
-                f"adam_(params[{i}]: {p.dtype}, grads[{i}]: {g.dtype}): the update computes in "
+                f"adam_(params[{i}]: {p}, grads[{i}]: {g}): the update computes in "
                 "float32, which holds float32, bfloat16 and float16. Convert, or use torch.optim.AdamW."
             )
-        if m.dtype not in _MOMENT_DTYPES or v.dtype not in _MOMENT_DTYPES:
+        if m not in _MOMENT_DTYPES or v not in _MOMENT_DTYPES:
             raise ValueError(
-                f"adam_(exp_avgs[{i}]: {m.dtype}, exp_avg_sqs[{i}]: {v.dtype}): moments are float32 or "
+                f"adam_(exp_avgs[{i}]: {m}, exp_avg_sqs[{i}]: {v}): moments are float32 or "
                 "bfloat16. float16 ends at 6e-8, so that squares of gradients below 2.4e-4 would be zero. "
                 "Write state_dtype=torch.bfloat16: the same bytes."
             )
-        if len(tensors) == 5 and tensors[4].dtype != p.dtype:
+        if c and c[0] != p:
             raise ValueError(
-                f"adam_(compensations[{i}]: {tensors[4].dtype}): must have the parameter's dtype, {p.dtype}. "
+                f"adam_(compensations[{i}]: {c[0]}): must have the parameter's dtype, {p}. "
                 f"Write torch.zeros_like(params[{i}])."
             )
-        if any(t.shape != p.shape for t in tensors):
-            raise ValueError(
-                f"adam_: the tensors of entry {i} have shapes {[tuple(t.shape) for t in tensors]} "
-                "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
-            )
+    shapes = [list(map(_SHAPE, tensors)) for tensors in leaves.tensors]
+    if any(column != shapes[0] for column in shapes):
+        i, row = next((i, row) for i, row in enumerate(zip(*shapes, strict=True)) if len(set(row)) > 1)
+        raise ValueError(
+            f"adam_: the tensors of entry {i} have shapes {list(map(tuple, row))} "
+            "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
+        )
 
 
 def adam_update(
@@ -235,7 +243,7 @@ def adam_(
         return
     # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
     given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
-    plain = all([not _is_wrapped(x) and x.device.type == "cpu" for x in given])
+    plain = _have_memory(given) and all(map(_IS_CPU, given))
     step, lr, form = (int(step), float(lr), int(form)) if plain else (step, lr, form)
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
     _run(implementation_for(params) if implementation == "auto" else implementation, leaves, settings, plain, norms)

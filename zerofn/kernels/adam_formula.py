@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ CHUNK = 1 << 16
 _NEAREST_MOMENT_BETA = 0.98
 
 _LOW = (torch.bfloat16, torch.float16)
+_DTYPE = attrgetter("dtype")
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # parameter, gradient, moments
 
 
 class Scalars(NamedTuple):
-    """What the formula needs of step and hyperparameters: floats exact in float32, or 0-d float32 tensors."""
+    """Numbers made of step and hyperparameters: floats that are exact in float32, or 0-d float32 tensors."""
 
     beta2: Any
     one_minus_beta1: Any
@@ -65,18 +67,6 @@ class Mode(NamedTuple):
     stochastic_param: bool
     stochastic_exp_avg: bool
     stochastic_exp_avg_sq: bool
-
-    @classmethod
-    def of(cls, rounding: str, beta1: float, dtypes: Dtypes) -> Mode:
-        """float32 is stored as computed, whatever ``rounding`` says."""
-        param, _, exp_avg, exp_avg_sq = dtypes
-        random = rounding != "nearest"
-        return cls(
-            kahan=rounding == "kahan",
-            stochastic_param=rounding == "stochastic" and param in _LOW,
-            stochastic_exp_avg=random and exp_avg in _LOW and beta1 > _NEAREST_MOMENT_BETA,
-            stochastic_exp_avg_sq=random and exp_avg_sq in _LOW,
-        )
 
     @property
     def streams(self) -> tuple[bool, bool]:
@@ -149,12 +139,16 @@ class Leaves(NamedTuple):
         lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
         return lists if self.compensations is None else [*lists, self.compensations]
 
+    def all_dtypes(self) -> list[tuple[torch.dtype, ...]]:
+        """Of each entry the dtypes of its tensors, four or five."""
+        return list(zip(*(map(_DTYPE, tensors) for tensors in self.tensors), strict=True))
+
     def dtypes(self, i: int) -> Dtypes:
         return self.params[i].dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, self.exp_avg_sqs[i].dtype
 
 
 class Settings(NamedTuple):
-    """Everything that is the same for all entries."""
+    """What all entries have in common."""
 
     step: Any
     scalars: Scalars
@@ -164,7 +158,15 @@ class Settings(NamedTuple):
     form: Any  # of the random draws
 
     def mode(self, dtypes: Dtypes) -> Mode:
-        return Mode.of(self.rounding, self.beta1, dtypes)
+        """How entries of these dtypes are rounded; float32 is stored as computed, whatever `rounding` says."""
+        param, _, exp_avg, exp_avg_sq = dtypes
+        random = self.rounding != "nearest"
+        return Mode(
+            kahan=self.rounding == "kahan",
+            stochastic_param=self.rounding == "stochastic" and param in _LOW,
+            stochastic_exp_avg=random and exp_avg in _LOW and self.beta1 > _NEAREST_MOMENT_BETA,
+            stochastic_exp_avg_sq=random and exp_avg_sq in _LOW,
+        )
 
 
 class _Segment(NamedTuple):
@@ -254,7 +256,7 @@ def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) ->
 
 
 def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
-    """What is compiled. All that changes from step to step comes in tensors, so nothing is specialised on."""
+    """The function that is compiled. All that changes from step to step is a tensor, so that nothing recompiles."""
     index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
     bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
     _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))

@@ -16,6 +16,7 @@ from zerofn.kernels.adam_formula import (
     run_chunked,
     scalars,
 )
+from zerofn.kernels.native_sample import same_bits, sample
 
 _EXACT = (torch.float32,) * 4
 
@@ -26,18 +27,20 @@ def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = N
     Where `norms` is a list, that of each gradient is appended, if the kernel was called on all of them.
     """
     found: dict[int, float] = {}
-    groups: dict[Dtypes, list[int]] = {}
-    for i in range(len(leaves.params)):
-        groups.setdefault(leaves.dtypes(i), []).append(i)
-    for dtypes, entries in groups.items():
-        columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
-        part = Leaves(*columns)
+    kinds = leaves.all_dtypes()
+    for kind in dict.fromkeys(kinds):
+        entries, part = range(len(kinds)), leaves
+        if kinds.count(kind) < len(kinds):
+            entries = [i for i, other in enumerate(kinds) if other == kind]
+            columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
+            part = Leaves(*columns)
+        dtypes: Any = kind[:4]
         function = native_kernel(dtypes, settings.rounding, settings.beta1, settings.form)
         if function is None:
             run_chunked(part, settings)
             continue
         found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
-        tell_autograd([t for tensors in (part.params, *part.tensors[2:]) for t in tensors])
+        tell_autograd([*part.params, *part.exp_avgs, *part.exp_avg_sqs, *(part.compensations or ())])
     if norms is not None and len(found) == len(leaves.grads):
         norms += [found[i] for i in range(len(leaves.grads))]
 
@@ -72,18 +75,12 @@ def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any
     native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
     _call(function, native, settings)
     run_chunked(eager, settings)
-    pairs = zip(native.tensors, eager.tensors, strict=True)
-    if all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs):
+    if same_bits(native.tensors, eager.tensors):
         return function
     _native.give_up("the C kernel, as this compiler builds it, gives other bits than eager torch")
     return None
 
 
 def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
-    """One entry of 1001 elements, from subnormal to infinite, with each magnitude next to many others."""
-    i = torch.arange(1001)
-    p, g, m, v = (
-        ((1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign).to(dtype)
-        for stride, sign, dtype in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), dtypes, strict=True)
-    )
-    return Leaves([p], [g], [m], [v], [torch.zeros_like(p)] if kahan else None, keys=[7], offsets=[3])
+    p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(1001), dtypes, strict=True)]
+    return Leaves(p, g, m, v, [torch.zeros_like(p[0])] if kahan else None, keys=[7], offsets=[3])

@@ -1,8 +1,8 @@
-"""The C kernel of low-precision Adam as an operator of torch's, `zerofn::adam_`, which a compiled graph can call.
+"""The C kernel of low-precision Adam as a custom operator, `zerofn::adam_`, for compiled graphs.
 
-The compiler traces what it can, and would put the formula into the graph: generated code takes two to three times as
-long as the C kernel, which it cannot look into. Into an operator it need not look: it is told which arguments are
-written, and that nothing comes back. One call has all leaves in it, since each costs some 50 us.
+The compiler cannot trace a call of C and would put the formula into the graph, whose generated code takes two to three
+times as long. An operator it does not trace: its schema says which arguments are written, and that nothing is returned.
+One call has all leaves, since each call costs some 50 us.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _OPERATOR = operator(
 
 
 def has_kernel(params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Tensor], rounding: str) -> bool:
-    """Whether a graph should call the operator on these leaves: those of the CPU, where the C kernel is to be had.
+    """Whether a graph should call the operator on these leaves: they are on the CPU, and the C kernel can be built.
 
     >>> x = [torch.ones(2)]
     >>> has_kernel([torch.ones(2, device="meta")], x, x, "stochastic")

@@ -23,9 +23,9 @@ typedef struct {
     double *squares; /* of each gradient; null where nobody asks */
 } job;
 
-INLINE void elements(int n, float *restrict p, const float *restrict g, float *restrict m, float *restrict v, scalars s,
+INLINE void elements(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, scalars s,
                      int decoupled, double *sums) {
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < LINE; i++) {
         float x = p[i], d = g[i];
         if (sums) sums[i] += (double)d * d;
         if (decoupled) x = x * s.keep;
@@ -41,15 +41,13 @@ INLINE void elements(int n, float *restrict p, const float *restrict g, float *r
 
 INLINE double piece(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
     double sums[LINE] = {0}, total = 0;
-    int64_t i = 0;
-    for (; i + LINE <= n; i += LINE) {
+    for (int64_t i = 0; i < n; i += LINE) { /* whole lines: so are leaves, and with them the ends of shares */
         __builtin_prefetch(p + i + AHEAD, 1);
         __builtin_prefetch(g + i + AHEAD, 0);
         __builtin_prefetch(m + i + AHEAD, 1);
         __builtin_prefetch(v + i + AHEAD, 1);
-        elements(LINE, p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
+        elements(p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
     }
-    elements((int)(n - i), p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
     for (int k = 0; k < LINE; k++) total += sums[k];
     return total;
 }

@@ -1,8 +1,9 @@
-"""torch's fused Adam in C, on large fp32 leaves of a CPU: the same bits, in less time, with the norms of the gradients.
+"""torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the gradients.
 
-Such an update waits for memory. torch's kernel leaves it to the processor to see what comes next, which stops at each
-page; and for the norm that metrics show the gradients are read once more. Here both are one pass, which asks for its
-numbers ahead. Without a compiler torch's kernel is called, and nobody is told: nothing is lost but time.
+Such an update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each page
+of 4 KiB; and the norm of the gradients, which metrics show, is a second pass over them. This kernel computes both in
+one pass, with prefetch instructions. Without a C compiler torch's kernel is called, without a warning: it is slower,
+and its bits are the same.
 
 Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
 """
@@ -21,17 +22,19 @@ from torch import Tensor
 
 from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels import native
+from zerofn.kernels.native_sample import same_bits, sample
 
 Columns = Sequence[list[Tensor]]
 
-# Elements from which on a call is worth what it costs to make, and a first one the time of the compiler: where all that
-# an update goes over is larger than a cache of one core.
+# Elements of all leaves together from which on the C kernel is used. Below, all that an update reads and writes fits
+# into the cache of one core, and neither the arguments of a call nor the compiler's time at the first pay.
 LARGE = 1 << 20
-# Elements of which torch computes the rest of a leaf otherwise: at least as many as its vectors have.
+# torch's kernel computes the last elements of a leaf, fewer than one of its vectors, in another way. What is beyond a
+# multiple of this, which is at least as long as a vector, is left to it.
 LINE = 16
 
 _FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_sums.h", "native_threads.h")]
-# Asked of every leaf in every step, and so from C.
+# Read of every leaf in every step, and so from C.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -73,7 +76,7 @@ def run(
     decoupled: bool,
     norms: bool = False,
 ) -> list[float]:
-    """One update in place of all but the `ends`; with `norms` those of the gradients are returned."""
+    """One update in place, but of `ends`; with `norms` the norms of the whole gradients are returned."""
     function = _function(decoupled, beta1 > 0.5)
     assert function is not None
     # Without a decay there is no product to add, which of an infinite parameter would not be a number.
@@ -82,7 +85,7 @@ def run(
 
 
 def ends(columns: Columns) -> Columns:
-    """The last elements of the leaves that have some beyond a multiple of `LINE`."""
+    """Views of the elements beyond a multiple of `LINE`, of the leaves that have some: torch's kernel updates them."""
     chosen = [i for i, x in enumerate(columns[0]) if x.numel() % LINE]
     return [[_end(column[i]) for i in chosen] for column in columns]
 
@@ -105,7 +108,7 @@ def _call(
     lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
     squares = (ctypes.c_double * count)() if norms else None
     job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
-    # Before the update, which may be of the very memory.
+    # Read before the update: a gradient may share the memory of what is written.
     rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of squares of gradients")
@@ -114,13 +117,13 @@ def _call(
 
 @functools.cache
 def _function(decoupled: bool, near: bool) -> Any:
-    """The C function, once it has given the bits of torch's kernel on a sample; ``None`` where it does not.
+    """The C function, after it has given the bits of torch's kernel on a sample; else ``None``.
 
-    Which products torch's kernel fuses with sums is up to its compiler, and to the processor that it chose code for.
+    Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
 
     Args:
-        decoupled: how weights decay.
-        near: whether the first moment keeps more than it gets, where torch computes it from the other end.
+        decoupled: whether weights decay by themselves, and not by way of the gradient.
+        near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
     """
     command = native.quiet_compiler()
     if command is None:
@@ -135,8 +138,7 @@ def _function(decoupled: bool, near: bool) -> Any:
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
     fused(*torchs, [], [torch.tensor(3.0)], **how)
-    same = all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in zip(mine, torchs, strict=True))
-    return function if same else None
+    return function if same_bits(mine, torchs) else None
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -146,12 +148,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _sample() -> list[list[Tensor]]:
-    """One leaf, from subnormal to infinite, with each magnitude next to many others; and ordinary numbers behind."""
-    i = torch.arange(251 * LINE)
-    p, g, m, v = (
-        (1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign
-        for stride, sign in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), strict=True)
-    )
-    j = torch.arange(1, 251 * LINE + 1)
-    wave = [torch.sin(j * k) for k in (1.0, 2.1, 3.7, 5.3)]
-    return [[torch.cat([x, y.abs() if k == 3 else y])] for k, (x, y) in enumerate(zip((p, g, m, v), wave, strict=True))]
+    """One leaf of whole lines: `sample`, and ordinary numbers behind."""
+    i = torch.arange(1, 251 * LINE + 1)
+    p, g, m, v = (torch.sin(i * k) for k in (1.0, 2.1, 3.7, 5.3))
+    return [[torch.cat([*x, y])] for x, y in zip(sample(251 * LINE), (p, g, m, v.abs()), strict=True)]

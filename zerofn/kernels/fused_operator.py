@@ -1,9 +1,9 @@
-"""torch's fused Adam over lists of leaves, and as an operator, `zerofn::fused_adam_`, which a compiled graph can call.
+"""torch's fused Adam over lists of leaves, and as a custom operator, `zerofn::fused_adam_`, for compiled graphs.
 
-The formula puts a dozen operations for each leaf into a graph, among all of which the compiler looks for pairs that it
-could run together: with many leaves it spends most of its time on AdamW. The operator is one call for all leaves. With
-few leaves the formula is the better graph: it scales gradients in the same loop, where an operator is given them in
-memory.
+The formula puts a dozen operations for each leaf into a graph, and the compiler looks for pairs among all of them that
+it can fuse: with many leaves it spends most of its time on AdamW. The operator is one node for all leaves. With few
+leaves the formula makes the better graph: scaling of gradients is fused into its loop, while an operator reads scaled
+gradients from memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerofn.kernels.fused_native import Columns
 from zerofn.kernels.operators import operator
 from zerofn.kernels.tensor_lists import typed
 
-# Leaves from which on the time of the compiler counts for more than a pass over the gradients.
+# Number of leaves from which on the operator is used: it saves time of the compiler for a pass over the gradients.
 MANY = 32
 
 
@@ -49,7 +49,7 @@ def fused_update(
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     as_stored = typed(params, grads)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
-    # Of gradients that were rounded to the dtype of the parameters it is their own norms that are asked for.
+    # Metrics show the norms of the gradients as given, not of those that were cast to the dtype of the parameters.
     asked = norms is not None and as_stored is grads
     if fused_native.can(lists, decoupled, numbers["beta1"]):
         found = fused_native.run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
@@ -102,7 +102,7 @@ def many_for_fused(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     >>> many_for_fused(x, x), many_for_fused(x * 100, x * 100), many_for_fused(x * 100, [x[0].double()] * 100)
     (False, True, False)
     """
-    # Not by `alike`, which the compiler cannot read.
+    # Not by `alike`, which the compiler cannot trace.
     dtype, device = params[0].dtype, params[0].device
     same = all(x.dtype is dtype and x.device == device for x in (*params, *grads))
     return len(params) >= MANY and same and dtype in (torch.float32, torch.float64)

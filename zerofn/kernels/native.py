@@ -18,6 +18,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ _SOURCE, *_HEADERS = map(Path(__file__).with_name, _FILES)
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _PLAIN = (torch.float32,) * 4
+_IS_CPU = attrgetter("is_cpu")
 
 Dtypes = tuple[torch.dtype, ...]
 
@@ -55,7 +57,7 @@ class _Job(ctypes.Structure):
 
 
 class _Choice(NamedTuple):
-    """A compiler, or why there is none, and what is to be done about it."""
+    """A compiler; or why there is none, and what the user can do."""
 
     command: Command | None
     why: str = ""
@@ -78,7 +80,7 @@ def compiler() -> Command | None:
 
 
 def quiet_compiler() -> Command | None:
-    """The same, and nobody is told that there is none: where torch has a kernel of its own."""
+    """As `compiler`, without a warning or an error where there is none: for kernels that torch has, too."""
     choice = _chosen()
     return choice and choice.command
 
@@ -89,15 +91,15 @@ def _chosen() -> _Choice | None:
 
 @functools.cache
 def _choose(cc: str, path: str | None) -> _Choice:
-    """The compiler that ``$CC`` names, if it builds a kernel, or the system's: one without headers is found, too.
+    """The compiler that ``$CC`` names, if it builds a kernel; else the system's, if that does: it may lack headers.
 
-    Cached on what it depends on: looked for once, and a changed environment is seen.
+    Cached by the environment variables that it depends on, so that a change of them is seen.
     """
     if sys.platform == "win32":
         return _Choice(None, "C kernels are not built on Windows", "Use Linux or macOS")
     try:
         cache.directory()
-    except OSError as error:  # of no compiler's making
+    except OSError as error:  # not the compiler's fault
         return _Choice(None, str(error), "Let XDG_CACHE_HOME or TMPDIR name a directory of your own")
     system, problem = of_system(path), ""
     if cc:
@@ -129,7 +131,7 @@ def _tell(what: str) -> None:
 
 
 def give_up(why: str, remedy: str = _Choice(None).remedy) -> None:
-    """Say that and why there is no kernel, once for each reason; raise it where kernels are required."""
+    """Warn that there is no kernel, once for each reason; raise a RuntimeError where ``ZEROFN_NATIVE=require``."""
     if required():
         right = f"{remedy}; or unset ZEROFN_NATIVE: eager torch gives the same bits, slower"
         raise RuntimeError(explain("ZEROFN_NATIVE=require, and there is no C kernel", why, right))
@@ -191,7 +193,7 @@ def library(
 
 @functools.cache
 def _attempt(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | str:
-    """The same, or why not: what has failed is not tried again at every step."""
+    """As `_build`, or why it failed. Cached, so that a build that has failed is not tried again at every step."""
     try:
         return _build(command, dtypes, mode, form)
     except (OSError, AttributeError) as error:
@@ -202,8 +204,8 @@ def _load(dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | None:
     """The library, or ``None`` after one warning."""
     if (command := compiler()) is None:
         return None
-    library = _attempt(command, dtypes, mode, form)
-    return give_up(library) if isinstance(library, str) else library
+    found = _attempt(command, dtypes, mode, form)
+    return give_up(found) if isinstance(found, str) else found
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -264,20 +266,20 @@ def run(
     gradients are returned, whose squares are added up in double on the way.
     """
     count = len(keys)
-    addresses = [[t.data_ptr() for t in ts] for ts in tensors]
-    if not all(t.is_cpu for ts in tensors for t in ts) or not all(map(all, addresses)):
+    addresses = [list(map(Tensor.data_ptr, ts)) for ts in tensors]
+    if not all(all(map(_IS_CPU, ts)) for ts in tensors) or not all(map(all, addresses)):
         _check_memory(tensors, addresses)
     pointers = [(ctypes.c_void_p * count)(*row) for row in addresses]
-    mask = (1 << 64) - 1
     squares = (ctypes.c_double * count)() if norms else None
     job = _Job(
         count,
         *pointers,
         *[None] * (5 - len(pointers)),
-        (ctypes.c_int64 * count)(*(t.numel() for t in tensors[0])),
-        (ctypes.c_uint64 * count)(*(key & mask for key in keys)),
+        (ctypes.c_int64 * count)(*map(Tensor.numel, tensors[0])),
+        # ctypes takes the low 64 bits of any int.
+        (ctypes.c_uint64 * count)(*keys),
         (ctypes.c_uint64 * count)(*offsets),
-        seed & mask,
+        seed,
         step,
         (ctypes.c_float * 7)(*scalars),
         squares,
@@ -288,7 +290,7 @@ def run(
 
 
 def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
-    """The last look before C, which would read from address 0, or from that of another device, and end the process."""
+    """Raise for tensors that C would read at address 0, or at an address of another device: that ends the process."""
     for place, (ts, row) in enumerate(zip(tensors, addresses, strict=True)):
         for i, (t, address) in enumerate(zip(ts, row, strict=True)):
             if t.numel() and not (t.is_cpu and address):

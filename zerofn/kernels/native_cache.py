@@ -1,8 +1,9 @@
-"""Where built libraries are kept: files that are what they were when they were built, where only this user writes.
+"""The directory of built libraries: only this user can write there, and checksums show damaged files.
 
-A library is run without a question, and one that is damaged ends the process with a signal that Python cannot
-catch. So its name holds a checksum of its content, which is looked at before it is loaded; a file of another user,
-or one that others could write, is not looked at; and a directory in which others could exchange files is not used.
+A library that is damaged ends the process with a signal that Python cannot catch, and one that another user has put
+there runs as this user. So the name of a library holds a checksum of its content, which is compared before it is
+loaded; a file of another user, or one that others can write, is ignored; and a directory in which others can replace
+files is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Seconds after which what a build has left behind is nobody's: no compiler is given as much.
+# Age in seconds from which on temporary files of a build are removed: no compiler runs that long.
 _ABANDONED = 86_400
 
 
@@ -83,7 +84,7 @@ def _private(inner: Path) -> bool:
 
 
 def _trusted() -> set[int]:
-    """Whose directories may lie above ours: this user's and root's, also where a container has no number for root."""
+    """Owners of directories that may lie above ours: this user and root, also where a container does not map root."""
     users = {0, os.getuid()}
     with contextlib.suppress(OSError, ValueError):  # there is no such file but on Linux
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -93,7 +94,7 @@ def _trusted() -> set[int]:
 
 
 def _numbered(user: int, table: str) -> bool:
-    """Whether a number stands for one user, by a user namespace's table of (first here, first outside, count).
+    """Whether a user id is mapped, by a user namespace's table of (first id here, first id outside, count).
 
     >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
     (True, False)
@@ -103,9 +104,9 @@ def _numbered(user: int, table: str) -> bool:
 
 
 def find(where: Path, key: str) -> Path | None:
-    """A library that was kept under this key and is unchanged.
+    """The library of this key, if its checksum is right.
 
-    A changed one is left where it is: another process may have put a sound one in its place meanwhile.
+    A damaged one is not removed: another process may have replaced it meanwhile.
     """
     return next((file for file in sorted(where.glob(f"adam-{key}-*.so")) if _sound(file)), None)
 
@@ -137,15 +138,15 @@ def remove(file: Path) -> None:
 
 
 def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
-    """Have a library built and loaded, and keep it; what ``build`` returns.
+    """Build and load a library, and keep it; returns what ``build`` returns.
 
-    Loaded before it has its name: what does not load is not kept, and what another process does to that name matters
-    to nobody here.
+    It is loaded before it is renamed: what does not load is not kept, and what another process does to the final name
+    does not matter here.
 
     Args:
         where: the directory.
-        key: of all that could change it.
-        build: writes it to the path that it is given, and loads it.
+        key: a hash of all that could change its code.
+        build: writes the library to a path, and loads it.
 
     Raises:
         OSError: it could not be built, loaded or written.
@@ -159,7 +160,7 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
         os.chmod(temporary, 0o700)
         with open(temporary, "rb") as built:
             library = where / f"adam-{key}-{_checksum(built.read())}.so"
-            # Renamed first and written later, it would be empty after a crash of the machine.
+            # Without this the file could be empty after a crash of the machine: a rename may reach the disk first.
             os.fsync(built.fileno())
         os.replace(temporary, library)
         _sync(where)
@@ -169,7 +170,7 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
 
 
 def _sync(where: Path) -> None:
-    # Not all file systems can; the checksum tells what is lost then.
+    # Not all file systems can; there a checksum shows a file that was lost.
     with contextlib.suppress(OSError):
         descriptor = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -179,7 +180,7 @@ def _sync(where: Path) -> None:
 
 
 def _tidy(where: Path, key: str) -> None:
-    """Remove what builds that were killed have left, and what is not sound of those that had this key."""
+    """Remove temporary files of builds that were killed, and damaged libraries of this key."""
     for file in where.glob("building-*"):
         with contextlib.suppress(OSError):
             if time.time() - file.lstat().st_mtime > _ABANDONED:

@@ -1,4 +1,4 @@
-"""Which compiler builds the C kernels, and running it under a time limit: one that hangs must not hang training."""
+"""Finds the C compiler and runs it under a time limit: a compiler that hangs must not hang training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofn._errors import explain
 
 # Seconds for one library, which takes half of one.
 LIMIT = 60.0
-# Bytes that a compiler may print: what it is named by mistake may print without end.
+# Bytes that a compiler may print: a program that $CC names by mistake may print without end.
 TALK = 1_000_000
 
 _SYSTEM = ("cc", "gcc", "clang")
@@ -48,7 +48,7 @@ def wanted() -> bool:
 
 
 def required() -> bool:
-    """Whether it is an error that there is no kernel, and not only slow."""
+    """Whether it is an error that there is no C kernel."""
     return _word() == _MUST
 
 
@@ -90,7 +90,7 @@ def of_system(path: str | None) -> Command | None:
 
 
 def identity(command: Command, path: str | None) -> tuple:
-    """All of a compiler that could change what it builds: its words, and the programs among them (``ccache gcc``)."""
+    """What of a compiler could change the code that it makes: command, programs (``ccache gcc``), flags, processor."""
     programs = [os.stat(where) for word in command if (where := shutil.which(word, path=path))]
     return command, [(s.st_size, s.st_mtime_ns) for s in programs], FLAGS, TUNING, processor()
 
@@ -124,10 +124,10 @@ def compile_to(command: Command, source: Path, defines: Sequence[str], target: s
 
 
 def _run(words: list[str], end: float) -> tuple[int, str]:
-    """Exit status, and the end of what was said. Nothing of it is left when this returns.
+    """Exit status, and the end of the output. The compiler and its child processes have ended when this returns.
 
-    What it says goes to a file: a pipe is open until all that were started have closed it, those too that stay on
-    purpose, such as the server of a compiler cache.
+    Output goes to a file: a pipe stays open until every child process has closed it, also those that stay on purpose,
+    such as the server of a compiler cache.
     """
     with tempfile.TemporaryFile(dir=Path(words[-1]).parent) as said:
         process = subprocess.Popen(
@@ -137,7 +137,7 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
             code = _wait(process, words[0], said.fileno(), end)
         finally:
             if process.poll() is None:
-                # With what it has started: a driver waits for the compiler proper.
+                # With its child processes: a driver waits for the compiler proper.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -146,7 +146,7 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) -> int:
-    """Exit status. Looks at what is said every tenth of a second: a limit set in the child would need code to run
+    """Exit status. Reads the size of the output every tenth of a second: a limit set in the child would need code
     between fork and exec, which is not safe beside torch's threads."""
     while True:
         try:

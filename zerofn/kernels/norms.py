@@ -18,12 +18,12 @@ CHUNK = 1 << 17
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
-# Asked for every leaf in every step, and so from C.
+# Read of every leaf in every step, and so from C.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """One norm per tensor. 16-bit tensors are summed, and the sum kept, in fp32."""
+    """One norm per tensor; of 16-bit tensors in fp32."""
     if set(map(_DTYPE, tensors)) <= _WIDE:
         if max(map(Tensor.numel, tensors)) <= CHUNK:
             return list(foreach_norm(tensors, order))
@@ -55,7 +55,7 @@ def _joined(norms: list[Tensor], order: float) -> Tensor:
 
 
 def _squares(t: Tensor) -> float | None:
-    """The sum of squares by the C kernel, where that is the faster road: of 16-bit tensors with an address."""
+    """The sum of squares by the C kernel where that is faster: of 16-bit CPU tensors; else `None`."""
     plain = type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if not plain or t.device.type != "cpu" or t.dtype not in _NARROW or not t.is_contiguous():
         return None
@@ -68,7 +68,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(())
     if recorded():
-        # No kernel, and nothing to differentiate: the one formula that a compiler fuses with what is beside it.
+        # As a formula and no kernel, so that the compiler can fuse it; detached, as it has no derivative.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds

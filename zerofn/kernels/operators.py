@@ -1,4 +1,4 @@
-"""Kernels as operators of torch's, `zerofn::...`, which a compiled graph can call: it is told what they write."""
+"""Kernels as custom operators, `zerofn::...`, for compiled graphs: the schema says which arguments they write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LIBRARY = torch.library.Library("zerofn", "FRAGMENT")
 
 
 def operator(schema: str, run: Callable[..., None]) -> Any:
-    """`run` as an operator that gives nothing back; `schema` marks the arguments that it writes.
+    """`run` as an operator that returns nothing; `schema` marks the arguments that it writes.
 
-    It has no derivative and no rule for batches: who calls it has asked whether anybody records (`kernels.recording`).
+    It has neither a derivative nor a batching rule: to be called only where nothing records (`kernels.recording`).
 
     Not by `torch.library.custom_op`: what that puts around a call, a count for each tensor that is written and a search
     for memory that two arguments have in common, takes on 148 small leaves longer than AdamW itself, some 0.3 ms.

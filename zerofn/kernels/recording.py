@@ -1,9 +1,9 @@
-"""Whether anything records what is computed: the one gate between a formula and the kernels beside it.
+"""Whether autograd, torch.func or torch.compile records a computation: decides between formula and kernel.
 
-An update is a formula. A fused, in-place or C kernel gives its numbers faster, and nothing else: torch's fused Adam
-under `torch.func.grad` gives a derivative of zero without a word, a write in place has no rule under `vmap`, and a C
-function is no graph. So kernels are taken where nobody records, and what is asked here decides it for all of them.
-Where somebody records they are taken only with a rule beside them: a derivative by hand, or a batch as a list.
+An update is a formula. A fused, in-place or C kernel gives the same numbers faster, but cannot be recorded: torch's
+fused Adam under `torch.func.grad` has a derivative of zero without an error, a write in place has no batching rule
+under `vmap`, and a C function cannot be traced. So kernels run where nothing records, which these functions decide for
+all of them. Where something records a kernel runs only if it has a hand-written derivative or batching rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .._compat.functorch import (
 def recorded(values: Iterable[Any] = ()) -> bool:
     """Whether what is computed from `values` is recorded: by torch.func, by the compiler, or by autograd.
 
-    In forward mode of anything: tensors there have no mark of their tangents that costs nothing to ask for.
+    Under forward-mode AD always: to ask each tensor whether it has a tangent would cost too much.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> recorded([w]), recorded([w.detach(), 0.1]), torch.func.grad(lambda x: x * recorded())(torch.ones(()))
@@ -57,14 +57,14 @@ def _requires_grad(values: Iterable[Any]) -> bool:
 
 
 def only_compiled(values: Iterable[Any]) -> bool:
-    """Whether the compiler traces and nobody else records: a kernel that it knows as an operator may be called."""
+    """Whether the compiler traces and nothing else records: then a kernel may be called as a custom operator."""
     return torch.compiler.is_compiling() and not functorch_active() and not _requires_grad(values)
 
 
 def numbers_alone(values: Iterable[Any] = ()) -> bool:
-    """Whether only the numbers are asked for that are computed from `values`: no derivative of them, and no batch.
+    """Whether what is computed from `values` is neither differentiated nor batched; the compiler may trace it.
 
-    Then leaves go over ranks many at once, by collectives that have no derivative. A graph of them may be made.
+    Then collectives without a derivative can be used, with many leaves in one bucket.
 
     >>> numbers_alone(), numbers_alone([torch.ones(2, requires_grad=True)])
     (True, False)
@@ -77,7 +77,7 @@ def numbers_alone(values: Iterable[Any] = ()) -> bool:
 
 
 def concrete(x: Any) -> bool:
-    """Whether Python may read the number in `x`: it is one, for all members of a batch, and known while this runs.
+    """Whether Python may read the number in `x`: not one per member of a vmap batch, and not traced.
 
     >>> concrete(torch.ones(())), torch.vmap(lambda x: x * concrete(x))(torch.ones(1))
     (True, tensor([0.]))
@@ -91,7 +91,7 @@ def number(x: Tensor) -> Any:
 
 
 def certain(condition: Tensor) -> bool:
-    """Whether Python knows that a condition holds, for all members of a batch; on a GPU to ask would be to wait for it.
+    """Whether a condition is known to hold, for all members of a batch. On a GPU false: reading it would synchronise.
 
     >>> certain(torch.tensor(2.0) > 1), torch.vmap(lambda x: x * certain(x > 1))(torch.tensor([2.0, 0.5]))
     (True, tensor([0., 0.]))

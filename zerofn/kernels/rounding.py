@@ -8,10 +8,10 @@ The random bits are a pure function of seed, optimizer step, leaf and *global* e
 with a state would tie the result to the order in which elements are visited, that is to the number of
 ranks, the bucket size and the chunk size; here the same element gets the same draw however it is stored.
 
-Two rounds of a mixer do not make strangers of all counters: of some that differ by little the bits agree a
+Two rounds of a mixer do not decorrelate all counters: of some that differ by little the bits agree a
 hundredth too often. So neighbours do not get neighbouring counters: element i gets ``i * STRIDE``, which is as
-far from ``j * STRIDE`` as can be for all close i and j. A third round would cost more than this, which is
-free: where elements are visited in lines their multiples of it are constants.
+far from ``j * STRIDE`` as can be for all close i and j. A third round would cost time; this is free, since in
+a loop over lines of elements the multiples are constants.
 
 Sources: Weyl's sequences, here by the golden ratio (Knuth, "The Art of Computer Programming", volume 3,
 section 6.4); lowbias32, a 32-bit mixer found by search for low bias (Chris Wellons,
@@ -22,6 +22,7 @@ Limited Numerical Precision", ICML 2015).
 
 from __future__ import annotations
 
+import functools
 from hashlib import blake2b
 from typing import Any
 
@@ -35,8 +36,8 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
 _GOLDEN = 0x9E3779B9
-# There are two formats of draws, and the state of a run says by which it draws, also after a load. In the first
-# one neighbours have neighbouring counters, and elements 32 or 15360 apart draws with a correlation of 0.01.
+# Formats of draws, of which the state of a run has one, also after a load. In the first one neighbours have
+# neighbouring counters, and the draws of elements 32 or 15360 apart have a correlation of 0.01.
 FIRST_FORMAT, FORMAT = 1, 2
 FORMAT_ENTRY = "rounding_format"  # in the state
 # 2**32 by the golden ratio, to the next odd number.
@@ -54,6 +55,11 @@ def leaf_key(path: str) -> int:
     >>> leaf_key("layers.0.weight")
     2236915355251466630
     """
+    return _hash(path)
+
+
+@functools.cache  # keys are asked for in every step
+def _hash(path: str) -> int:
     return int.from_bytes(blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
 
 

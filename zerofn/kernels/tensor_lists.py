@@ -1,7 +1,8 @@
-"""What kernels ask of lists of tensors: whether they can be taken together, and gradients as parameters lie."""
+"""Checks on lists of tensors before a fused kernel is called, and gradients in the layout of their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 
 import torch
@@ -9,14 +10,19 @@ from torch import Tensor
 
 from .._compat.functorch import functorch_active, is_wrapped
 
-# Asked for every leaf in every step, and so from C.
+# Read of every leaf in every step, and so from C.
 _DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
 _IS_CPU = attrgetter("is_cpu")
 
 
 def plain(tensors: list[Tensor]) -> bool:
     """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
-    return not (functorch_active() and any(map(is_wrapped, tensors))) and alike(tensors)
+    return not_wrapped(tensors) and alike(tensors)
+
+
+def not_wrapped(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor is a wrapper of torch.func, batched or differentiated."""
+    return not (functorch_active() and any(map(is_wrapped, tensors)))
 
 
 def alike(tensors: list[Tensor]) -> bool:

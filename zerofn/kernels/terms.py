@@ -1,7 +1,7 @@
-"""Sums whose terms have a factor, as one operation where that is a number: what formulas of optimizers are written in.
+"""Terms of optimizers' formulas, such as `x + factor * a * b`, as one operation where the factor is a number.
 
-One operation instead of three reads memory once, and autograd keeps what it multiplies, not the products on the way. A
-factor that is a tensor, a rate that is learned or differs along a batch, has no such operation.
+One operation instead of three reads memory once, and autograd saves its inputs, not the intermediate products. A factor
+that is a tensor, a rate that is learned or differs along a batch, has no such operation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .recording import differentiated, recorded
 
 
 def once(*numbers: Any) -> tuple[Any, ...]:
-    """The same numbers, in a graph as tensors that lie in memory.
+    """The same numbers; in a graph as tensors that are materialised in memory, computed once.
 
-    Else the compiler writes what a small tensor is computed from into the loop over elements that uses it: with the
-    two powers of a bias correction in the loop AdamW takes three times as long. It does not look through a stack.
+    Otherwise the compiler inlines the computation of a small tensor into the loop over elements that uses it: with the
+    two powers of a bias correction in the loop AdamW takes three times as long. It does not inline through a stack.
     """
     if not torch.compiler.is_compiling():
         return numbers

@@ -163,9 +163,7 @@ def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
             fused_operator(*lists, **how, **group.numbers)
         elif alike(group.params):
             how |= {name: float(x) for name, x in group.numbers.items()}
-            fused_update(*lists, norms=(norms := group.asked()), **how)
-            if norms:
-                group.answer(norms)
+            fused_update(*lists, norms=group.norms, **how)
         else:
             for kind in {(p.dtype, p.device) for p in group.params}:
                 kernel(group.where([(p.dtype, p.device) == kind for p in group.params]))

@@ -118,9 +118,7 @@ class _Rounded:
             adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **how)
         else:
             plain = {key: float(x) for key, x in group.numbers.items()}
-            adam_(*lists, step=group.count, lr=group.lr, norms=(norms := group.asked()), **plain, **how)
-            if norms:
-                group.answer(norms)
+            adam_(*lists, step=group.count, lr=group.lr, norms=group.norms, **plain, **how)
 
     def operator(self, group: LeafList) -> bool:
         return has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
