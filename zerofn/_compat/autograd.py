@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def tell_autograd(written: list[Tensor]) -> None:
+def increment_versions(written: list[Tensor]) -> None:
     """Increment the versions of tensors that a kernel has written: a backward that saved one of them must notice."""
     try:
         torch.autograd.graph.increment_version(written)
@@ -42,7 +42,7 @@ def in_backward() -> bool:
 
 
 # The autograd node that this thread executes, `None` outside of a backward.
-executing: Callable[[], Any] = torch._C._current_autograd_node
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def after_this_node(fn: Callable[[], None]) -> bool:
@@ -50,7 +50,7 @@ def after_this_node(fn: Callable[[], None]) -> bool:
 
     In a backward inside of a node, as of reentrant checkpointing, that is the node of the outer backward.
     """
-    node = executing()
+    node = current_node()
     if node is None:
         return False
 
@@ -63,10 +63,10 @@ def after_this_node(fn: Callable[[], None]) -> bool:
 
 
 # The sequence number of the next node that this thread makes: nodes are numbered as they are made.
-next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 # The sequence number of a node.
-number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def run_when_ready(node: Any) -> None:

@@ -17,7 +17,7 @@ CALL = nn.Module.__call__.__code__
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 # The function of `torch.distributed.checkpoint.state_dict` that asks for a state dict to load into.
-LOADS_STATES = "_load_optim_state_dict"
+LOAD_FUNCTION = "_load_optim_state_dict"
 Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 # A module's own dicts of parameters, submodules and buffers.

@@ -18,7 +18,7 @@ no_torch_function = nn.Parameter.__torch_function__
 without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 # The function by which `p.data = x` checks that the two are of compatible types; it computes nothing.
-SHALLOW = "_has_compatible_shallow_copy_type"
+SHALLOW_COPY_CHECK = "_has_compatible_shallow_copy_type"
 
 # Autograd's count of writes into a tensor's memory.
 version: Callable[[Tensor], int] = attrgetter("_version")

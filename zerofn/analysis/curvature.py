@@ -15,7 +15,7 @@ from ..core.arguments import check_count, check_number
 from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from .hessian import Hessian
 
 _WHY = "it takes products until their numbers say that it is enough"
@@ -43,7 +43,7 @@ class Trace(NamedTuple):
     error: Tensor
 
 
-@outside_since(_WHY, _RIGHT.format("max_eigenvalue"), "curvature.max_eigenvalue")
+@kept_out_of_graphs(_WHY, _RIGHT.format("max_eigenvalue"), "curvature.max_eigenvalue")
 def max_eigenvalue(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -118,7 +118,7 @@ def _power_iteration(hessian: Hessian, start: Leaves, tol: float, max_iter: int)
     return value, settled
 
 
-@outside_since(_WHY, _RIGHT.format("spectrum"), "curvature.spectrum")
+@kept_out_of_graphs(_WHY, _RIGHT.format("spectrum"), "curvature.spectrum")
 def spectrum(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -184,7 +184,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
         vectors.append({p: x / beside[-1] for p, x in w.items()})
 
 
-@outside_since(_WHY, _RIGHT.format("trace"), "curvature.trace")
+@kept_out_of_graphs(_WHY, _RIGHT.format("trace"), "curvature.trace")
 def trace(
     loss_fn: Callable[..., Any],
     tx: Transform,

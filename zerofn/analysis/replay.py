@@ -14,7 +14,7 @@ from ..core.arguments import check_count, check_function
 from ..core.state import State
 from ..core.state_entries import entries
 from ..core.tree import Tree, tree_map
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 
 # Integer dtypes by size in bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ class Difference(NamedTuple):
     step: int = 0
 
 
-@outside_since(
+@kept_out_of_graphs(
     "it runs a step twice, and compares what came of it in Python",
     "zf.replay(torch.compile(step), state, *batch), outside of what is compiled",
 )

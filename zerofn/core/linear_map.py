@@ -209,7 +209,7 @@ def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
     return run
 
 
-class OnlyForth(LeafView):
+class ForwardOnlyView(LeafView):
     """A view that refuses a backward, which would average gradients over ranks without their weights."""
 
     def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:

@@ -93,14 +93,14 @@ class ShardsOfShards:
         return [self.given(leaf) for leaf in leaves]
 
 
-def spans_of_all(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
+def spans_by_rank(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
     """Each rank's range of a flattened leaf, rank by rank, where wires cut it one behind the other."""
     first, *rest = cutting
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
         if rest:
             # What cuts behind another wire was made by `on_ranks`.
-            yield from spans_of_all([replace(cast(ShardsOfShards, rest[0]), first=wire), *rest[1:]], leaf)
+            yield from spans_by_rank([replace(cast(ShardsOfShards, rest[0]), first=wire), *rest[1:]], leaf)
         else:
             yield wire.span(leaf)
 

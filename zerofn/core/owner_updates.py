@@ -19,7 +19,7 @@ from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
-from .row_updates import Rows, keeps_leaves_alone, local_rows, on_rows
+from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
 from .transform import Transform, TransformState, no_state
 from .tree import tree_map
 from .update_context import Context
@@ -52,7 +52,7 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             # A view alone: nothing would travel but what comes back as it was.
             return replace(part, needs="element")
         rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
-        if rows and keeps_leaves_alone(part, leaves, layout):
+        if rows and states_have_leaf_shapes(part, leaves, layout):
             part, leaves = on_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
-from ..ranks.scalar_reduction import OverRanks
+from ..ranks.scalar_reduction import RankReduction
 from .dtypes import Dtypes
 from .facts import Scope
 from .grad_norm import GRAD_NORM
@@ -68,7 +68,7 @@ class Pipeline:
             self._made[make] = make(self)
         return self._made[make]
 
-    def made_ready(self) -> Pipeline:
+    def with_cached_properties(self) -> Pipeline:
         """This pipeline, with all cached properties computed: that takes a lock, which the compiler does not know."""
         for each in (self.road, self):
             for name, value in vars(type(each)).items():
@@ -110,7 +110,7 @@ class Pipeline:
         return groups_of(self.stages)
 
     @cached_property
-    def every_group(self) -> tuple[Group, ...]:
+    def step_groups(self) -> tuple[Group, ...]:
         """Every group of ranks that must step together: those over which the model itself is cut as well."""
         return (*self.groups, *[group for group in self.model if group.size > 1])
 
@@ -130,7 +130,7 @@ class Pipeline:
         return any([part.facts.weighted for part in self.parts])
 
     @cached_property
-    def weighted_after(self) -> tuple[Group, ...]:
+    def averaged_before_weights(self) -> tuple[Group, ...]:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
             return ()
@@ -165,13 +165,13 @@ class Pipeline:
     @cached_property
     def reduction(self) -> Reduction:
         """How scalars are reduced over ranks."""
-        if not self.every_group:
+        if not self.step_groups:
             return OneProcess()
-        model = self.every_group[len(self.groups) :]
+        model = self.step_groups[len(self.groups) :]
         within = {leaf.path: leaf.within for leaf in self.layout.leaves if leaf.within is not None}
         elsewhere = frozenset([path for path, whole in within.items() if not whole.first])
         shared = bool(model) and not all([whole.cut for whole in within.values()])
-        return OverRanks(self.road.cutting, self.groups, model, elsewhere, shared)
+        return RankReduction(self.road.cutting, self.groups, model, elsewhere, shared)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force: the product of all factors."""

@@ -51,9 +51,9 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
         call: as the user writes it. Ranks that are late are waited for without a limit, as they may be loading data;
             ranks that wait in another call, as after an error that one rank alone has caught, raise an error.
     """
-    if not pipe.every_group:
+    if not pipe.step_groups:
         return
-    for group in pipe.every_group:
+    for group in pipe.step_groups:
         together(call, group.ranks, f"{call} on every rank", math.inf)
     # The address of a function differs between processes that run the same code.
     tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
@@ -63,7 +63,7 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
         "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
         "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
     }
-    for group in pipe.every_group:
+    for group in pipe.step_groups:
         wires = {"what wires send": wires_over(pipe, group)}
         agree_on_all(texts | wires, group, {"what wires send": partial(unequal_wires, pipe, group)})
 
@@ -144,7 +144,7 @@ def first_states(
     return states
 
 
-def failed_of(groups: Sequence[Group], failed: bool) -> list[int]:
+def failed_ranks(groups: Sequence[Group], failed: bool) -> list[int]:
     """The ranks that have failed. Gathered along one axis after the other, each with the result of the one before."""
     bad: list[int] = []
     for group in groups:
@@ -159,7 +159,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
     The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor goes in
     before gradients are reduced: `accumulate` after a reduction sees only their mean.
     """
-    groups = pipe.weighted_after
+    groups = pipe.averaged_before_weights
     if not groups or weight is None:
         return weight, None
     own = weight_of(weight)
@@ -169,7 +169,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
 
 def check_weight(pipe: Pipeline, weight: Any) -> None:
     """Raise on every rank where ranks have unequal weights and gradients have been averaged without them."""
-    groups = pipe.weighted_after
+    groups = pipe.averaged_before_weights
     if not groups or weight is None:
         return
     own = weight_of(weight)

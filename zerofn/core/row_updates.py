@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, Leaf, Leaves
-from .nested_sharding import spans_of_all
+from .nested_sharding import spans_by_rank
 from .row_sharding import rows_between
 from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, unflatten
@@ -30,14 +30,14 @@ def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
     """The shape of this rank's rows, of each leaf of which every rank has whole rows."""
     found: Rows = {}
     for leaf in leaves:
-        if all(rows_between(leaf.shape, *span) is not None for span in spans_of_all(cutting, leaf)):
+        if all(rows_between(leaf.shape, *span) is not None for span in spans_by_rank(cutting, leaf)):
             mine = rows_between(leaf.shape, *cutting[-1].span(leaf))
             assert mine is not None
             found[leaf.path] = mine
     return found
 
 
-def keeps_leaves_alone(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
+def states_have_leaf_shapes(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
     """Whether every state of a leaf has the leaf's shape."""
     shapes = {leaf.path: leaf.shape for leaf in leaves}
     metas = {leaf.path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves}

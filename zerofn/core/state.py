@@ -66,7 +66,7 @@ class State:
             mine._zerofn_given_away = False
             raise
 
-    def check_kept(self, where: str) -> None:
+    def check_not_donated(self, where: str) -> None:
         """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler."""
         mine = self.micro_step if innermost_transform() is None else innermost(self.micro_step)
         if getattr(mine, "_zerofn_given_away", False):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.dtensor_shards import as_distributed
+from ..ranks.dtensor_shards import as_dtensors
 from ..ranks.group import Group
 from .row_sharding import cut_by_rows, rows_between
 from .state import State
@@ -233,12 +233,12 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
         # Parts of what the model itself has cut are whole leaves to the chain.
         cut = {}
     size = shards[0].size
-    whole = as_distributed({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
+    whole = as_dtensors({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
     out = rebuild(state, lambda _: next(given), elsewhere=True)
     left = {name: _without_gone(own) for name, own in out.transforms.items()}
     transforms = {name: {} if own is _GONE else own for name, own in left.items()}
-    own = {e.owner for e in found if state.layout.placement.size > 1 and of_nobody(e)}
+    own = {e.owner for e in found if state.layout.placement.size > 1 and has_unknown_leaf(e)}
     apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**transforms, **apart})
 
@@ -273,6 +273,6 @@ def of_rank(rank: int) -> str:
     return f"rank{rank}"
 
 
-def of_nobody(e: Entry) -> bool:
+def has_unknown_leaf(e: Entry) -> bool:
     """Whether it may be of shards of leaves that nothing names, as lists of tensors in states of other libraries."""
     return not (e.of_leaf or e.at_owner) and isinstance(e.value, Tensor) and e.value.ndim > 0

@@ -7,11 +7,11 @@ from torch import nn
 from .._errors import explain
 from ..core.arguments import check_flag
 from ..core.transform import Transform
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from .optimizer import Optimizer
 
 
-@outside_since(
+@kept_out_of_graphs(
     "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
 )
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:

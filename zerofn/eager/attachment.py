@@ -67,7 +67,7 @@ class Attachment:
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
-            check_alone(model, bool(pipe.every_group))
+            check_alone(model, bool(pipe.step_groups))
             if pipe.scaled:
                 check_inner_hooks(model)
             # Before the model is changed: a schedule is asked for its first rate, and may raise.
@@ -88,7 +88,7 @@ class Attachment:
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
         for p in self.params.values():
-            p._zerofn_owner = Owner(opt, self.leave, bool(self.pipe.every_group))  # type: ignore[attr-defined]
+            p._zerofn_owner = Owner(opt, self.leave, bool(self.pipe.step_groups))  # type: ignore[attr-defined]
 
     def meet(self, call: str, right: str) -> None:
         """Wait for the other ranks, which make the same call."""

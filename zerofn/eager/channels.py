@@ -32,13 +32,13 @@ class Channels(NamedTuple):
 
 def open_channels(pipe: Pipeline) -> Channels:
     """Open those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
-    if not pipe.every_group:
+    if not pipe.step_groups:
         return Channels()
-    joining: dict[str, Sequence[Group]] = {"control": pipe.every_group}
+    joining: dict[str, Sequence[Group]] = {"control": pipe.step_groups}
     if pipe.gathering is not None:
         joining["wanted"] = [pipe.gathering.group]
     if reduction(pipe) is not None:
-        joining["more"] = pipe.every_group
+        joining["more"] = pipe.step_groups
     stored_in_parts = pipe.sharding is not pipe.gathering
     if stored_in_parts and (pipe.gathering is not None or pipe.model):
         joining["equals"] = groups_of(pipe.road.after_update)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.state import State
-from ..core.state_entries import Entry, entries, of_nobody, rebuild
+from ..core.state_entries import Entry, entries, has_unknown_leaf, rebuild
 from ..ranks.collectives import all_reduce_
-from ..ranks.dtensor_shards import as_rows
+from ..ranks.dtensor_shards import empty_dtensors
 from ..ranks.group import Group
 
 
@@ -33,7 +33,7 @@ def full_state(state: State, cutting: Sequence[Group]) -> State:
         wrong = f"a full state_dict while {apart[0]} holds gradients"
         why = "they are not reduced yet: each rank has its own, and one tensor for all ranks cannot tell them"
         raise ValueError(explain(wrong, why, "ask after the step that ends the window; or zf.save(directory, opt)"))
-    if cutting and (own := [e.key for e in entries(state) if of_nobody(e)]):
+    if cutting and (own := [e.key for e in entries(state) if has_unknown_leaf(e)]):
         wrong, why = f"a full state_dict with {', '.join(own)}", "of what leaves these are pieces its transform keeps"
         raise ValueError(explain(wrong, f"{why} to itself", "zf.save(directory, opt), for as many ranks"))
     moved = lambda e: _zeros(e) if e.owner in apart and e.of_leaf else _gathered(e, cutting)  # noqa: E731
@@ -47,7 +47,7 @@ def empty_rows(state: State, cutting: Sequence[Group]) -> State:
     """
     state = replace(state, leaves={})
     cut: dict[Hashable, Any] = {e.key: (e.shape, e.value) for e in entries(state) if e.offset is not None and e.shape}
-    made = as_rows(cut, cutting[0]) if cut else {}
+    made = empty_dtensors(cut, cutting[0]) if cut else {}
     return rebuild(state, lambda e: made.get(e.key, e.value if e.offset is None else _zeros(e)), elsewhere=True)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read
-from ..sharded.uncleared_gradients import Uncleared
+from ..sharded.uncleared_gradients import UnclearedGradients
 from .current_state import CurrentState
 from .gradient_hooks import GradientHooks
 from .in_backward import InBackward
@@ -45,7 +45,7 @@ class MicroStep:
         self.pipe, self.hooks, self.agreement, self.masters = pipe, hooks, agreement, masters
         self.current, self.refresh = current, refresh
         self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in pipe.layout.trainable}
-        self.uncleared = Uncleared(self._zero)
+        self.uncleared = UnclearedGradients(self._zero)
 
     def _zero(self, path: str) -> Tensor:
         dtype, shape = self.hooks.forms[path]
@@ -127,7 +127,7 @@ class MicroStep:
         """End this rank's part in a backward that an exception has stopped; other ranks may still be in it."""
         units = self.hooks.units
         if units is not None:
-            units.rests.for_unfinished()
+            units.rests.after_failed_backward()
             units.rounds.kept = 0
 
     def forget(self, always: bool) -> None:

@@ -93,7 +93,7 @@ class OptimizerBase(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
-        if self._own.pipe.every_group:
+        if self._own.pipe.step_groups:
             raise RuntimeError(
                 explain(
                     "torch.amp.GradScaler with a pipeline over ranks",

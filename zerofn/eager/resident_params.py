@@ -18,9 +18,9 @@ from ..core.rank_agreement import agree_on_start
 from ..core.state import State
 from ..core.update_context import Context
 from ..module.attach_checks import check_memory
-from ..module.boundary import Sight
+from ..module.boundary import ModelBoundary
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
-from ..module.forward_hooks import install, needs_sight
+from ..module.forward_hooks import install, needs_boundary
 from ..module.parameter_guards import gathering_of, label
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
@@ -110,10 +110,10 @@ class ResidentParams:
         self.undo: list[Callable[[], Any]] = [*hooks.undo, cast_buffers(model, buffers)]
         self.units, blocks = _units(self)
         hooks.units = self.units
-        self.sight: Sight | None = None
-        if forms or needs_sight(pipe):
-            self.sight = Sight(pipe, self.scale, self.units, model, unchanged, forms)
-            self.undo.append(install(model, self.sight, {id(p): path for path, p in params.items()}, blocks))
+        self.boundary: ModelBoundary | None = None
+        if forms or needs_boundary(pipe):
+            self.boundary = ModelBoundary(pipe, self.scale, self.units, model, unchanged, forms)
+            self.undo.append(install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks))
         # Updates within backward write into parts before a step could look at whole parameters.
         equals = channels.equals if context is None else None
         self.wholes = None if equals is None else WholeParameters(params, equals)
@@ -205,7 +205,9 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
 @contextmanager
 def _suspended(home: ResidentParams) -> Iterator[None]:
     """Inside, the model computes with its parameters as they are: nothing is gathered or cast on use."""
-    views: list[Any] = [x for x in (home.units, None if home.sight is None else home.sight.views) if x is not None]
+    views: list[Any] = [
+        x for x in (home.units, None if home.boundary is None else home.boundary.views) if x is not None
+    ]
     for x in views:
         x.suspended = True
     home.is_full = True

@@ -12,7 +12,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.state_entries import over_ranks
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.dtensor_shards import as_local, coordinate_of, cut_as, mesh_of
+from ..ranks.dtensor_shards import as_local, coordinate_of, mesh_of, placed_like
 from .param_groups import OWN, packed
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
@@ -42,7 +42,7 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
     """
     mine, theirs = _flat(_required(own)), _flat(_required(given))
     if isinstance(given, dict) and given.get("format") == FLAT_CUTS:
-        theirs = {k: cut_as(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
+        theirs = {k: placed_like(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
     for k, x in mine.items():
         if k not in theirs and _is_format(k, mine):
             # A state dict of before there were formats.

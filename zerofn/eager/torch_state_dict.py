@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.modules import LOADS_STATES
+from .._compat.modules import LOAD_FUNCTION
 from .._errors import bad_leaves, explain
 from ..core.facts import COUNT
 from ..core.row_sharding import cut_by_rows
@@ -61,7 +61,7 @@ def purpose_of(frame: FrameType) -> Purpose | None:
     if getattr(frame.f_locals.get("info"), "full_state_dict", False):
         return Purpose.FULL
     above: FrameType | None = frame
-    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOADS_STATES, ASKS):
+    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOAD_FUNCTION, ASKS):
         above = above.f_back
     return Purpose.PARTS if above is None else Purpose.TO_LOAD
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerofn._compat.autograd import tell_autograd
+from zerofn._compat.autograd import increment_versions
 from zerofn.kernels import native as _native
 from zerofn.kernels.adam_formula import (
     Dtypes,
@@ -40,7 +40,7 @@ def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = N
             run_chunked(part, settings)
             continue
         found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
-        tell_autograd([*part.params, *part.exp_avgs, *part.exp_avg_sqs, *(part.compensations or ())])
+        increment_versions([*part.params, *part.exp_avgs, *part.exp_avg_sqs, *(part.compensations or ())])
     if norms is not None and len(found) == len(leaves.grads):
         norms += [found[i] for i in range(len(leaves.grads))]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofn._compat.autograd import tell_autograd
+from zerofn._compat.autograd import increment_versions
 from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels import fused_native
 from zerofn.kernels.fused_native import Columns
@@ -59,7 +59,7 @@ def fused_update(
     if lists[0]:
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
-    tell_autograd([*params, *exp_avgs, *exp_avg_sqs])
+    increment_versions([*params, *exp_avgs, *exp_avg_sqs])
 
 
 def _run(

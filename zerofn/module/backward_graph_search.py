@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .._compat.autograd import number_of
+from .._compat.autograd import sequence_nr
 from .._compat.functorch import is_wrapped
 from .._errors import explain
 from ..core.linear_map import LeafView
@@ -35,7 +35,7 @@ def check_closed(owner: Any, roots: list[Any]) -> None:
     """Search the whole graph of the backward under way.
 
     Args:
-        owner: the boundary, a `Sight`.
+        owner: the boundary, a `ModelBoundary`.
         roots: the nodes at which the backward began.
 
     Raises:
@@ -49,7 +49,7 @@ def check_closed(owner: Any, roots: list[Any]) -> None:
     owner.check_unchanged()
     if reached_by[id(other)] is not leak:
         # Reached from both sides.
-        inside = number_of(other) not in owner.node_ranges or is_outside(other, owner, 0)
+        inside = sequence_nr(other) not in owner.node_ranges or is_outside(other, owner, 0)
     if inside:
         _refuse_input(owner, leak, reached_by)
     _refuse_escape(owner, leak, reached_by)
@@ -141,7 +141,7 @@ def _held(node: Any) -> bool:
 def _refuse_input(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoReturn:
     """The model uses a tensor of the outside that is no argument."""
     node, other, _ = leak
-    strangers = _path_up(node, reached_by, lambda n: number_of(n) not in owner.node_ranges)
+    strangers = _path_up(node, reached_by, lambda n: sequence_nr(n) not in owner.node_ranges)
     leaf = getattr(other, "variable", None)
     if strangers:
         _refuse_stranger(f"a tensor computed outside (by {strangers[-1].name()})")
@@ -169,7 +169,7 @@ def _refuse_input(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoRetu
 def _refuse_escape(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoReturn:
     """The loss uses a tensor of the inside that did not leave through the boundary."""
     node, other, _ = leak
-    inner = _path_up(node, reached_by, lambda n: number_of(n) in owner.node_ranges)
+    inner = _path_up(node, reached_by, lambda n: sequence_nr(n) in owner.node_ranges)
     if inner:
         what = f"a tensor from inside the attached model (by {inner[-1].name()})"
     elif _kind(other) == OTHER:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import backward_call, executing, graph_task, next_sequence, number_of
+from .._compat.autograd import backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
 from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
@@ -28,7 +28,7 @@ from .output_graph import RETURNED, SHOWN, OutputTracker
 from .parameter_views import ParameterViews
 
 
-class Sight:
+class ModelBoundary:
     """The boundary of one attached model.
 
     Args:
@@ -76,14 +76,14 @@ class Sight:
         It does where the node that it executes was made during a call of the model. Any other node is the user's (a
         checkpoint around a call, a hook).
         """
-        node = executing()
+        node = current_node()
         if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
             return False
-        made = self.node_ranges.find(number_of(node))
+        made = self.node_ranges.find(sequence_nr(node))
         if made is None or (module is not None and made.caller == id(module)):
             return False
         # What is made here belongs to the call as well: a checkpoint inside a checkpoint.
-        now = next_sequence()
+        now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
 
@@ -167,7 +167,7 @@ class Sight:
         if not self.scaled or torch.compiler.is_compiling():
             return
         local, task = self.local, graph_task()
-        local.crossed_at = next_sequence()
+        local.crossed_at = next_sequence_nr()
         if task not in local.searched:
             roots, _ = backward_call()
             # A backward inside of another one, as reentrant checkpoints make them, ends before the outer one goes on.

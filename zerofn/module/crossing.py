@@ -20,7 +20,7 @@ class Crossing:
     saved tensors, and the parts it repeats must use the scale of the part they join.
 
     Attributes:
-        owner: the boundary that is crossed, a `Sight`.
+        owner: the boundary that is crossed, a `ModelBoundary`.
         edge: the map and its transpose.
         inward: from the outside to the inside.
         used: the scale by which a cotangent was multiplied or divided.

@@ -17,7 +17,7 @@ from .._compat.modules import registered, sharded_by_torch
 from .._compat.tensors import local_of, set_local
 from .._errors import bad_leaves, explain
 from ..core.tensor_parallel_leaves import Within
-from ..ranks.dtensor_parameters import CUT, Form, is_distributed, reason_against
+from ..ranks.dtensor_parameters import CUT, Form, is_distributed, why_not_attachable
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 
@@ -59,7 +59,7 @@ class DistributedModel:
             self.within[path] = Within(p.shape, boxes, at, len(boxes) > 1 or first.place == 0)
 
     def _check(self) -> None:
-        bad = [(path, why) for path, p in self.named.items() if (why := reason_against(p)) is not None]
+        bad = [(path, why) for path, p in self.named.items() if (why := why_not_attachable(p)) is not None]
         meshes: list[Any] = [p.device_mesh for p in self.named.values()]  # type: ignore[attr-defined]
         if not bad:
             told = [(path, mesh.mesh.tolist()) for path, mesh in zip(self.named, meshes, strict=True)]

@@ -25,7 +25,7 @@ from .._errors import explain
 from ..ranks.dtensor_parameters import Form
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
-from ..sharded.part import handed, named_first, part_of, plain
+from ..sharded.part import first_by_position, handed, part_of, plain
 from ..sharded.part_origin import Origin
 from ..sharded.torch_function_kinds import PRIVATE, SIZES, in_place
 
@@ -55,7 +55,7 @@ class DTensorParameter(Partial):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
             name = func.__name__.partition(".")[0]
-            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
+            args, kwargs = (args, kwargs or {}) if args else first_by_position(kwargs or {})
             if is_dynamo_compiling() or ours(sys._getframe(1)) or _by_itself(func, name):
                 return func(*args, **kwargs)
             if name == "register_hook":

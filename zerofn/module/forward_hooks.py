@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.autograd import next_sequence
+from .._compat.autograd import next_sequence_nr
 from .._compat.compiler import uncompiled
 from .._compat.modules import CALL, backward_hooks, forward_hooks, register_in, registered, set_flat_weights
 from .._errors import explain
@@ -22,7 +22,7 @@ from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
 from .active_calls import ActiveCall
 from .backward_hooks import check_hooks_of_call
-from .boundary import Sight
+from .boundary import ModelBoundary
 from .forward_errors import add_notes
 from .forward_writes import carry_written
 from .leaked_tensors import HookedOutput
@@ -65,23 +65,23 @@ _MODULE = attrgetter("module")
 class _PreForwardHook(Hook):
     """The hook before each call of one module. Most calls are inside of another call, and nothing is to be done."""
 
-    def __init__(self, sight: Sight, module: nn.Module):
+    def __init__(self, boundary: ModelBoundary, module: nn.Module):
         recurrent = isinstance(module, nn.RNNBase)
         # Held during calls of a recurrent module, for all threads share the list of weights that its kernel takes.
         # Calls that a checkpoint repeats in backward take the lock too, in whatever thread. A thread that waits for a
         # backward is in no such call, unless a hook of the user's on that very module runs one.
         lock = threading.RLock() if recurrent else None
-        super().__init__(functools.partial(_begin_call, sight, lock))
-        self.sight = sight
-        self.plain = not recurrent and module is not sight.model()
-        self.block = id(module) in sight.blocks
+        super().__init__(functools.partial(_begin_call, boundary, lock))
+        self.boundary = boundary
+        self.plain = not recurrent and module is not boundary.model()
+        self.block = id(module) in boundary.blocks
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.plain:
-            local = self.sight.local
+            local = self.boundary.local
             # Without a hook of the user's nothing of the inside is shown.
-            quiet = not self.sight.scaled or not (_has_user_hooks(self.sight, module) or backward_hooks(module))
+            quiet = not self.boundary.scaled or not (_has_user_hooks(self.boundary, module) or backward_hooks(module))
             if quiet and local.calls and module not in map(_MODULE, local.calls):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
@@ -89,7 +89,7 @@ class _PreForwardHook(Hook):
         return super().__call__(module, args, kwargs)
 
 
-def needs_sight(pipe: Pipeline) -> bool:
+def needs_boundary(pipe: Pipeline) -> bool:
     """Whether modules need hooks: for a cast, a loss scale or a gather.
 
     Inputs are cast to the dtype that parameters have in forward even where they are stored in it.
@@ -97,7 +97,9 @@ def needs_sight(pipe: Pipeline) -> bool:
     return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
 
-def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[nn.Module]) -> Callable[[], None]:
+def install(
+    model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], blocks: list[nn.Module]
+) -> Callable[[], None]:
     """Hook a model, and give it views of its parameters in forward; what is returned undoes it.
 
     Args:
@@ -106,38 +108,38 @@ def install(model: nn.Module, sight: Sight, paths: dict[int, str], blocks: list[
         paths: `id(parameter)` to path.
         blocks: modules whose parameters are gathered together.
     """
-    sight.blocks = {id(m) for m in blocks}
+    boundary.blocks = {id(m) for m in blocks}
     for module in model.modules():
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
         if names:
-            register_in(module, ParameterViewDict(plain, names, sight, _buffers_dtype(module)))
-            sight.undo.callback(_restore, module, plain)
-        pre = _PreForwardHook(sight, module)
-        sight.undo.callback(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
-        if id(module) in sight.blocks:
-            sight.undo.callback(module.register_forward_hook(Hook(functools.partial(_end_block, sight))).remove)
+            register_in(module, ParameterViewDict(plain, names, boundary, _buffers_dtype(module)))
+            boundary.undo.callback(_restore, module, plain)
+        pre = _PreForwardHook(boundary, module)
+        boundary.undo.callback(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+        if id(module) in boundary.blocks:
+            boundary.undo.callback(module.register_forward_hook(Hook(functools.partial(_end_block, boundary))).remove)
     # Before any hook of the user's, which sees outputs in the dtype that they have outside.
-    _add_end_hook(sight, model)
-    return sight.undo.close
+    _add_end_hook(boundary, model)
+    return boundary.undo.close
 
 
-def _end_block(sight: Sight, module: nn.Module, args: tuple, output: Any) -> None:
+def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> None:
     """Exchange gathered parameters that the graph of a block's call has saved for notes."""
-    walks = sight.local.walks
+    walks = boundary.local.walks
     if walks is not None and walks.open:
         walks.end(module, tensors_in(output))
 
 
-def _has_user_hooks(sight: Sight, module: nn.Module) -> bool:
+def _has_user_hooks(boundary: ModelBoundary, module: nn.Module) -> bool:
     """Whether a module has forward hooks of the user's."""
-    return len(forward_hooks(module)) > (id(module) in sight.end_hooks) + (id(module) in sight.blocks)
+    return len(forward_hooks(module)) > (id(module) in boundary.end_hooks) + (id(module) in boundary.blocks)
 
 
-def _add_end_hook(sight: Sight, module: nn.Module) -> None:
-    handle = module.register_forward_hook(Hook(functools.partial(_end_call, sight)), always_call=True)
-    sight.undo.callback(handle.remove)
-    sight.end_hooks[id(module)] = handle.id
+def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
+    handle = module.register_forward_hook(Hook(functools.partial(_end_call, boundary)), always_call=True)
+    boundary.undo.callback(handle.remove)
+    boundary.end_hooks[id(module)] = handle.id
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
@@ -153,19 +155,23 @@ def _restore(module: nn.Module, plain: dict) -> None:
 
 
 def _begin_call(
-    sight: Sight, lock: AbstractContextManager[Any] | None, module: nn.Module, args: tuple, kwargs: dict
+    boundary: ModelBoundary,
+    lock: AbstractContextManager[Any] | None,
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
 ) -> tuple | None:
     """Note that a call begins; take the inputs of an outermost one in."""
-    local = sight.local
-    if id(module) not in sight.end_hooks:
+    local = boundary.local
+    if id(module) not in boundary.end_hooks:
         # Only here, for most modules are never called from outside, and a hook takes time.
-        _add_end_hook(sight, module)
-    if local.calls and module is sight.model() and not _calls_itself(module):
+        _add_end_hook(boundary, module)
+    if local.calls and module is boundary.model() and not _calls_itself(module):
         # No hook runs when Ctrl-C ends a call, and all calls after it would look nested.
         local.drop_stale_calls()
-    outermost = not local.calls and not sight.repeating(module)
-    if sight.scaled:
-        check_hooks_of_call(sight.model(), module, outermost, args)
+    outermost = not local.calls and not boundary.repeating(module)
+    if boundary.scaled:
+        check_hooks_of_call(boundary.model(), module, outermost, args)
     if outermost and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise RuntimeError(
             explain(
@@ -174,30 +180,30 @@ def _begin_call(
                 "torch.jit.trace(opt.detach(), example) after training; torch.compile(model) while it is attached",
             )
         )
-    call = ActiveCall(module, outermost, next_sequence(), sys.exception())
+    call = ActiveCall(module, outermost, next_sequence_nr(), sys.exception())
     if not local.calls:
-        sight.begin()
-    if local.walks is not None and (not local.calls or id(module) in sight.blocks):
+        boundary.begin()
+    if local.walks is not None and (not local.calls or id(module) in boundary.blocks):
         local.walks.begin(module)
     local.calls.append(call)
-    if outermost and sight.units is not None:
-        call.undo.enter_context(noting(sight.units))
+    if outermost and boundary.units is not None:
+        call.undo.enter_context(noting(boundary.units))
     if lock is not None:
         call.undo.enter_context(lock)
         _fill_flat_weights(module)
-    if sight.scaled and _has_user_hooks(sight, module):
-        _order_user_hooks(sight, module)
+    if boundary.scaled and _has_user_hooks(boundary, module):
+        _order_user_hooks(boundary, module)
     if not outermost:
         return None
     return (
-        tuple(map_tensors(sight.enter, a, f"argument {i} of the model") for i, a in enumerate(args)),
-        {k: map_tensors(sight.enter, v, f"argument {k}= of the model") for k, v in kwargs.items()},
+        tuple(map_tensors(boundary.enter, a, f"argument {i} of the model") for i, a in enumerate(args)),
+        {k: map_tensors(boundary.enter, v, f"argument {k}= of the model") for k, v in kwargs.items()},
     )
 
 
-def _end_call(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
+def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> Any:
     """Note that a call has ended; take the outputs of an outermost one out. Runs after an exception too."""
-    local = sight.local
+    local = boundary.local
     if not local.calls or local.calls[-1].module is not module:
         # Its begin was not noted, for one because a hook of the user's raised before.
         return None
@@ -207,28 +213,28 @@ def _end_call(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
         _reset_flat_weights(module)
     call.undo.close()
     if call.outermost and error is not None and error is not call.error:
-        add_notes(error, module, sight.pipe, sight.check_unchanged)
+        add_notes(error, module, boundary.pipe, boundary.check_unchanged)
     if local.walks is not None and not local.calls:
         local.walks.end(module, tensors_in(output))
         local.walks.open.clear()
     try:
         if not local.calls:
-            sight.collect_attributes(call.start)
+            boundary.collect_attributes(call.start)
         if call.shown is not None:
             # What hooks of the user's were given is outside already.
-            return output if call.outermost else call.shown.result(output, sight.enter)
-        return sight.leave_all(output) if call.outermost else None
+            return output if call.outermost else call.shown.result(output, boundary.enter)
+        return boundary.leave_all(output) if call.outermost else None
     finally:
         if not local.calls:
             seen = dict(local.seen)
             local.seen.clear()
-            sight.release_attributes()
+            boundary.release_attributes()
             local.tracker = None
-            sight.node_ranges.add(call.start, next_sequence(), id(module) if call.outermost else None)
-            if sight.units is not None:
-                sight.units.end_of_call()
+            boundary.node_ranges.add(call.start, next_sequence_nr(), id(module) if call.outermost else None)
+            if boundary.units is not None:
+                boundary.units.end_of_call()
             # The last, for it may refuse what the model wrote.
-            carry_written(sight, seen)
+            carry_written(boundary, seen)
 
 
 def _fill_flat_weights(module: Any) -> None:
@@ -242,24 +248,24 @@ def _reset_flat_weights(module: Any) -> None:
     set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
 
 
-def _order_user_hooks(sight: Sight, module: nn.Module) -> None:
+def _order_user_hooks(boundary: ModelBoundary, module: nn.Module) -> None:
     """Let the user's forward hooks run between two of ours, which give them an output that has left the model."""
     hooks = forward_hooks(module)
-    if id(module) not in sight.show_hooks:
-        handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, sight)))
-        sight.show_hooks[id(module)] = handle.id
-        sight.undo.callback(handle.remove)
-    hooks.move_to_end(sight.show_hooks[id(module)], last=False)
-    hooks.move_to_end(sight.end_hooks[id(module)])
+    if id(module) not in boundary.show_hooks:
+        handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, boundary)))
+        boundary.show_hooks[id(module)] = handle.id
+        boundary.undo.callback(handle.remove)
+    hooks.move_to_end(boundary.show_hooks[id(module)], last=False)
+    hooks.move_to_end(boundary.end_hooks[id(module)])
 
 
-def _show_to_hooks(sight: Sight, module: nn.Module, args: tuple, output: Any) -> Any:
-    calls = sight.local.calls
+def _show_to_hooks(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> Any:
+    calls = boundary.local.calls
     if not calls or calls[-1].module is not module:
         return None
     if calls[-1].outermost:
-        sight.collect_attributes(calls[-1].start)
-    calls[-1].shown = HookedOutput(output, sight.leave_all if calls[-1].outermost else sight.show_all)
+        boundary.collect_attributes(calls[-1].start)
+    calls[-1].shown = HookedOutput(output, boundary.leave_all if calls[-1].outermost else boundary.show_all)
     return calls[-1].shown.outer
 
 

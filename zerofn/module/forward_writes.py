@@ -11,12 +11,12 @@ from .._errors import bad_leaves
 from ..core.linear_map import is_linear_map
 from ..sharded.write_back import carried, same
 from .active_calls import Seen
-from .boundary import Sight
+from .boundary import ModelBoundary
 from .parameter_views import address
 
 
 @torch.no_grad()
-def carry_written(sight: Sight, seen: Seen) -> None:
+def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     """Store what forward wrote into views of parameters in another dtype, which are copies.
 
     Writes of NumPy and of `w.data` are in no version count; they are looked for in the calls that `Sampling` picks.
@@ -30,13 +30,13 @@ def carry_written(sight: Sight, seen: Seen) -> None:
     """
     _check_leaves(seen)
     bad: dict[str, str] = {}
-    local, model = sight.local, sight.model()
+    local, model = boundary.local, boundary.model()
     compares, late = local.sampling.next(model is not None and model.training)
     for path, (stored, view, begin) in seen.items():
-        stages = sight.pipe.views_at_use[path].stages
+        stages = boundary.pipe.views_at_use[path].stages
         exact = all(s.only_dtype for s in stages)
         exchanged = address(view) != begin
-        if not exchanged and view.dtype == stored.dtype and (exact or sight.views.suspended):
+        if not exchanged and view.dtype == stored.dtype and (exact or boundary.views.suspended):
             continue
         # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.
         inner = innermost(view)

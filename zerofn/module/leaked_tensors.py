@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat.autograd import number_of
+from .._compat.autograd import sequence_nr
 from .._compat.modules import registered
 from .._compat.tensors import version
 from .crossing import crossing_of
@@ -40,7 +40,7 @@ def is_outside(node: Any, owner: Any, start: int) -> bool:
         crossing = crossing_of(node, owner)
         if crossing is not None:
             return not crossing.inward
-        for other, _ in node.next_functions if start <= number_of(node) else ():
+        for other, _ in node.next_functions if start <= sequence_nr(node) else ():
             if other is not None and id(other) not in seen:
                 seen[id(other)] = other
                 queue.append(other)
@@ -85,7 +85,7 @@ class AttributeTensors:
 
         def look(t: Tensor) -> Tensor:
             node = t.grad_fn
-            made_in_it = node is not None and (number_of(node) >= start or crossing_of(node, self.owner) is not None)
+            made_in_it = node is not None and (sequence_nr(node) >= start or crossing_of(node, self.owner) is not None)
             if made_in_it and not is_outside(node, self.owner, start):
                 found.append(t)
             return t

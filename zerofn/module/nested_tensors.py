@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat.autograd import number_of
+from .._compat.autograd import sequence_nr
 from .._compat.functorch import is_wrapped
 from .._compat.tensors import base_of
 from .._errors import explain
@@ -124,7 +124,7 @@ def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
 
 def made(t: Tensor) -> int:
     """The number of the autograd node that computed a tensor: larger for later ones, -1 without a node."""
-    return -1 if t.grad_fn is None else number_of(t.grad_fn)
+    return -1 if t.grad_fn is None else sequence_nr(t.grad_fn)
 
 
 def _with_items(value: Mapping, changed: dict, where: str) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._compat.autograd import backward_call, number_of
+from .._compat.autograd import backward_call, sequence_nr
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.linear_map import EdgeMap, linear_map, times, untracked
@@ -156,7 +156,7 @@ class OutputTracker:
                     continue
             if id(node) not in seen:
                 seen[id(node)] = node
-                steps += [(n, i) for n, i in node.next_functions if n is not None and number_of(n) >= self.first]
+                steps += [(n, i) for n, i in node.next_functions if n is not None and sequence_nr(n) >= self.first]
         return list(found.values())
 
 

@@ -16,16 +16,22 @@ import torch
 from torch import Tensor
 
 from .._compat.compiler import uncompiled
-from .boundary import Sight
+from .boundary import ModelBoundary
 
 
 class ParameterViewDict(dict):
     """A module's dict of parameters whose items are views while the model is being called."""
 
-    def __init__(self, parameters: dict[str, Any], paths: dict[str, str], sight: Sight, beside: torch.dtype | None):
+    def __init__(
+        self,
+        parameters: dict[str, Any],
+        paths: dict[str, str],
+        boundary: ModelBoundary,
+        beside: torch.dtype | None,
+    ):
         super().__init__(parameters)
         self.paths = paths
-        self.sight = sight
+        self.boundary = boundary
         # The dtype that the module's kernel needs them in: that of its buffers, which are not cast.
         self.beside = beside
         # Names of what the model puts here during a call (torch.func.functional_call), which needs no view.
@@ -40,7 +46,7 @@ class ParameterViewDict(dict):
     def __setitem__(self, name: str, value: Any) -> None:
         self.inner.discard(name)
         if name in self.paths and self._walked_by_model():
-            origin = self.sight.views.origin(self.paths[name], value)
+            origin = self.boundary.views.origin(self.paths[name], value)
             if origin is None:
                 self.inner.add(name)
             else:
@@ -62,9 +68,9 @@ class ParameterViewDict(dict):
     def _walked_by_model(self) -> bool:
         # Not by the compiler, which looks at modules in the middle of their calls. And not by a hook of the user's in a
         # backward: there gradients are enabled only in what a checkpoint repeats.
-        if self.sight.local.calls:
+        if self.boundary.local.calls:
             return not torch.compiler.is_compiling()
-        return torch.is_grad_enabled() and self.sight.repeating()
+        return torch.is_grad_enabled() and self.boundary.repeating()
 
     def __reduce__(self):
         # A copy of an attached model is a plain module.
@@ -73,13 +79,13 @@ class ParameterViewDict(dict):
 
 @uncompiled
 def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
-    sight = parameters.sight
-    if not sight.local.calls and not sight.repeating():
+    boundary = parameters.boundary
+    if not boundary.local.calls and not boundary.repeating():
         # Asked by the user.
         return stored
     path = parameters.paths[name]
-    seen = sight.views.get(path, stored)
+    seen = boundary.views.get(path, stored)
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
-    sight.local.last_views[path] = (weakref.ref(seen), stored)
+    boundary.local.last_views[path] = (weakref.ref(seen), stored)
     return seen

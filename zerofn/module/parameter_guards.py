@@ -16,7 +16,7 @@ from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.gather_part import Gathering, piece_of
-from ..sharded.guarded_parameter import BY_ANYTHING, BY_NORM, Asks, Partial, tell
+from ..sharded.guarded_parameter import CLIPPING_BY_NORM, CLIPPING_FUNCTIONS, Asks, Partial, tell
 from .dtensor_parameter import DTensorParameter
 from .sharded_parameter import ShardedParameter, wrap_existing_hooks
 from .sharded_state_dict import hook_state_dicts
@@ -48,17 +48,20 @@ def label(
         forms: by path, which DTensor a parameter was before it was attached.
     """
     if in_backward:
-        why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", BY_ANYTHING
-    elif not pipe.every_group and not forms:
+        why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", CLIPPING_FUNCTIONS
+    elif not pipe.step_groups and not forms:
         return []
     elif pipe.road.late:
-        why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", BY_ANYTHING
+        why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", CLIPPING_FUNCTIONS
     elif pipe.road.after_update:
-        why, refused = "p.grad is None: the gradient has left to be reduced over ranks", BY_ANYTHING
+        why, refused = "p.grad is None: the gradient has left to be reduced over ranks", CLIPPING_FUNCTIONS
     else:
-        why, refused = "p.grad is a part of the gradient, and has another norm on every rank", BY_NORM if forms else ()
+        why, refused = (
+            "p.grad is a part of the gradient, and has another norm on every rank",
+            CLIPPING_BY_NORM if forms else (),
+        )
     guard = {"why": why, "refused": refused, "asks": asks}
-    undo = [_hide_from_accelerate(model)] if pipe.every_group else []
+    undo = [_hide_from_accelerate(model)] if pipe.step_groups else []
     undo += [_as_dtensor(path, params[path], form, units, guard) for path, form in forms.items() if path in params]
     if units is None or gathering is None:
         return undo + [tell(p, Partial, path=path, **guard) for path, p in params.items() if path not in forms]
@@ -67,7 +70,7 @@ def label(
         path, p = leaf.path, params[leaf.path]
         if path in forms:
             continue
-        whole, is_whole = functools.partial(units.look_alone, path), lambda: units.suspended
+        whole, is_whole = functools.partial(units.gather_alone, path), lambda: units.suspended
         of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
         undo.append(tell(p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **guard))
         if isinstance(p, ShardedParameter):
@@ -85,7 +88,7 @@ def _as_dtensor(path: str, p: Tensor, form: Form, units: Units | None, guard: di
 
     def whole() -> Tensor:
         # Gathered here and not when it is computed with: a DTensor holds a plain tensor.
-        return form.wrap(p if units is None or units.suspended else units.look_alone(path).clone())
+        return form.wrap(p if units is None or units.suspended else units.gather_alone(path).clone())
 
     in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
     return tell(p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **guard)

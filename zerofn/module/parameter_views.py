@@ -15,7 +15,7 @@ from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
-from ..sharded.unit_rounds import lasting
+from ..sharded.unit_rounds import outside_inference_mode
 from ..sharded.write_back import Place, place
 from .active_calls import ThreadState
 from .crossing import Crossing, Edge
@@ -54,7 +54,7 @@ class ParameterViews:
             return self._get(path, stored)
         given = form.local(stored) if is_distributed(stored) else stored
         # In no mode of the caller's: what an operation does with the view is decided where it is used.
-        with lasting(), torch.enable_grad():
+        with outside_inference_mode(), torch.enable_grad():
             return form.wrap(self._get(path, given))
 
     def _get(self, path: str, stored: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class ParameterViews:
             if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 seen = self._through(view, stored)
             else:
-                with lasting(), torch.enable_grad():
+                with outside_inference_mode(), torch.enable_grad():
                     seen = self._through(view, stored)
             found = self.local.seen[path] = (stored, seen, address(seen))
         return found[1]

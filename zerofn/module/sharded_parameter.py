@@ -24,12 +24,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .._compat.autograd import gradient_hooks, in_backward
 from .._compat.compiler import uncompiled
-from .._compat.tensors import SHALLOW
+from .._compat.tensors import SHALLOW_COPY_CHECK
 from ..sharded.gather_part import Piece
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.part import Handed, handed, kept, named_first, own_rows, part_of, plain, written
+from ..sharded.part import Handed, first_by_position, handed, kept, own_shard, part_of, plain, written
 from ..sharded.part import origin_of as of_part
 from ..sharded.part_origin import Origin, check_sizes
 from ..sharded.read_only_views import check_unwritten
@@ -42,7 +42,7 @@ from .sharded_parameter_refusals import check_data, check_parametrization, refus
 # Functions that look at a tensor, make one of its dtype and device, or treat it as the leaf of a graph.
 LOOKING = frozenset({
     "__set__", "__delete__", "__dir__", "backward", "data_ptr", "detach", "element_size", "get_device", "grad",
-    "requires_grad_", "retain_grad", "type", "untyped_storage", SHALLOW,
+    "requires_grad_", "retain_grad", "type", "untyped_storage", SHALLOW_COPY_CHECK,
 })  # fmt: skip
 # Functions that torch does not run for tensor subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
@@ -79,7 +79,7 @@ class ShardedParameter(Partial):
         with torch.DisableTorchFunctionSubclass():
             # An operator of torch.ops has its overload in its name.
             name = func.__name__.partition(".")[0]
-            args, kwargs = (args, kwargs or {}) if args else named_first(kwargs or {})
+            args, kwargs = (args, kwargs or {}) if args else first_by_position(kwargs or {})
             attribute = func.__self__.__name__ if name == "__get__" else ""
             frame = sys._getframe(1)
             if name in SIZES or attribute in SIZES:
@@ -137,7 +137,7 @@ class ShardedParameter(Partial):
             return plain(value)
         if isinstance(value, ShardedParameter) and not value.is_whole():
             value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
-        return own_rows(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
+        return own_shard(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
 
     def _moved(self, frame: FrameType) -> None:
         # Its old memory is the user's: `kept = p.data; p.data = average; evaluate(); p.data = kept`.

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from .._compat.modules import registered
 from .._errors import explain
 from ..core.layout import Leaf, Leaves
-from ..core.nested_sharding import spans_of_all
+from ..core.nested_sharding import spans_by_rank
 from ..core.pipeline import Pipeline
 from ..core.row_sharding import cut_by_rows, rows_between, span
 from ..ranks.dtensor_parameters import Form
-from ..ranks.dtensor_shards import as_distributed, as_local, in_full, mesh_of
+from ..ranks.dtensor_shards import as_dtensors, as_local, in_full, mesh_of
 from ..sharded.gather_on_use import Units
 from ..sharded.gather_part import Piece
 from ..sharded.part import Part, part_of
@@ -96,7 +96,7 @@ class StateDictParts:
             mine = whole.reshape(-1)[low:high].clone()
         rows = rows_between(leaf.shape, low, high)
         assert rows is not None
-        return as_distributed({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
+        return as_dtensors({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
 
     def from_full(self, given: Tensor, leaf: Leaf) -> Part:
         """This rank's part of a whole tensor or a DTensor."""
@@ -110,7 +110,7 @@ class StateDictParts:
         """Whether every rank has the rows that torch would give it; the same answer on all."""
         size = self.wire.group.size
         chunks = [span(leaf.shape, rank, size) for rank in range(size)]
-        return cut_by_rows(leaf.shape, size) and list(spans_of_all([self.wire], leaf)) == chunks
+        return cut_by_rows(leaf.shape, size) and list(spans_by_rank([self.wire], leaf)) == chunks
 
 
 def hook_state_dicts(

@@ -14,7 +14,7 @@ from .._ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.gradient_checks import split_grads
 from ..core.layout import Leaf, Leaves
-from ..core.linear_map import OnlyForth, enter, leave
+from ..core.linear_map import ForwardOnlyView, enter, leave
 from ..core.rank_agreement import check_weight
 from ..core.state import State
 from ..core.transform import Transform
@@ -66,7 +66,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     # From storage on: `pipe.leaf_views` begins at resident parameters where the reduction comes after an accumulation.
     views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
     if pipe.road.late and pipe.weighted:
-        views = {p: OnlyForth(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
+        views = {p: ForwardOnlyView(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
         seen = views[leaf.path](x, scale)

@@ -14,10 +14,10 @@ from ..core.tree import Tree, flatten
 from ..kernels.norms import squared_norm
 from ..sharded.guarded_parameter import pieces
 from .states import pipe_of
-from .uncompiled import RESOLVES, outside_since
+from .uncompiled import RESOLVES, kept_out_of_graphs
 
 
-@outside_since(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
+@kept_out_of_graphs(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:
     """A tree that is laid out as `state.params` is, whole: gradients of a bound function, moments, a vector.
 
@@ -91,7 +91,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
     return _squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}).sqrt()
 
 
-@outside_since(
+@kept_out_of_graphs(
     RESOLVES,
     'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
     "global_norm",

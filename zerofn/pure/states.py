@@ -14,7 +14,7 @@ from ..core.initializers import Init, check_init, device_of, first_values, made_
 from ..core.layout import make_layout
 from ..core.parameter_averages import averages_of
 from ..core.pipeline import Pipeline, first_state
-from ..core.rank_agreement import agree_on_start, check_finite, failed_of, first_states
+from ..core.rank_agreement import agree_on_start, check_finite, failed_ranks, first_states
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
@@ -82,7 +82,7 @@ def init(
         made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
         keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
         stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
-    tell = partial(failed_of, pipe.every_group)
+    tell = partial(failed_ranks, pipe.step_groups)
     return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
 
 
@@ -136,7 +136,7 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
         raise TypeError(
             explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
         )
-    state.check_kept(where)
+    state.check_not_donated(where)
     pipe = pipeline(tx, state.layout, where)
     names = [p.name for p in pipe.parts]
     if list(state.transforms) != names:

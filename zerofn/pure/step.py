@@ -110,7 +110,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
             with torch.no_grad():
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
-            state.check_kept("a step")
+            state.check_not_donated("a step")
         record = records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
@@ -185,7 +185,7 @@ class PipelineCache:
         @while_traced
         def resolve(layout: Layout) -> int:
             if layout not in numbers:
-                numbered[len(numbered)] = pipeline(tx, layout, "step").made_ready()
+                numbered[len(numbered)] = pipeline(tx, layout, "step").with_cached_properties()
                 numbers[layout] = len(numbers)
             return numbers[layout]
 

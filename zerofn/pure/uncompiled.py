@@ -15,7 +15,7 @@ from .._errors import explain
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def outside_since(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
+def kept_out_of_graphs(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
     """A decorator: the compiler leaves the function alone, so that a graph ends before each call of it.
 
     With `fullgraph=True` the call is refused by the name of the function, and not by a line inside of it. Left to the
@@ -37,7 +37,7 @@ def outside_since(why: str, right: str, name: str | None = None) -> Callable[[Fn
 
 
 RESOLVES = "it resolves a pipeline for a tree of parameters, by code that is in no graph"
-outside_of_graphs = outside_since(
+outside_of_graphs = kept_out_of_graphs(
     RESOLVES,
     "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
     "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",

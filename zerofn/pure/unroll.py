@@ -14,13 +14,13 @@ from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten
 from ..kernels.recording import concrete
-from .uncompiled import outside_since
+from .uncompiled import kept_out_of_graphs
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
-@outside_since(
+@kept_out_of_graphs(
     "it runs steps again in backward, from states that it kept: these are graphs of their own",
     "zf.unroll(torch.compile(step), state, batches, every=k), outside of what is compiled",
 )

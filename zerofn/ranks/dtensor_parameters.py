@@ -20,7 +20,7 @@ def is_distributed(x: Any) -> bool:
     return library is not None and type(x) is not Tensor and isinstance(x, library.DTensor)
 
 
-def reason_against(x: Any) -> str | None:
+def why_not_attachable(x: Any) -> str | None:
     """Why a DTensor parameter cannot be attached; None if it can."""
     from torch.distributed.tensor import Replicate, Shard
 

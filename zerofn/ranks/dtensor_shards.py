@@ -13,7 +13,7 @@ from .dtensor_parameters import is_distributed
 from .group import Group
 
 
-def as_distributed(
+def as_dtensors(
     shards: Mapping[Hashable, tuple[Tensor, tuple[int, ...], tuple[int, ...]]], group: Group
 ) -> dict[Hashable, Tensor]:
     """DTensors over the memory of shards, each given with the shape of this rank's rows and that of the whole leaf."""
@@ -34,14 +34,14 @@ def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def cut_as(x: Any, like: Any) -> Tensor:
+def placed_like(x: Any, like: Any) -> Tensor:
     """A DTensor in the shape and with the placements of another; all ranks call it."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(x.full_tensor().reshape(like.shape), like.device_mesh, like.placements)
 
 
-def as_rows(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
+def empty_dtensors(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
     """Uninitialised DTensors of these whole shapes, cut by rows, with the dtypes and devices of `like`."""
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in {x.device.type for _, x in like.values()}}
     made: dict[Hashable, Tensor] = {}

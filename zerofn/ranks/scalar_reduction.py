@@ -25,7 +25,7 @@ from .group import Group
 
 
 @dataclass(frozen=True)
-class OverRanks:
+class RankReduction:
     """Reductions of scalars: sums over ranks with different shards, maxima and means over all.
 
     Attributes:

@@ -72,7 +72,7 @@ class Rests:
         self.write_back.sums.clear()
         return rows
 
-    def for_unfinished(self) -> None:
+    def after_failed_backward(self) -> None:
         """Rest for a backward that raised on this rank: the others may still be in theirs.
 
         One that ended has rested; a second rest would wait for ranks that never come to it.

@@ -33,7 +33,7 @@ from .gathered_units import ALIVE, GatheredUnits
 from .lazy_tensor import Lazy
 from .unit_collectives import UnitCollectives
 from .unit_plans import UnitPlans
-from .unit_rounds import GRADIENTS, PARAMETERS, TANGENTS, UnitRounds, lasting
+from .unit_rounds import GRADIENTS, PARAMETERS, TANGENTS, UnitRounds, outside_inference_mode
 from .write_back import WriteBack
 
 
@@ -92,7 +92,7 @@ class Units:
         found = gathered.seen.get(i) if keep else None
         if found is None:
             # The same tensor in every mode, as a parameter is.
-            with lasting(), torch.enable_grad():
+            with outside_inference_mode(), torch.enable_grad():
                 found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
             self.forward_writes.give(i, found)
             if keep:
@@ -101,7 +101,7 @@ class Units:
             gathered.live.move_to_end(i)
         return found[j]
 
-    def look_alone(self, path: str) -> Tensor:
+    def gather_alone(self, path: str) -> Tensor:
         """A full parameter in the stored dtype, for code outside of the model; differentiable."""
         return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.params[path])[0]
 
@@ -162,7 +162,7 @@ class Units:
                 )
             )
         self.rests.after_backward()
-        return lasting()
+        return outside_inference_mode()
 
     def end_of_call(self) -> None:
         """A call of the model has ended: the tensors it was given belong to its graph alone."""

@@ -42,8 +42,8 @@ APPLYING = CONVERTING.__code__
 COPYING = nn.Parameter.__new__.__code__
 # `p.grad` of a plain parameter, for this package: the property of `Partial` takes 2 us longer.
 read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-BY_NORM = ("clip_grad_norm_",)
-BY_ANYTHING = (*BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
+CLIPPING_BY_NORM = ("clip_grad_norm_",)
+CLIPPING_FUNCTIONS = (*CLIPPING_BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 
 
 def ours(frame: FrameType) -> bool:

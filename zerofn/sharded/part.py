@@ -76,7 +76,7 @@ class Part(Tensor):
 def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function that is given parts, by its kind."""
     if not args:
-        args, kwargs = named_first(kwargs)
+        args, kwargs = first_by_position(kwargs)
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
     if attribute == "data" and name == "__set__":
         return set_data(*args)
@@ -92,7 +92,7 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     return in_hook(out, name) if hooked and kind not in BESIDE else out
 
 
-def named_first(kwargs: dict) -> tuple[tuple, dict]:
+def first_by_position(kwargs: dict) -> tuple[tuple, dict]:
     """Arguments whose first one is given by position, of a function that was given it by name."""
     first = next((k for k in FIRST if k in kwargs), "")
     return ((kwargs[first],), {k: x for k, x in kwargs.items() if k != first}) if first else ((), kwargs)
@@ -144,7 +144,7 @@ def plain(x: Any) -> Any:
     return x.as_subclass(Tensor) if isinstance(x, Part | ReadOnly) else x
 
 
-def own_rows(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
+def own_shard(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
     """This rank's shard of what the user sets in the place of a part, as a plain tensor.
 
     Args:
@@ -169,7 +169,7 @@ def own_rows(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
 def set_data(part: Part, value: Any) -> None:
     """`p.grad.data = x`: writes into the memory of `p.grad`, which is another object each time it is asked for."""
     mine = part.to_local()
-    value = own_rows(mine, part.of, value, "x.data = y")
+    value = own_shard(mine, part.of, value, "x.data = y")
     if value.dtype != mine.dtype or value.device != mine.device:
         got, has = (f"{x.dtype} on {x.device}" for x in (value, mine))
         right = "p.grad = x, of the dtype of p.grad"
@@ -185,7 +185,7 @@ class Handed(NamedTuple):
     of: Origin
 
     def __call__(self, g: Tensor) -> Any:
-        return own_rows(g, self.of, self.hook(part_of(g, self.of)), "what a hook returns")
+        return own_shard(g, self.of, self.hook(part_of(g, self.of)), "what a hook returns")
 
 
 def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:

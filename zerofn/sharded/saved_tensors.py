@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.autograd import next_sequence, number_of, saved_by, saved_tensors_hooks
+from .._compat.autograd import next_sequence_nr, saved_by, saved_tensors_hooks, sequence_nr
 from .._compat.compiler import uncompiled
 from .._compat.functorch import innermost
 from .._compat.tensors import local_of, version
@@ -125,7 +125,7 @@ class Walks:
     def begin(self, module: Any) -> None:
         """A call begins."""
         # Where there are hooks, `noting` has made the notes already.
-        self.open.append(_Call(module, next_sequence() if saved_tensors_hooks() is None else NEVER, []))
+        self.open.append(_Call(module, next_sequence_nr() if saved_tensors_hooks() is None else NEVER, []))
 
     def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
         """A call has ended; calls inside of it that are still open were ended by an exception."""
@@ -139,7 +139,7 @@ class Walks:
             return
         older = self._walk(call, [innermost(t).grad_fn for t in outputs])
         if self.open:
-            self.open[-1].inner.append((call.start, next_sequence(), older))
+            self.open[-1].inner.append((call.start, next_sequence_nr(), older))
 
     def _walk(self, call: _Call, nodes: list[Any]) -> list[Any]:
         """Make notes at all nodes of a call, from those of its outputs on; the older nodes that they lead to."""
@@ -153,7 +153,7 @@ class Walks:
             if node is None or id(node) in seen:
                 continue
             seen[id(node)] = node
-            number = number_of(node)
+            number = sequence_nr(node)
             if number < call.start:
                 older.append(node)
                 continue

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.operators import tagged_pointwise
-from .._compat.tensors import SHALLOW
+from .._compat.tensors import SHALLOW_COPY_CHECK
 
 
 class Kind(enum.Enum):
@@ -44,7 +44,7 @@ LOOKS = frozenset({
     "__delete__", "__dir__", "__hash__", "__set__", "alias", "as_subclass", "backward", "bfloat16", "clone",
     "contiguous", "cpu", "cuda", "detach", "detach_", "double", "element_size", "float", "get_device", "half",
     "pin_memory", "requires_grad_", "retain_grad", "to", "type", "type_as",
-    SHALLOW,
+    SHALLOW_COPY_CHECK,
 })
 # Functions and attributes.
 SIZES = frozenset({

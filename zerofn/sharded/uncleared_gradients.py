@@ -17,7 +17,7 @@ from .._errors import explain
 from ..core.layout import Leaves
 
 
-class Uncleared:
+class UnclearedGradients:
     """Which gradients of one attached model were used and cleared.
 
     Args:

@@ -132,7 +132,7 @@ class UnitRounds:
     def _join(self, kind: int, i: int) -> None:
         """Take part in a collective that only other ranks want."""
         nothing: tuple = (None,) * len(self.units[i])
-        with lasting(), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             if kind == GRADIENTS:
                 self.kept += 1
                 for leaf, g in zip(self.units[i], self.collectives.begin_scatter(i, nothing)(), strict=True):
@@ -155,7 +155,7 @@ class UnitRounds:
         return self.collectives.begin_gather(i, mine)
 
 
-def lasting() -> AbstractContextManager[Any]:
+def outside_inference_mode() -> AbstractContextManager[Any]:
     """Leaves `torch.inference_mode`, for tensors that outlive the call: training can use none that were made in it.
 
     A unit that an evaluation has gathered may be the one that training uses next, and gradients come to a rank that

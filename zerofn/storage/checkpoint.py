@@ -18,7 +18,7 @@ from ..core.state_entries import Entry, entries
 from ..core.tree import tree_map
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.background_thread import settle
 from ..ranks.group import Group
 from .async_save import Saving, check_no_step_since, check_not_written_since, check_once, copy_to_host
@@ -37,7 +37,7 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[True] = True) -> None: ...
 @overload
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[False]) -> Saving: ...
-@outside_since("it writes files", "zf.save(directory, state), outside of what is compiled")
+@kept_out_of_graphs("it writes files", "zf.save(directory, state), outside of what is compiled")
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool = True) -> Saving | None:
     """Write a checkpoint; one that is there is replaced.
 
@@ -213,7 +213,7 @@ def state_of(given: Any, where: str) -> State:
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
-    state.check_kept(where.format("state"))
+    state.check_not_donated(where.format("state"))
     return state
 
 

@@ -19,7 +19,7 @@ from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from .buffers import buffers_of, check_can_be_written, write_buffers
 from .checkpoint import state_of
 from .safetensors import safetensors_function
@@ -28,7 +28,7 @@ from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ran
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-@outside_since("it reads files", "zf.load_safetensors(path, like=state), outside of what is compiled")
+@kept_out_of_graphs("it reads files", "zf.load_safetensors(path, like=state), outside of what is compiled")
 def load_safetensors(
     path: str | os.PathLike,
     like: State | Optimizer,

@@ -18,7 +18,7 @@ from ..core.tensor_parallel_leaves import joined
 from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.background_thread import settle
 from .buffers import buffers_of, check_can_be_written, warn_of_missing, without_buffers, write_buffers
 from .checkpoint import state_of
@@ -35,7 +35,7 @@ def load(directory: str | os.PathLike, like: State | Optimizer, *, strict: Liter
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: Literal[False], tx: Transform | None = None
 ) -> tuple[State, Loaded]: ...
-@outside_since("it reads files", "zf.load(directory, state), outside of what is compiled")
+@kept_out_of_graphs("it reads files", "zf.load(directory, state), outside of what is compiled")
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: bool = True, tx: Transform | None = None
 ) -> State | tuple[State, Loaded]:

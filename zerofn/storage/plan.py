@@ -18,14 +18,14 @@ from ..core.tree import Tree, tree_map
 from ..core.views import Ranks
 from ..module.attach_checks import check_initialised
 from ..module.buffer_dtypes import dtypes_of_buffers
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.backend import ranks_of
 from ..ranks.group import Group
 from .describe import Table, rows_of_buffers, table_of
 from .stations_table import stations_table
 
 
-@outside_since("it makes a table and no numbers", "zf.plan(tx, params), outside of what is compiled")
+@kept_out_of_graphs("it makes a table and no numbers", "zf.plan(tx, params), outside of what is compiled")
 def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
     """The table of a state before anything is allocated, exactly as `describe` will show it, and its `road`.
 

@@ -17,7 +17,7 @@ from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.tensor_parallel_leaves import joined
 from ..eager.optimizer import Optimizer
-from ..pure.uncompiled import outside_since
+from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
@@ -26,7 +26,7 @@ from .checkpoint import state_of
 from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 
-@outside_since("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
+@kept_out_of_graphs("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
 def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
     """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain
 from ..core.layout import Placement
 from ..core.state import State
-from ..core.state_entries import entries, of_nobody
+from ..core.state_entries import entries, has_unknown_leaf
 from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
 from ..ranks.process_groups import connected, world_group
@@ -84,7 +84,7 @@ def check_replicas(state: State, group: Group) -> None:
         e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
         for e in entries(state)
         if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
-        if 0 < e.value.numel() <= MAX_COMPARED or (placement.size > 1 and of_nobody(e))
+        if 0 < e.value.numel() <= MAX_COMPARED or (placement.size > 1 and has_unknown_leaf(e))
     }
     answers = gather_objects(compared, group)
     # Of the keys of all ranks, so that all of them raise: one that went on would wait for the others.

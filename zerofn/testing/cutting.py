@@ -20,7 +20,7 @@ from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
 from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
-from ..core.row_updates import keeps_leaves_alone
+from ..core.row_updates import states_have_leaf_shapes
 from ..core.spec import as_it_is
 from ..core.state import State
 from ..core.state_entries import Entry, entries
@@ -274,7 +274,7 @@ def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transfo
     leaf: then leaves are updated whole, at their owners."""
     casts = [p for p in tx.members if effect(p).cast_by]
     busy = [p for p in tx.members if p.needs == "row" and not p.idle]
-    of_rows = [p for p in busy if keeps_leaves_alone(p, layout.leaves, layout)]
+    of_rows = [p for p in busy if states_have_leaf_shapes(p, layout.leaves, layout)]
     # A view of rows is another law's, and never behind what cuts.
     return [(p, completed(chain(*casts, replace(p, view_fn=no_view)))) for p in of_rows]
 
