@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from time_limits import limit
 
-from zerofn.kernels import adam_native as _kernels
-from zerofn.kernels import native as _native
+from zerofn.kernels import adam_native as _kernels  # inside
+from zerofn.kernels import native as _native  # inside
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.
 torch.set_num_threads(1)

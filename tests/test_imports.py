@@ -297,3 +297,29 @@ def _names(node):
 def test_built_in_transforms_are_written_with_what_extend_exports():
     found = {folder(n) for m in MODULES if m.startswith("transforms.") for n in siblings(m)}
     assert found == {"_compat/", "_errors", "extend", "transforms/"}
+
+
+DOORS = {"zerofn", "zerofn.extend", "zerofn.schedules", "zerofn.collectives", "zerofn.testing"}
+
+
+def unmarked(source):
+    """Lines of a test that import from the inside of the package without saying so by `# inside`."""
+    found, lines = [], source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [f"zerofn.{a.name}" for a in node.names if (PACKAGE / a.name).is_dir()]
+            modules = modules if node.module == "zerofn" else [node.module or ""]
+        inside = any(name.startswith("zerofn.") and name not in DOORS for name in modules)
+        if inside and "# inside" not in lines[node.lineno - 1]:
+            found.append(lines[node.lineno - 1])
+    return found
+
+
+def test_tests_say_where_they_reach_inside_of_the_package():
+    assert unmarked("import zerofn.core.tree") == ["import zerofn.core.tree"]
+    assert unmarked("from zerofn import core") == ["from zerofn import core"]
+    assert not unmarked("from zerofn.extend import View\nfrom zerofn.core.tree import flatten  # inside")
+    tests = Path(__file__).parent
+    found = {str(path.relative_to(tests)): unmarked(path.read_text()) for path in tests.rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import zerofn as zf
-from zerofn._compat.tensors import shape_only
-from zerofn.kernels import native as _native
-from zerofn.kernels.adam import adam_
-from zerofn.kernels.norms import squared_norm
+from zerofn._compat.tensors import shape_only  # inside
+from zerofn.kernels import native as _native  # inside
+from zerofn.kernels.adam import adam_  # inside
+from zerofn.kernels.norms import squared_norm  # inside
 from zerofn.testing import assert_trees_equal, clone
 
 BF16 = torch.bfloat16

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core import executor
-from zerofn.core.layout import make_layout
-from zerofn.core.resolve import pipeline
-from zerofn.core.segments import stretch, stretches
+from zerofn.core import executor  # inside
+from zerofn.core.layout import make_layout  # inside
+from zerofn.core.resolve import pipeline  # inside
+from zerofn.core.segments import stretch, stretches  # inside
 from zerofn.testing import assert_trees_equal
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (4,), "b.weight": (4, 2), "b.bias": (2,), "none": (2,), "empty.bias": (0,)}

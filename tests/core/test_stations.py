@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.core.layout import make_layout
-from zerofn.core.resolve import pipeline
+from zerofn.core.layout import make_layout  # inside
+from zerofn.core.resolve import pipeline  # inside
 from zerofn.extend import (
     Facts,
     Flat,
@@ -26,7 +26,7 @@ from zerofn.extend import (
     transform,
 )
 from zerofn.testing import check_transform
-from zerofn.transforms.wires import Sharding
+from zerofn.transforms.wires import Sharding  # inside
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 P, R, S, F = Partial(), Replicate(), Shard(0), Flat()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trees import flat
 
 import zerofn as zf
-import zerofn.core.coalesced_views
+import zerofn.core.coalesced_views  # inside
 
 BF16 = torch.bfloat16
 STEPS = 5

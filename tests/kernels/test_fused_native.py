@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.kernels import fused_native, native
-from zerofn.kernels.fused_operator import fused_update
+from zerofn.kernels import fused_native, native  # inside
+from zerofn.kernels.fused_operator import fused_update  # inside
 
 LARGE = fused_native.LARGE
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import adam_formula as _adam_formula
-from zerofn.kernels import native as _native
-from zerofn.kernels import native_compiler as _native_compiler
-from zerofn.kernels.adam import adam_
-from zerofn.kernels.rounding import known_formats
+from zerofn.kernels import adam_formula as _adam_formula  # inside
+from zerofn.kernels import native as _native  # inside
+from zerofn.kernels import native_compiler as _native_compiler  # inside
+from zerofn.kernels.adam import adam_  # inside
+from zerofn.kernels.rounding import known_formats  # inside
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDINGS = ("nearest", "stochastic", "kahan")

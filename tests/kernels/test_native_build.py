@@ -12,9 +12,9 @@ from compilers import REAL, build, calls, copier, gone, kept, script
 from test_kernels import assert_same_bits, needs_compiler, state, update
 from time_limits import limit
 
-from zerofn.kernels import native as _native
-from zerofn.kernels import native_compiler as _native_compiler
-from zerofn.kernels.adam import implementation_for
+from zerofn.kernels import native as _native  # inside
+from zerofn.kernels import native_compiler as _native_compiler  # inside
+from zerofn.kernels.adam import implementation_for  # inside
 
 BF16 = torch.bfloat16
 

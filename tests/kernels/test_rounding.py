@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core.state import counter
-from zerofn.kernels.rounding import block_ranges, known_formats, leaf_key, random_bits, stochastic_round
+from zerofn.core.state import counter  # inside
+from zerofn.kernels.rounding import block_ranges, known_formats, leaf_key, random_bits, stochastic_round  # inside
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DROPPED = {BF16: 16, F16: 13}

@@ -16,9 +16,9 @@ import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
 from zerofn.testing import check_transform, random_like, sample_params
 from zerofn.testing import cutting as _cutting
-from zerofn.testing.case import Case, completed
-from zerofn.testing.laws import _cut_anywhere
-from zerofn.testing.trees import difference
+from zerofn.testing.case import Case, completed  # inside
+from zerofn.testing.laws import _cut_anywhere  # inside
+from zerofn.testing.trees import difference  # inside
 
 element = functools.partial(zf.leafwise, needs="element")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import zerofn as zf
-from zerofn._compat.autograd import backward_call
+from zerofn._compat.autograd import backward_call  # inside
 
 SCALED: dict[str, list[zf.Transform]] = {
     "fp32": [],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.module.node_ranges
+import zerofn.module.node_ranges  # inside
 
 
 class Out(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zerofn as zf
-from zerofn.porting.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zerofn.porting.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR  # inside
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

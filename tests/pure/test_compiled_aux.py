@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES
+from zerofn._compat.compiler import COMPILES_STATES  # inside
 
 pytestmark = pytest.mark.skipif(
     not COMPILES_STATES, reason="before torch 2.13 a step runs uncompiled inside of torch.compile"

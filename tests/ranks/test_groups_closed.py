@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-import zerofn.eager.resident_params
+import zerofn.eager.resident_params  # inside
 from zerofn.collectives import all_gather, world_group
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from time_limits import limit
 
-from zerofn.ranks.local.launch import RankError, RankTimeout, launch
+from zerofn.ranks.local.launch import RankError, RankTimeout, launch  # inside
 
 
 def alive(pid):

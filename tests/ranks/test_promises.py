@@ -6,7 +6,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.ordered_collectives import MOST_PROMISED, Rounds
+from zerofn.ranks.ordered_collectives import MOST_PROMISED, Rounds  # inside
 
 LAYERS = 10
 

@@ -16,12 +16,12 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-import zerofn.ranks.rendezvous
-import zerofn.ranks.work_handles
-from zerofn.ranks import rank_liveness as _presence
-from zerofn.ranks.group import Group
-from zerofn.ranks.rank_liveness import Activity, Presence
-from zerofn.ranks.work_handles import Work
+import zerofn.ranks.rendezvous  # inside
+import zerofn.ranks.work_handles  # inside
+from zerofn.ranks import rank_liveness as _presence  # inside
+from zerofn.ranks.group import Group  # inside
+from zerofn.ranks.rank_liveness import Activity, Presence  # inside
+from zerofn.ranks.work_handles import Work  # inside
 
 
 def pipeline(stage):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.sharded.reducer
+import zerofn.sharded.reducer  # inside
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "100"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))

@@ -14,10 +14,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.pure.linearize
-from zerofn.pure.sharded_params import Blocks, units_by_prefix
-from zerofn.sharded.lazy_tensor import Lazy
-from zerofn.sharded.unit_plans import UnitPlans
+import zerofn.pure.linearize  # inside
+from zerofn.pure.sharded_params import Blocks, units_by_prefix  # inside
+from zerofn.sharded.lazy_tensor import Lazy  # inside
+from zerofn.sharded.unit_plans import UnitPlans  # inside
 
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS

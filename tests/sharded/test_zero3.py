@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from units_alive import UnitsAlive
 
 import zerofn as zf
-import zerofn.eager.resident_params
-import zerofn.sharded.reducer
+import zerofn.eager.resident_params  # inside
+import zerofn.sharded.reducer  # inside
 
 WIDTH, LAYERS = 64, 6
 

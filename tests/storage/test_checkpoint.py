@@ -20,9 +20,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.local.launch import launch
-from zerofn.storage import lock as _lock
-from zerofn.storage import manifest as _manifest
+from zerofn.ranks.local.launch import launch  # inside
+from zerofn.storage import lock as _lock  # inside
+from zerofn.storage import manifest as _manifest  # inside
 
 BF16 = torch.bfloat16
 LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))

@@ -17,9 +17,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.state_entries import entries
-from zerofn.ranks.local.launch import RankError, launch
-from zerofn.ranks.process_groups import world_group
+from zerofn.core.state_entries import entries  # inside
+from zerofn.ranks.local.launch import RankError, launch  # inside
+from zerofn.ranks.process_groups import world_group  # inside
 
 BF16 = torch.bfloat16
 BATCH = 12  # divides by 1, 2, 3 and 4
@@ -470,7 +470,7 @@ def failures(directory):
 
 
 def group_barrier(group):
-    from zerofn.ranks.backend import barrier
+    from zerofn.ranks.backend import barrier  # inside
 
     barrier(group)
 

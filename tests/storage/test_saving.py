@@ -13,7 +13,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp_writer, manifest
+from zerofn.storage import dcp_writer, manifest  # inside
 from zerofn.testing import assert_trees_equal
 
 TX = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.1))

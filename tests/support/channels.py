@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import zerofn.eager.channels
-import zerofn.eager.resident_params
-import zerofn.ranks.open_groups
-import zerofn.ranks.process_groups
+import zerofn.eager.channels  # inside
+import zerofn.eager.resident_params  # inside
+import zerofn.ranks.open_groups  # inside
+import zerofn.ranks.process_groups  # inside
 
 
 class Channels:

@@ -241,7 +241,7 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
     def rank(number: int) -> Callable[[Callable[..., None]], None]:
         def work(tell: Callable[..., None]) -> None:
             os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-            from zerofn.ranks.process_groups import initialize
+            from zerofn.ranks.process_groups import initialize  # inside
 
             initialize("gloo", str(store))
             new = state(n)
@@ -264,7 +264,7 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
 
 def save_for_ever(directory: str, n: int, diary: str) -> None:
     """A rank of `zf.launch` that saves one number after the other, and writes down which it has saved."""
-    from zerofn.ranks.process_groups import world_group
+    from zerofn.ranks.process_groups import world_group  # inside
 
     rank = world_group("test").rank
     (Path(diary) / f"pid{rank}").write_text(str(os.getpid()))

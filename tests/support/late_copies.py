@@ -12,8 +12,8 @@ import pytest
 from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
-import zerofn.core.executor
-import zerofn.core.state_prefetch
+import zerofn.core.executor  # inside
+import zerofn.core.state_prefetch  # inside
 
 SMALL = 64  # bytes in a bucket: two or three leaves of the models here
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core.chain import as_transform
+from zerofn.core.chain import as_transform  # inside
 from zerofn.testing import assert_trees_close, assert_trees_equal, check_transform, random_like
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
