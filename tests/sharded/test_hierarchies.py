@@ -175,6 +175,29 @@ def test_nodes_talk_once_in_a_window():
         assert found == by_formula(rank % 2)
 
 
+def all_reduced_in_a_window(first):
+    """Bytes that this rank has sent to other nodes by all-reduce in one window, and what `zf.plan` says of them."""
+    rank, _ = P.rank_and_size()
+    node, nodes = axes()
+    tx = zf.chain(first(node), zf.accumulate(EVERY), zf.all_reduce(nodes), zf.sgd(**SGD))
+    model = Small()
+    opt = zf.attach(model, tx)
+    between((rank % 2, rank % 2 + 2))
+    for i in range(EVERY):
+        model(rows(rank, i)).backward()
+        opt.step()
+        opt.zero_grad()
+    return between((rank % 2, rank % 2 + 2))[2], zf.plan(tx, params(), 4).road.sent["all_reduce"]
+
+
+def test_behind_a_reduce_scatter_nodes_talk_in_every_backward_and_the_plan_says_so():
+    once = zf.launch(all_reduced_in_a_window, 4, zf.shard, timeout=limit())
+    each = zf.launch(all_reduced_in_a_window, 4, zf.reduce_scatter, timeout=limit())
+    for (sent_once, planned_once), (sent_each, planned_each) in zip(once, each, strict=True):
+        assert sent_once > 0 and planned_once > 0
+        assert (sent_each, planned_each) == (EVERY * sent_once, EVERY * planned_once)
+
+
 # ------------------------------------------------------------------------------- checkpoints between all
 
 

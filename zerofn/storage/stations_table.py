@@ -104,8 +104,10 @@ def _sent(pipe: Pipeline) -> dict[str, int]:
     window = left = math.prod(part.facts.window for part in pipe.parts)
     for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
         if view is not None and view.wire is not None:
+            # A reduction behind an accumulation sees one gradient of a window, unless it is made in each backward.
+            reached = window if any(own is view for own in pipe.road.pulled) else left
             for leaf in pipe.layout.leaves:
-                for op, size in _sent_by_wire(pipe, view, at, leaf, window, left):
+                for op, size in _sent_by_wire(pipe, view, at, leaf, window, reached):
                     found[op] = found.get(op, 0) + size
         for leaf in pipe.layout.trainable:
             if size := _sent_for_owners(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe):
@@ -115,15 +117,15 @@ def _sent(pipe: Pipeline) -> dict[str, int]:
 
 
 def _sent_by_wire(
-    pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, left: int
+    pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, reached: int
 ) -> Iterator[tuple[str, int]]:
-    """Bytes of one leaf by collective, of a window of micro-steps in which `left` gradients reach the wire."""
+    """Bytes of one leaf by collective, of a window of micro-steps in which `reached` gradients come to the wire."""
     assert view.wire is not None
     size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
     assert after.sum_dtype is not None and after.stored_dtype is not None
     ring = before.numel * (size - 1) / size
     if leaf.trainable:
-        times = (1 if view.wire.cuts else 2) * left
+        times = (1 if view.wire.cuts else 2) * reached
         yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
     if view.wire.cuts:
         behind = pipe.stages[next(i for i, own in enumerate(pipe.stages) if own is view) :]
