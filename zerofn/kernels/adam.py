@@ -51,7 +51,7 @@ from .adam_native import run_native
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 # Read of every leaf in every step, and so from C.
-_SHAPE, _IS_CPU, _IS_META = attrgetter("shape"), attrgetter("is_cpu"), attrgetter("is_meta")
+_IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")
 
 
 def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
@@ -143,7 +143,7 @@ def _check_entries(leaves: Leaves) -> None:
                 f"adam_(compensations[{i}]: {c[0]}): must have the parameter's dtype, {p}. "
                 f"Write torch.zeros_like(params[{i}])."
             )
-    shapes = [list(map(_SHAPE, tensors)) for tensors in leaves.tensors]
+    shapes = [[t.shape for t in tensors] for tensors in leaves.tensors]  # no attrgetter: a compiler traces this
     if any(column != shapes[0] for column in shapes):
         i, row = next((i, row) for i, row in enumerate(zip(*shapes, strict=True)) if len(set(row)) > 1)
         raise ValueError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ CHUNK = 1 << 16
 _NEAREST_MOMENT_BETA = 0.98
 
 _LOW = (torch.bfloat16, torch.float16)
-_DTYPE = attrgetter("dtype")
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # parameter, gradient, moments
 
@@ -141,7 +139,8 @@ class Leaves(NamedTuple):
 
     def all_dtypes(self) -> list[tuple[torch.dtype, ...]]:
         """Of each entry the dtypes of its tensors, four or five."""
-        return list(zip(*(map(_DTYPE, tensors) for tensors in self.tensors), strict=True))
+        # No attrgetter: a compiler traces this.
+        return list(zip(*[[t.dtype for t in tensors] for tensors in self.tensors], strict=True))
 
     def dtypes(self, i: int) -> Dtypes:
         return self.params[i].dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, self.exp_avg_sqs[i].dtype
