@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -143,7 +142,7 @@ class _Rule:
             "scale_loss",
             Scope.TREE,
             needs="number",
-            view_fn=lambda layout, ranks: View(factor=itemgetter("scale")),
+            view_fn=lambda layout, ranks: View(factor=_scale_of),
             through=_through,
             init_fn=self.init,
             prepare_fn=self.prepare,
@@ -196,6 +195,10 @@ class _Rule:
             SKIPPED_STEPS: state[SKIPPED_STEPS] + (~good).to(torch.int64),
             "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
         }
+
+
+def _scale_of(state: TransformState) -> Tensor:
+    return state["scale"]  # no itemgetter: a compiler traces this
 
 
 def _through(spec: Spec) -> Spec:
