@@ -8,6 +8,7 @@ changes the scale.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +198,7 @@ class _Rule:
         }
 
 
-def _scale_of(state: TransformState) -> Tensor:
+def _scale_of(state: Mapping[str, Any]) -> Tensor:
     return state["scale"]  # no itemgetter: a compiler traces this
 
 
