@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .._errors import explain, kind_of
@@ -11,17 +11,11 @@ from .spec import OF_ITS_OWN, USED_UP, Misplaced, Spec, Station, changes_gradien
 from .transform import Transform
 
 
-def check_order(parts: Sequence[Transform], talking: Collection[str] = ()) -> None:
-    """Raise a `ValueError` that names both transforms, the reason and an order that works.
-
-    Args:
-        parts: the chain.
-        talking: the names of those whose view has a wire, once that is known. Such a one stands before all that
-            changes gradients, whether or not its `through` says so.
-    """
+def check_order(parts: Sequence[Transform]) -> None:
+    """Raise a `ValueError` that names both transforms, the reason and an order that works."""
     spec = Spec()
     for part in parts:
-        spec = passed(part, replace(spec, here=part.name), talks=part.name in talking)
+        spec = passed(part, replace(spec, here=part.name))
 
 
 def passed(part: Transform, spec: Spec, leaf: str = "", talks: bool = False) -> Spec:
@@ -81,7 +75,7 @@ def check_complete(parts: Sequence[Transform], where: str) -> None:
         )
 
 
-WHOLE = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
+NEEDED = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
 def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
@@ -91,7 +85,7 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
     if not by:
         return
     cut, ranks = by[0].transform, max(spec.parts for spec in by[-1].gives.values())
-    told = ", ".join(f"{name} needs {WHOLE[t.needs]} (needs={t.needs!r})" for name, t in found)
+    told = ", ".join(f"{name} needs {NEEDED[t.needs]} (needs={t.needs!r})" for name, t in found)
     raise ValueError(
         explain(
             f"{where} with chain({', '.join(p.name for p in parts)}) and leaves cut over {ranks} ranks",

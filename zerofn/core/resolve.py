@@ -45,7 +45,8 @@ def pipeline(
     parts = complete(tx.members)
     check_complete(parts, where)
     found = [_resolved(part, layout, ranks) for part in parts]
-    check_views(parts, found, layout)
+    check_views(found, layout)
+    talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
     factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
     found = [view if view is not None and view.of_leaves else None for view in found]
     dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
@@ -55,7 +56,8 @@ def pipeline(
     check_axes(reduced)
     check_model_axes(reduced, model)
     check_model_parts(parts, layout, where, bool(model))
-    stations = survey(layout.leaves, parts, views, dtypes, tuple([name for name, _ in factors]))
+    scaled_by = tuple([name for name, _ in factors])
+    stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)
     check_cut_views(parts, views, stations, layout)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
     placement = with_model_ranks(_placement(road), model)

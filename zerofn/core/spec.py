@@ -18,7 +18,7 @@ from .placements import AxisPlacement, Flat, Partial, Replicate, Shard
 from .row_sharding import cut_by_rows, rows_between
 
 # Placements in which each rank has a tensor of the leaf's own shape.
-WHOLE = frozenset({Replicate, Partial})
+UNCUT = frozenset({Replicate, Partial})
 ONE_OF_TWO = "one of the two"
 
 
@@ -145,12 +145,12 @@ class Spec:
     @property
     def in_parts(self) -> bool:
         """Whether a rank has a part of it, of several."""
-        return not WHOLE.issuperset(map(type, self.placements))
+        return not UNCUT.issuperset(map(type, self.placements))
 
     @property
     def parts(self) -> int:
         """How many parts there are of it."""
-        return math.prod([n for n, p in zip(self.mesh, self.placements, strict=True) if type(p) not in WHOLE])
+        return math.prod([n for n, p in zip(self.mesh, self.placements, strict=True) if type(p) not in UNCUT])
 
     @property
     def numel(self) -> int:

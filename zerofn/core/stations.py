@@ -35,6 +35,7 @@ def survey(
     views: Sequence[View | None],
     dtypes: Dtypes,
     scaled_by: tuple[str, ...],
+    talking: frozenset[str],
 ) -> tuple[Station, ...]:
     """The stations of a chain, first that at the model.
 
@@ -44,18 +45,14 @@ def survey(
         views: of each of them; `None` where it does nothing to leaves.
         dtypes: of parameters and gradients.
         scaled_by: the transforms by whose factors cotangents are multiplied in the model.
+        talking: those whose view has a wire, over one rank too. Such a one stands before all that changes gradients,
+            whether or not its `through` says so.
 
     Raises:
-        ValueError: a transform refuses a leaf, or says what its view does not do.
+        ValueError: a transform stands where it cannot, or says what its view does not do.
     """
     wires = [view.wire for view in views if view is not None and view.wire is not None]
-    # What differs between leaves of a model is mostly their names, so one leaf of each kind is looked at.
-    first: dict[object, Leaf] = {}
-    alike: dict[str, str] = {}
-    for leaf in leaves:
-        kind = (leaf.shape, leaf.dtype, id(dtypes.of(leaf)), *[wire.span(leaf) for wire in wires if wire.cuts])
-        alike[leaf.path] = first.setdefault(kind, leaf).path
-    leaves = list(first.values())
+    leaves, alike = _one_of_each_kind(leaves, wires, dtypes)
     mesh = tuple([wire.group.size for wire in wires])
     specs = {leaf.path: _at_model(leaf, dtypes, mesh, scaled_by) for leaf in leaves}
     seen = {path: specs[of] for path, of in alike.items()}
@@ -71,7 +68,7 @@ def survey(
             if first_update:
                 # To the first update half it is handed cast and unscaled.
                 before = replace(before, dtype=dtypes.gradient(leaf), scaled_by=())
-            claimed = passed(part, before, leaf.path)
+            claimed = passed(part, before, leaf.path, part.name in talking)
             found = claimed if view is None else _behind(view, before, claimed, leaf, cast)
             wrong[leaf.path] = _contradiction(before, claimed, found, wire)
             # A sum over micro-batches has the digits of the dtype that it is made in.
@@ -87,6 +84,18 @@ def survey(
         axis += wire is not None
         cast = cast or (view is not None and view.dtypes is not None)
     return tuple(stations)
+
+
+def _one_of_each_kind(
+    leaves: Sequence[Leaf], wires: Sequence[Wire], dtypes: Dtypes
+) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves to look at, and by path which of them a leaf is like: mostly, leaves of a model differ in names."""
+    first: dict[object, Leaf] = {}
+    alike: dict[str, str] = {}
+    for leaf in leaves:
+        kind = (leaf.shape, leaf.dtype, id(dtypes.of(leaf)), *[wire.span(leaf) for wire in wires if wire.cuts])
+        alike[leaf.path] = first.setdefault(kind, leaf).path
+    return list(first.values()), alike
 
 
 def at_views(stations: Sequence[Station], views: Sequence[View | None]) -> tuple[Mapping[str, Spec], ...]:

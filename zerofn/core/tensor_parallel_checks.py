@@ -9,7 +9,7 @@ from math import prod
 
 from .._errors import bad_leaves, explain
 from ..ranks.group import Group
-from .chain_order import WHOLE
+from .chain_order import NEEDED
 from .facts import OF_PIECES
 from .layout import Layout, Placement
 from .partition import replace_innermost
@@ -68,7 +68,7 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
         for leaf in layout.trainable:
             if t.needs not in OF_PIECES and leaf.path in paths & cut.keys():
                 has = f"this rank has {tuple(leaf.shape)} of {tuple(cut[leaf.path].shape)}"
-                bad.append((leaf.path, f"{t.name} needs {WHOLE[t.needs]} (needs={t.needs!r}), and {has}"))
+                bad.append((leaf.path, f"{t.name} needs {NEEDED[t.needs]} (needs={t.needs!r}), and {has}"))
         return t
 
     for part in parts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
-from .chain_order import WHOLE, check_order
+from .chain_order import NEEDED
 from .facts import OF_LEAVES
 from .layout import Layout, Leaf
 from .spec import Spec, Station
@@ -18,17 +18,15 @@ from .tree import flatten, tree_keys, tree_map
 from .views import Factor, View, Wire
 
 
-def check_views(parts: Sequence[Transform], views: Sequence[View | None], layout: Layout) -> None:
-    """Raise a `ValueError` where views contradict each other, or a wire stands behind what changes gradients.
+def check_views(views: Sequence[View | None], layout: Layout) -> None:
+    """Raise a `ValueError` where views contradict each other, or a wire does not carry all leaves.
 
     Args:
-        parts: the chain.
-        views: of each of them, those of one rank too: what is refused on several ranks is refused on one.
+        views: of the chain, those of one rank too: what is refused on several ranks is refused on one.
         layout: of the parameters.
     """
     there = [view for view in views if view is not None]
     _check_dtypes([view.name for view in there if view.dtypes is not None])
-    check_order(parts, talking={view.name for view in there if view.wire is not None})
     for view in there:
         if view.wire is not None and view.wire.group.size > 1:
             _check_all_touched(view, layout)
@@ -172,7 +170,7 @@ def check_cut_views(
             continue
         if view.wire is None and part.needs in OF_LEAVES:
             touched = [(leaf.path, station.handed[leaf.path]) for leaf in layout.leaves if view.changes(leaf)]
-            why = f"{part.name} needs {WHOLE[part.needs]} (needs={part.needs!r}), and has a flat piece of it"
+            why = f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat piece of it"
             if bad := [(path, why) for path, spec in touched if _has_too_little(part.needs, spec)]:
                 what = f"chain(..., {cut}, ..., {part.name}, ...): a view behind what cuts leaves over ranks"
                 right = f"chain({part.name}, {cut}, ...), where it has whole leaves"
