@@ -231,8 +231,8 @@ def every_of(front):
 
 
 def everything():
-    """On a rank: what trains by every layout and route, and the messages of what does not."""
-    out, refused = {}, {}
+    """On a rank: what trains by every layout and route."""
+    out = {}
     for front in FRONTS:
         for name, (parts, _) in ELEMENTWISE.items():
             if front == "none" or (" in " in f" {name}" and front not in ("shard", "accumulate, reduce_scatter")):
@@ -246,13 +246,19 @@ def everything():
             for route in ("eager", "pure"):
                 if front not in CUT:
                     out["tree", front, name, route] = train(front, parts, route)
-                    continue
-                refused[front, name, route] = message(lambda f=front, p=parts, r=route: train(f, p, r))
-    for name, (parts, _) in NESTED.items():
-        for front in ("shard", "accumulate, reduce_scatter"):
-            for route in ("eager", "pure"):
-                refused[front, name, route] = message(lambda f=front, p=parts, r=route: train(f, p, r))
-    return out, refused
+    return out
+
+
+def refusals():
+    """On a rank: the messages of what does not train."""
+    cases = [(front, name, parts) for front in CUT for name, (parts, _) in OF_TREES.items()]
+    nested = ("shard", "accumulate, reduce_scatter")
+    cases += [(front, name, parts) for front in nested for name, (parts, _) in NESTED.items()]
+    return {
+        (front, name, route): message(lambda f=front, p=parts, r=route: train(f, p, r))
+        for front, name, parts in cases
+        for route in ("eager", "pure")
+    }
 
 
 def route_in_backward(front, name):
@@ -267,15 +273,10 @@ def message(call):
     return "not refused"
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return zf.launch(everything, SIZE, timeout=limit(90))
-
-
 @pytest.mark.slow
-def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
+def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch():
     wrong = []
-    for rank, (found, _) in enumerate(ranks):
+    for rank, found in enumerate(zf.launch(everything, SIZE, timeout=limit(90))):
         assert found
         for (kind, front, name, route), got in found.items():
             table = {"element": ELEMENTWISE, "leaf": OF_LEAVES, "tree": OF_TREES}[kind]
@@ -287,8 +288,8 @@ def test_what_may_be_cut_and_what_is_not_cut_is_as_in_plain_torch(ranks):
     assert not wrong
 
 
-def test_what_must_see_more_is_refused_by_name(ranks):
-    for _, refused in ranks:
+def test_what_must_see_more_is_refused_by_name():
+    for refused in zf.launch(refusals, SIZE, timeout=limit(60)):
         assert len(refused) == len(CUT) * len(OF_TREES) * 2 + len(NESTED) * 4
         for (front, name, route), text in refused.items():
             assert text.startswith("zf.attach with" if route == "eager" else "zf.init with"), (front, name, route, text)

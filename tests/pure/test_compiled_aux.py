@@ -3,6 +3,8 @@
 By `aot_eager`, which traces all and generates no code.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -53,10 +55,12 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("donate", [False, True])
+SOON = {("computed", True, True), ("views", True, False), ("computed", False, True)}
+CASES = itertools.product(KINDS, (False, True), (False, True))
+
+
 @pytest.mark.parametrize(
-    "kind", ["computed", "views", *(pytest.param(k, marks=pytest.mark.slow) for k in ("itself", "of the batch", "one"))]
+    "kind, donate, batched", [pytest.param(*x, marks=() if x in SOON else pytest.mark.slow) for x in CASES]
 )
 def test_what_a_loss_returns_besides_is_that_of_the_plain_step(kind, donate, batched):
     """Of the state before its update, also where the update is written into its memory."""
@@ -120,7 +124,9 @@ def test_a_derivative_by_what_a_loss_returns_besides():
     close(torch.func.grad(cubes)(w, x), 3 * w**2)
 
 
-@pytest.mark.parametrize("name", ["adamw", "low_precision_adam", "held"])
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(x, marks=pytest.mark.slow) for x in ("low_precision_adam", "held"))]
+)
 def test_a_donated_batch_of_states_is_written_where_it_lies(name):
     tx = {
         "adamw": zf.chain(zf.clip_by_global_norm(0.5), zf.adamw(0.1)),

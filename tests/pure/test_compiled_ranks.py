@@ -222,6 +222,7 @@ def donated_at_owners():
     return True
 
 
+@pytest.mark.slow
 def test_a_donated_state_at_owners_is_written_where_there_is_memory():
     assert all(zf.launch(donated_at_owners, 2, timeout=limit(120)))
 

@@ -8,7 +8,7 @@ backward is the first map again: if both had the same factor, second derivatives
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from torch.autograd import Function
 from .._compat.compiler import makes_proxies
 from .._compat.functorch import NO_LEVEL, forward_level, functorch_active, innermost_transform, is_wrapped
 from .._errors import explain
-from .._ranges import VIEW, ranged
+from .composed_view import pull, see
 from .layout import Leaf
 from .views import View
 
@@ -146,7 +146,7 @@ def identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LeafView:
-    """The views of one leaf, from storage towards the model, and the dtype of its stored gradient."""
+    """The views of one leaf, from the model to storage, and the dtype of its stored gradient."""
 
     leaf: Leaf
     stages: tuple[View, ...]
@@ -154,10 +154,7 @@ class LeafView:
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """From the stored parameter to what the model sees."""
-        seen = x
-        for stage in self.stages:
-            with ranged(VIEW, stage.name):
-                seen = stage.view(seen, self.leaf)
+        seen = see(self.stages, x, self.leaf)
         if seen is not x:
             return seen
         # Not a view of `x`: torch refuses to use a view after a write into its memory, as by layers that clamp their
@@ -166,11 +163,8 @@ class LeafView:
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """From a cotangent of what the model sees to the true gradient of the stored parameter."""
-        narrow = g
-        for stage in reversed(self.stages):
-            if scale is None or not stage.only_dtype:
-                with ranged(VIEW, stage.name):
-                    narrow = stage.pull(narrow, self.leaf)
+        stages = self.stages if scale is None else [stage for stage in self.stages if not stage.only_dtype]
+        narrow = pull(stages, g, self.leaf)
         narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 
@@ -186,7 +180,7 @@ class LeafView:
         The scale is a plain division here and no `linear_map`: that is for what lies behind the boundary alone, and the
         loss may be computed from other tensors as well, those of its closure too.
         """
-        for stage in reversed(self.stages):
+        for stage in self.stages:
             if stage.wire is not None:
                 g = linear_map(g, None, _of_leaf(stage.pull, self.leaf), _of_leaf(stage.view, self.leaf))
             elif scale is None or not stage.only_dtype:
@@ -194,11 +188,14 @@ class LeafView:
         return g.to(self.grad_dtype) if scale is None else over(g, scale.detach(), self.grad_dtype)
 
 
-def stored_by(stage: View, x: Tensor, leaf: Leaf) -> Tensor:
-    """`stage.store` of a parameter that all ranks hold, differentiably: its gradient is then on all ranks too."""
-    if stage.wire is None:
-        return stage.store(x, leaf)
-    return linear_map(x, None, _of_leaf(stage.store, leaf), _of_leaf(stage.view, leaf))
+def stored_by(stages: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
+    """What is stored of a parameter that all ranks hold, differentiably: its gradient is then on all ranks too."""
+    for stage in stages:
+        if stage.wire is None:
+            x = stage.store(x, leaf)
+        else:
+            x = linear_map(x, None, _of_leaf(stage.store, leaf), _of_leaf(stage.view, leaf))
+    return x
 
 
 def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .coalesced_views import Like, pull_all, view_all
+from .composed_view import store
 from .dtypes import Dtypes, summable
 from .layout import Leaf, Leaves
 from .linear_map import LeafView, over, stored_by
@@ -98,8 +99,7 @@ class Road:
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
         """By path: the views in `stages` (from the model to storage) as one; `dtype` is that of the stored gradient."""
-        every = stages[::-1]
-        return {x.path: LeafView(x, tuple([s for s in every if s.changes(x)]), dtype(x)) for x in self.leaves}
+        return {x.path: LeafView(x, tuple([s for s in stages if s.changes(x)]), dtype(x)) for x in self.leaves}
 
     def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype of `p.grad` in an attached model."""
@@ -156,22 +156,16 @@ class Road:
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         """What is stored of a full parameter; differentiable where that is recorded."""
-        differentiable = recorded((x,))
-        for stage in self.stages:
-            x = stored_by(stage, x, leaf) if differentiable else stage.store(x, leaf)
+        x = stored_by(self.stages, x, leaf) if recorded((x,)) else store(self.stages, x, leaf)
         return x.to(self.dtypes.stored(leaf))
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The resident form of a full parameter, in the dtype of `x`."""
-        for stage in self.at_use:
-            x = x if stage.dtypes is not None else stage.store(x, leaf)
-        return x
+        return store([stage for stage in self.at_use if not stage.only_dtype], x, leaf)
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The shard of a resident parameter that this rank stores, in the dtype of `x`."""
-        for stage in self.after_update:
-            x = x if stage.wire is None else stage.store(x, leaf)
-        return x
+        return store([stage for stage in self.after_update if stage.wire is not None], x, leaf)
 
     def whole(self, leaves: Leaves) -> Leaves:
         """Full parameters, in the dtype they are stored in; differentiable where that is recorded."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._compat.compiler import uncompiled
 from ..core.coalesced_views import Like
+from ..core.composed_view import pull
 from ..core.gradient_checks import check_readable
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
@@ -162,9 +163,7 @@ class GradientHooks:
         g = g.reshape(shape)
         if self.in_backward is not None:
             self.carry(leaf)
-            for view in self.pipe.road.behind_reduction:
-                g = view.pull(g, leaf)
-            self.in_backward.arrived(leaf.path, g.to(dtype))
+            self.in_backward.arrived(leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
             return
         old = self.reduced.get(leaf.path)
         self.reduced[leaf.path] = g if old is None else old.add_(g)

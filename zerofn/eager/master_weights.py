@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.coalesced_views import cut
+from ..core.composed_view import see, store
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import Writes, writes
@@ -105,17 +106,15 @@ class MasterWeights:
     @torch.no_grad()
     def _carry(self, leaf: Leaf) -> None:
         """Store the elements of a copy that differ from its master."""
-        master, new = self.current.state.leaves[leaf.path], self.params[leaf.path].detach()
-        for view in self.views:
-            new = view.store(new, leaf)
+        master = self.current.state.leaves[leaf.path]
+        new = store(self.views, self.params[leaf.path].detach(), leaf)
         copy, seen = self._both(leaf)
         master.copy_(torch.where(copy == seen, master, new.to(master.dtype)))
 
     def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
         """The rows of the copy that this rank stores, and what its master says that they are."""
-        copy, seen = self.pipe.road.own(self.params[leaf.path].detach(), leaf), self.current.state.leaves[leaf.path]
-        for view in reversed(self.views):
-            seen = view.view(seen, leaf) if view.wire is None else seen
+        copy = self.pipe.road.own(self.params[leaf.path].detach(), leaf)
+        seen = see([view for view in self.views if view.wire is None], self.current.state.leaves[leaf.path], leaf)
         return copy, seen.to(copy.dtype)
 
     def _counts(self) -> dict[str, Writes]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._ranges import VIEW, ranged
+from ..core.composed_view import pull, see
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import over
 from .unit_plans import GradBucket, Plan, UnitPlans
@@ -44,9 +45,7 @@ class UnitCollectives:
             for bucket in plan.buckets:
                 mine = []
                 for leaf in bucket:
-                    part = parts[plan.place[leaf.path]]
-                    for stage in plan.stages:
-                        part = stage.view(part, leaf)
+                    part = see(plan.stages, parts[plan.place[leaf.path]], leaf)
                     mine.append(part.to(plan.dtypes[leaf.path]))
                 sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
         return partial(self._end_gather, plan, sent)
@@ -59,10 +58,7 @@ class UnitCollectives:
             if work is not None:
                 work.wait()
             for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-                full = full.view(leaf.shape)
-                for stage in self.plans.full_stages[::-1]:
-                    full = stage.view(full, leaf)
-                out[plan.place[leaf.path]] = full
+                out[plan.place[leaf.path]] = see(self.plans.full_stages, full.view(leaf.shape), leaf)
         return out
 
     def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
@@ -83,9 +79,8 @@ class UnitCollectives:
             for leaf in bucket.leaves:
                 g = fulls[plan.place[leaf.path]]
                 if g is not None:
-                    for stage in self.plans.full_stages:
-                        g = stage.pull(g, leaf)
-                    g, device = g.reshape(-1), g.device
+                    g = pull(self.plans.full_stages, g, leaf).reshape(-1)
+                    device = g.device
                 flat.append(g)
             with ranged(VIEW, self.plans.name):
                 # Of a gradient if there is one: attributes of a sharded parameter take longer.
@@ -104,8 +99,7 @@ class UnitCollectives:
             copy = NOTHING in map(type, found)
             for leaf, g in zip(bucket.leaves, found, strict=True):
                 if g is not None:
-                    for stage in self.plans.pull_stages:
-                        g = stage.pull(g, leaf)
+                    g = pull(self.plans.pull_stages, g, leaf)
                     dtype = plan.grad_dtypes[leaf.path]
                     # `.data` has a version count of its own, unlike a view.
                     g = g.to(dtype, copy=copy).data if scale is None else over(g, scale, dtype)

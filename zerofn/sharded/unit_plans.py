@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """What the collectives of one unit carry.
 
     Attributes:
-        stages: views that shards go through before they are gathered, in this order.
+        stages: views of shards, from the model to storage, before they are gathered.
         dtypes: by path, in which they are gathered.
         buckets: leaves of one dtype, which one collective gathers.
         grad_buckets: of gradients.
@@ -97,5 +97,5 @@ class UnitPlans:
             grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
             place = {leaf.path: j for j, leaf in enumerate(unit)}
             buckets = cut(unit, dtypes, NO_LIMIT)
-            found = self.plans[i] = Plan(stages[::-1], dtypes, buckets, grad_buckets, grad_dtypes, place)
+            found = self.plans[i] = Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
         return found
