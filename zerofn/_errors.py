@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -46,6 +47,19 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
     """A message that lists every offending leaf with its path."""
     rows = "\n".join(f"  {path or '<root>'}: {reason}" for path, reason in leaves)
     return f"{what}\n{rows}\n  write: {right}"
+
+
+def users_line() -> int:
+    """The `stacklevel` with which a warning, given where this is called, names the first line that is not of zerofn.
+
+    Nor of torch, whose decorators lie between. `Checkpoints.load` calls `zf.load`, and a pipeline a transform's
+    `init_fn`: nobody could count the functions.
+    """
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerofn", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def kind_of(x: Any) -> str:

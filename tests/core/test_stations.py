@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from time_limits import limit
 
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
@@ -253,7 +254,10 @@ def test_it_stands_in_the_plan_by_what_it_says():
     def compresses(spec):
         return spec.after("changed_by").to(BF16)
 
-    own = Transform("compress", needs="element", facts=Facts(), through=compresses)
+    def update(grads, state, params, carry, ctx):
+        return {path: g.to(BF16) for path, g in grads.items()}, state
+
+    own = Transform("compress", needs="element", facts=Facts(), through=compresses, update_fn=update)
     found = zf.plan(zf.chain(zf.shard(), own, zf.sgd(0.1)), {"w": torch.zeros(4, 3)}, world_size=2)
     row = next(r for r in found.road.stations if r.transform == "compress")
     assert (row.dtype, row.placements, row.bytes) == (BF16, (S,), 2 * 3 * 2)
@@ -264,6 +268,10 @@ def test_it_stands_in_the_plan_by_what_it_says():
 
 def moves_all(spec):
     return replace(spec, placements=tuple(S for _ in spec.placements))
+
+
+def to_bf16(spec):
+    return spec.to(BF16)
 
 
 LIES = {
@@ -291,6 +299,14 @@ LIES = {
     "another leaf": (
         Transform("own", needs="element", through=lambda spec: replace(spec, shape=(1,))),
         "w: its `through` changes what it cannot",
+    ),
+    "a dtype without an update half": (
+        Transform("own", needs="element", through=to_bf16),
+        r"w: its `through` says torch.bfloat16, and it has no update half: gradients go on in torch.float32",
+    ),
+    "a dtype that its view does not give": (
+        Transform("own", needs="element", view_fn=lambda *_: View(pull=lambda g, leaf: 2 * g), through=to_bf16),
+        r"w: its `through` says torch.bfloat16, and it has no update half: gradients go on in torch.float32",
     ),
     "a factor": (
         Transform("own", needs="element", through=lambda spec: replace(spec, scaled_by=("own",))),
@@ -352,6 +368,9 @@ def test_the_laws_find_one_that_lies_on_one_process():
     check_transform(rounded(says=True), params)
     with pytest.raises(AssertionError, match=r"(?s)rounded\(says=False\).*w: in torch.bfloat16, where .*torch.float32"):
         check_transform(rounded(says=False), params)
+    idle = Transform("idle", needs="element", through=to_bf16)
+    with pytest.raises(ValueError, match=r"w: its `through` says torch\.bfloat16, and it has no update half"):
+        check_transform(idle, params)
     check_transform(by_ranges(says=False), params)
     with pytest.raises(AssertionError, match=r"(?s)by_ranges\(says=True\).*w: its `through` says Shard\(0\)"):
         check_transform(by_ranges(says=True), params)
@@ -373,3 +392,26 @@ def test_a_view_with_a_factor_is_scaled_by_it_until_the_first_update_half():
         ("clip_by_value", F32, (S,), ()),
         ("sgd", F32, (S,), ()),
     ]
+
+
+def trained_with_a_factor():
+    """A factor of which `through` says nothing: what is behind it has true gradients, by both routes."""
+    view = View(factor=lambda state: torch.tensor(8.0))
+    times = Transform("times", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
+    found = []
+    for parts in ((times,), (zf.shard(), times), (times, zf.shard()), (zf.accumulate(1), times, zf.reduce_scatter())):
+        tx, model = zf.chain(*parts, zf.sgd(1.0)), torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        step = zf.make_step(lambda p, x: (p["weight"] @ x).sum(), tx)
+        state, _ = step(zf.init(tx, {"weight": model.weight.detach()}), torch.tensor([1.0, 2.0, 3.0]))
+        opt = zf.attach(model, tx)
+        model(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        opt.step()
+        found += [zf.full_params(tx, state)["weight"], zf.full_params(tx, opt.state)["weight"]]
+    return found
+
+
+def test_nobody_has_to_unscale_a_factor():
+    expected = torch.tensor([[-1.0, -2.0, -3.0]] * 2)
+    for found in (trained_with_a_factor(), *zf.launch(trained_with_a_factor, 2, timeout=limit(60))):
+        assert len(found) == 8 and all(torch.equal(x, expected) for x in found), found

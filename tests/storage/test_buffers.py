@@ -195,6 +195,24 @@ def test_a_checkpoint_without_buffers(tmp_path, how):
     zf.load(tmp_path / "plain", like=zf.attach(nn.Linear(2, 2), TX))
 
 
+def test_warnings_name_the_line_of_the_user(tmp_path):
+    """However many functions of ours are in between."""
+    model = net(0)
+    opt = zf.attach(model, TX)
+    train(model, opt, range(1))
+    saves = zf.Checkpoints(tmp_path)
+    saves.save(opt.state)
+    like = zf.attach(net(1), TX)
+    for load in (lambda: saves.load(like=like), lambda: zf.load(saves.at(1), like, strict=False)):
+        with pytest.warns(UserWarning, match="buffers .* stay as they are") as told:
+            load()
+        assert (told[0].filename, told[0].lineno) == (__file__, load.__code__.co_firstlineno)
+    begun = lambda: zf.attach(nn.Linear(2, 2, dtype=torch.bfloat16), zf.adam(1e-3))  # noqa: E731
+    with pytest.warns(UserWarning, match="stored in bf16") as told:
+        begun()
+    assert (told[0].filename, told[0].lineno) == (__file__, begun.__code__.co_firstlineno)
+
+
 def test_a_state_does_not_mind_buffers(tmp_path):
     model = net(0)
     opt = zf.attach(model, TX)

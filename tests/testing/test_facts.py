@@ -46,7 +46,6 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
     "reports": ("reports=['heat']", dict(facts=Facts(reports=frozenset(["heat"])), update_fn=keeps_gradients)),
     "rate": ("rate=0.1", dict(facts=Facts(optimizes=True, rate=0.1), update_fn=descends)),
     "settable": ("'zeta'", dict(facts=Facts(optimizes=True, settable=(("zeta", 1.0),)), update_fn=descends)),
-    "drops": ("Missing: gain.", dict(update_fn=drops_a_leaf)),
 }
 
 
@@ -61,6 +60,16 @@ def test_a_transform_that_lies_is_found(kind: str) -> None:
         check_transform(liar(kind))
     assert LIARS[kind][0] in str(told.value)
     assert "liar(kind=" in str(told.value)
+
+
+@transform
+def drops() -> Transform:
+    return Transform("drops", needs="element", update_fn=drops_a_leaf)
+
+
+def test_a_transform_that_drops_a_leaf_is_found() -> None:
+    with pytest.raises(ValueError, match="drops: an update that does not fit its leaves\n  gain: left out"):
+        check_transform(drops())
 
 
 @transform

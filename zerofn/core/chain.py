@@ -16,6 +16,7 @@ from .executor import Segment, finish, run
 from .facts import Facts, Scope, most
 from .layout import Layout, Leaves
 from .leafwise import transform
+from .returned_updates import check_returned
 from .segments import stretch, stretches
 from .transform import Transform, TransformState, nothing_to_prepare
 from .tree import apart
@@ -157,7 +158,8 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
 
     Raises:
         TypeError: no such object.
-        ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update another shape.
+        ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update is left out, is no real
+            tensor, or has another shape or device; every such leaf is named.
 
     >>> import torch, zerofn as zf
     >>> class Descent:
@@ -181,7 +183,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
 
     name, known = type(transformation).__name__, inspect.signature(transformation.update).parameters
-    extra = {"inplace": False} if "inplace" in known else {}
+    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         missing = [(p, "no gradient in this step") for p in params if p not in grads]
@@ -189,16 +191,15 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             right = "zf.masked(transformation, mask) over the leaves that always have one"
             raise ValueError(bad_leaves("a transformation of another library needs every gradient", missing, right))
         if "params" in known:
-            out, inner = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
+            returned = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
         else:
-            out, inner = transformation.update(dict(grads), state["inner"], dict(params), **extra)
-        wrong = [(p, f"of shape {tuple(u.shape)}") for p, u in out.items() if u.shape != params[p].shape]
-        if wrong:
-            raise ValueError(bad_leaves(f"updates of {name} do not fit", wrong, "updates of the parameters' shapes"))
+            returned = transformation.update(dict(grads), state["inner"], dict(params), **extra)
+        # Here and not once they are added to parameters, which would cast them and spread them over leaves.
+        out, inner = check_returned(name, facts, returned, grads, params)
         # It may keep the tensors that it is given, which are written in place afterwards.
-        return dict(out), {"inner": apart(inner, (*params.values(), *grads.values()))}
+        return dict(out or {}), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
-    return Transform(name, Scope.WHOLE, needs, Facts(adds=True), init_fn=init, update_fn=update)
+    return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:

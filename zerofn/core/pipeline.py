@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..kernels.recording import only_compiled
@@ -29,7 +30,7 @@ from .spec import Station
 from .state import State, counter
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
-from .view_checks import check_factor, check_first_views
+from .view_checks import check_factor, check_reading
 from .views import Factor, View, Wire, cutting_wires
 
 T = TypeVar("T")
@@ -200,12 +201,32 @@ def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
     states = {p.name: p.init_fn(sums if p.facts.holds else leaves, pipe.layout) for p in pipe.parts}
     for name, factor in pipe.factors:
         check_factor(name, factor, states[name])
-    check_first_views(pipe.parts, pipe.views, pipe.stations, pipe.layout, states)
+    if pipe.reads:
+        check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, pipe.dtypes, states)
     # Fused neighbours share their counters from the first step on, and to a compiler a tensor that is in two places is
     # another structure: a second graph.
     for here in pipe.stretches:
         states = here.spread(here.states(states), states)
     return states
+
+
+def check_what_is_read(pipe: Pipeline) -> None:
+    """Raise a `ValueError` where a view does not fit the state that it reads, as where a first state is made.
+
+    On leaves without memory. A transform that cannot make a state of those is left alone.
+    """
+    if not pipe.reads:
+        return
+    meta = torch.device("meta")
+    leaves = {
+        leaf.path: torch.empty(pipe.road.stored_shape(leaf), dtype=pipe.dtypes.stored(leaf), device=meta)
+        for leaf in pipe.layout.trainable
+    }
+    try:
+        states = {p.name: p.init_fn(leaves, pipe.layout) for p in pipe.parts}
+    except Exception:
+        return
+    check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, pipe.dtypes, states)
 
 
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:

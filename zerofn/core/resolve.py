@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from .._errors import explain
 from ..ranks.group import Group
@@ -13,16 +14,19 @@ from .chain import as_transform, complete
 from .chain_order import check_complete, check_pieces
 from .dtypes import Dtypes
 from .facts import OF_PIECES
-from .layout import Layout, Placement, canonical
+from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
 from .owner_updates import run_at_owners
 from .owners import place_in
+from .partition import replace_innermost
 from .pipeline import Pipeline
+from .returned_updates import check_returned
 from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
-from .transform import Transform
-from .view_checks import check_cut_views, check_views
+from .transform import Transform, TransformState
+from .update_context import Context
+from .view_checks import check_cut_views, check_forms, check_views
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
 
@@ -44,6 +48,7 @@ def pipeline(
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
+    parts = tuple([replace_innermost(part, lambda inner, *_: _with_check(inner), layout) for part in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
@@ -59,6 +64,7 @@ def pipeline(
     scaled_by = tuple([name for name, _ in factors])
     stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)
     check_cut_views(parts, views, stations, layout)
+    check_forms(views, stations, layout, dtypes)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
     placement = with_model_ranks(_placement(road), model)
     # A transform that contains others needs as much as any of them.
@@ -68,6 +74,20 @@ def pipeline(
         check_pieces(parts, stations, where)
     layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model)
+
+
+def _with_check(t: Transform) -> Transform:
+    """The same transform, whose update half raises where it returns what does not fit its leaves."""
+    if t.idle:
+        return t
+    # A group of optimizers leaves alone what it does not train.
+    some = t.facts.optimizes and t.members_fn is not None
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        returned = t.update_fn(grads, state, params, carry, ctx)
+        return check_returned(t.name, t.facts, returned, grads, params, some)
+
+    return replace(t, update_fn=update)
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:

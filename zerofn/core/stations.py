@@ -23,7 +23,7 @@ from .placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .row_sharding import rows_between
 from .spec import Spec, Station
 from .transform import Transform
-from .views import View, Wire, summed_in
+from .views import View, Wire, no_view, summed_in
 
 # Fields that no transform may change.
 FIXED = attrgetter("shape", "stored_dtype", "sum_dtype", "mesh", "range", "axis", "here")
@@ -70,7 +70,7 @@ def survey(
                 before = replace(before, dtype=dtypes.gradient(leaf), scaled_by=())
             claimed = passed(part, before, leaf.path, part.name in talking)
             found = claimed if view is None else _behind(view, before, claimed, leaf, cast)
-            wrong[leaf.path] = _contradiction(before, claimed, found, wire)
+            wrong[leaf.path] = _contradiction(before, claimed, found, wire) or _uncast(part, view, before, found)
             # A sum over micro-batches has the digits of the dtype that it is made in.
             specs[leaf.path] = replace(found, sum_dtype=found.dtype) if part.facts.holds else found
             handed[leaf.path] = before
@@ -158,6 +158,17 @@ def _contradiction(before: Spec, claimed: Spec, found: Spec, wire: Wire | None) 
         if axis != before.axis and was != after:
             return f"its `through` says {after} along an axis of {before.mesh[axis]} ranks, where it sends nothing"
     return "" if wire is None else _misplaced(before, found, wire)
+
+
+def _uncast(part: Transform, view: View | None, before: Spec, found: Spec) -> str:
+    """Where a transform without an update half, and with no view that could cast, says another dtype; else nothing.
+
+    A wire over one rank is no view, and sums in the dtype that it says on several.
+    """
+    silent = part.view_fn is no_view if view is None else view.renumbers
+    if not silent or not part.idle or found.dtype == before.dtype:
+        return ""
+    return f"its `through` says {found.dtype}, and it has no update half: gradients go on in {before.dtype}"
 
 
 def _misplaced(before: Spec, found: Spec, wire: Wire) -> str:

@@ -22,6 +22,7 @@ from .facts import NEEDS, Facts, Scope
 from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
+from .returned_updates import check_returned
 from .spec import Through
 from .tree import Tree, flatten
 from .update_context import Context, Prepared
@@ -146,7 +147,9 @@ class Transform:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
             prepared = self.prepare_fn(state, entries, leaves, ctx)
-            out, own = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+            returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+        # What has others inside gives what they give, or holds where one of them does.
+        out, own = returned if self.parts else check_returned(self.name, self.facts, returned, entries, leaves)
         ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):

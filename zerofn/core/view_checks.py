@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
 from .chain_order import NEEDED
+from .dtypes import Dtypes
 from .facts import OF_LEAVES
-from .layout import Layout, Leaf
+from .layout import Layout
 from .spec import Spec, Station
 from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, tree_map
@@ -66,32 +67,49 @@ def _is_range(x: Any, numel: int) -> bool:
     return 0 <= x[0] <= x[1] <= numel
 
 
-def check_first_views(
+def check_forms(views: Sequence[View | None], stations: Sequence[Station], layout: Layout, dtypes: Dtypes) -> None:
+    """Raise a `ValueError` where a view gives another shape or dtype than it is given.
+
+    Asked once, on tensors without memory, of views that make other numbers; one that reads a state is asked by
+    `check_reading`. One that fails on such tensors is left alone.
+    """
+    for i, view in enumerate(views):
+        if view is not None and view.renumbers and not view.reads:
+            _check_forms(views, i, stations[i + 1], layout, dtypes)
+
+
+def check_reading(
     parts: Sequence[Transform],
     views: Sequence[View | None],
     stations: Sequence[Station],
     layout: Layout,
+    dtypes: Dtypes,
     states: Mapping[str, TransformState],
 ) -> None:
-    """Raise a `ValueError` where a view gives another shape, or reads of its state what is not there for a leaf.
-
-    Asked once, on tensors without memory, of views that make other numbers. One that fails on those is left alone.
-    """
-    for part, view, station in zip(parts, views, stations[1:], strict=True):
-        if view is not None and view.renumbers:
-            touched = [leaf for leaf in layout.leaves if view.changes(leaf)]
-            if view.reads:
-                _check_read(part, touched, station, stations[-1], layout, states[part.name])
-            _check_shapes(view, touched, station, states[part.name])
+    """As `check_forms`, of views that read the state of their transform, which may not be there for a leaf."""
+    for i, (part, view) in enumerate(zip(parts, views, strict=True)):
+        if view is not None and view.renumbers and view.reads:
+            _check_read(part, view, stations[i + 1], stations[-1], layout, states[part.name])
+            _check_forms(views, i, stations[i + 1], layout, dtypes, tree_map(_without_numbers, states[part.name]))
 
 
-def _check_shapes(view: View, leaves: Sequence[Leaf], station: Station, state: TransformState) -> None:
-    given = (tree_map(_without_numbers, state),) if view.reads else ()
-    bad: list[tuple[str, str]] = []
-    for leaf in leaves:
-        shape = station.handed[leaf.path].local_shape
-        x = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        for name, fn, more in (("view", view.view, given), ("pull", view.pull, given), ("store", view.store, ())):
+def _check_forms(
+    views: Sequence[View | None], i: int, station: Station, layout: Layout, dtypes: Dtypes, *state: TransformState
+) -> None:
+    view, bad = views[i], []
+    assert view is not None
+    # Parameters have the dtypes of the state up to the view that casts, and those of the model in front of it.
+    casts = any([later is not None and later.dtypes is not None for later in views[i + 1 :]])
+    for leaf in layout.leaves if view.of_leaves else ():
+        if not view.changes(leaf):
+            continue
+        spec, stored = station.handed[leaf.path], dtypes.seen(leaf) if casts else dtypes.stored(leaf)
+        for name, fn, dtype, more in (
+            ("view", view.view, stored, state),
+            ("pull", view.pull, spec.dtype, state),
+            ("store", view.store, leaf.dtype, ()),
+        ):
+            x = torch.empty(spec.local_shape, dtype=dtype, device="meta")
             try:
                 found: Any = fn(x, leaf, *more)
             except KeyError as error:
@@ -100,12 +118,21 @@ def _check_shapes(view: View, leaves: Sequence[Leaf], station: Station, state: T
                 continue
             except Exception:
                 continue
-            if not isinstance(found, Tensor) or found.shape != shape:
-                told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
-                bad.append((leaf.path, f"`{name}` gives {told} of a tensor of shape {shape}"))
+            if reason := _other_form(found, x):
+                bad.append((leaf.path, f"`{name}` gives {reason}"))
     if bad:
-        right = "functions that give a tensor of the shape they are given; View(changes=...) for what has no state"
+        right = "functions that give a tensor of the shape and dtype they are given, as (x * scale).to(x.dtype); "
+        right += "zf.precision(param_dtype=...), which casts; View(changes=...) for what has no state"
         raise ValueError(bad_leaves(f"{view.name}: its view does not fit its leaves", bad, right))
+
+
+def _other_form(found: Any, x: Tensor) -> str | None:
+    """How what a view gives of `x` differs from it in form, if it does."""
+    if not isinstance(found, Tensor):
+        return f"{kind_of(found)} of a tensor of shape {tuple(x.shape)}"
+    if found.shape != x.shape:
+        return f"shape {tuple(found.shape)} of a tensor of shape {tuple(x.shape)}"
+    return f"{found.dtype} of a tensor of {x.dtype}" if found.dtype != x.dtype else None
 
 
 def _without_numbers(x: Any) -> Any:
@@ -113,13 +140,15 @@ def _without_numbers(x: Any) -> Any:
 
 
 def _check_read(
-    part: Transform, leaves: Sequence[Leaf], here: Station, last: Station, layout: Layout, state: TransformState
+    part: Transform, view: View, here: Station, last: Station, layout: Layout, state: TransformState
 ) -> None:
     """A state of pieces lies behind what cuts leaves, and that of whole leaves at their owner, where a view is not."""
     owned = {path for name, _, ranks in layout.placement.owners if name == part.name for path, _ in ranks}
     bad: dict[str, str] = {}
     kept = list(zip(tree_keys(state), flatten(state)[0], strict=True))
-    for leaf in leaves:
+    for leaf in layout.leaves:
+        if not view.changes(leaf):
+            continue
         mine = [x for keys, x in kept if leaf.path in keys and isinstance(x, Tensor)]
         piece = last.gives[leaf.path]
         if leaf.path in owned and mine:
@@ -168,15 +197,27 @@ def check_cut_views(
     for part, view, station in zip(parts, views, stations[1:], strict=True):
         if view is None:
             continue
-        if view.wire is None and part.needs in OF_LEAVES:
+        if view.wire is None and (why := _reason(part, view)):
             touched = [(leaf.path, station.handed[leaf.path]) for leaf in layout.leaves if view.changes(leaf)]
-            why = f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat piece of it"
             if bad := [(path, why) for path, spec in touched if _has_too_little(part.needs, spec)]:
                 what = f"chain(..., {cut}, ..., {part.name}, ...): a view behind what cuts leaves over ranks"
                 right = f"chain({part.name}, {cut}, ...), where it has whole leaves"
                 right += '; needs="element", if each element of what it gives comes from the same element'
                 raise ValueError(bad_leaves(what, bad, right))
         cut = cut or (part.name if view.wire is not None and view.wire.cuts else "")
+
+
+def _reason(part: Transform, view: View) -> str:
+    """Why a view cannot have flat pieces of leaves; an empty string where it can.
+
+    A number of the tree is reduced by an update half, which has it in the state. A view that does not read the state of
+    its transform, and whose transform has no update half, takes a number of what it has.
+    """
+    if part.needs in OF_LEAVES:
+        return f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat piece of it"
+    if part.needs == "number" and view.of_leaves and part.idle and not view.reads:
+        return f"{part.name} needs a number (needs='number') and reads none of its state: it takes that of a flat piece"
+    return ""
 
 
 def _has_too_little(needs: str, spec: Spec) -> bool:

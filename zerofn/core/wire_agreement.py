@@ -1,20 +1,22 @@
 """What the wires of ranks send must be of one length, or backends end the process: compared before a state is made.
 
-Nothing is sent to find it out: a wire is asked for its collectives on tensors without memory, over a group that stops
-at the first one. So it costs a run nothing but one more line in what ranks tell each other anyway at the start.
+Nothing is sent to find it out: a wire is asked for its collectives on tensors without memory, over a group that is
+silent. So it costs a run nothing but one more line in what ranks tell each other anyway at the start. What a wire makes
+of what has come is looked at in the same way: of another length torch would refuse it where a model computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from .._errors import bad_leaves
+from .._errors import bad_leaves, kind_of
 from ..ranks.backend import gather_objects
-from ..ranks.group import Group
+from ..ranks.group import Group, Traffic
 from .layout import Leaf
 from .pipeline import Pipeline
 from .views import View, Wire
@@ -23,25 +25,13 @@ META = torch.device("meta")
 RIGHT = "a wire whose lengths follow from the leaf and the number of ranks alone: pad what is sent to the longest part"
 
 
-class _Stopped(Exception):
-    """A collective was about to begin, in which this rank sends so many bytes."""
-
-    def __init__(self, sent: int):
-        super().__init__(sent)
-        self.sent = sent
-
-
-class _Stop:
-    """In the place of a group's `Traffic`, which counts a collective just before it begins."""
-
-    def sent(self, op: str, sent: int) -> NoReturn:
-        raise _Stopped(sent)
-
-
 def wires_over(pipe: Pipeline, group: Group) -> str:
     """What wires send over a group, as text: one on all ranks that fit together, another on each where one does not."""
     told = [f"{view.name} {_sent(view.wire, pipe.layout.leaves)}" for view in pipe.stages if _over(view, group)]
     gaps = [f"{path} on rank {group.rank}" for view in pipe.stages for path, _ in _gaps(view, group, pipe)]
+    for view in pipe.stages:
+        if _over(view, group):
+            gaps += [f"{path} on rank {group.rank}: {text}" for path, text in misjoined(view, pipe.layout.leaves)]
     return ", ".join(told + gaps)
 
 
@@ -51,7 +41,8 @@ def unequal_wires(pipe: Pipeline, group: Group) -> str:
     Empty where nobody can tell: a wire that must see numbers on some ranks.
     """
     views = [view for view in pipe.stages if _over(view, group)]
-    mine = {view.name: (_by_leaf(view, pipe.layout.leaves), dict(_gaps(view, group, pipe))) for view in views}
+    leaves = pipe.layout.leaves
+    mine = {v.name: (_by_leaf(v, leaves), dict(_gaps(v, group, pipe)), misjoined(v, leaves)) for v in views}
     every = gather_objects(mine, group)
     messages = []
     for view in views:
@@ -66,6 +57,8 @@ def unequal_wires(pipe: Pipeline, group: Group) -> str:
             rows += [(leaf.path, text) for text in told]
         if rows:
             messages.append(bad_leaves(f"{view.name}: its wire does not fit together over ranks", rows, RIGHT))
+        elif joined := [row for there in every for row in there[view.name][2]]:
+            messages.append(misjoined_message(view, joined))
     return "\n".join(messages)
 
 
@@ -81,29 +74,78 @@ def _by_leaf(view: View, leaves: Sequence[Leaf]) -> dict[str, tuple[int | None, 
 def _sent(wire: Wire | None, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
     """Bytes that this rank sends to gather these leaves, and to sum their gradients, all in fp32."""
     assert wire is not None
-    stopped = wire.on(replace(wire.group, traffic=cast(Any, _Stop())), wire.reduce_dtype)
-    spans = [stopped.span(leaf) if wire.cuts else (0, leaf.numel) for leaf in leaves]
-    parts = [torch.empty(high - low, device=META) for low, high in spans]
     fulls = [torch.empty(leaf.numel, device=META) for leaf in leaves]
 
-    def gather() -> None:
-        stopped.send_parts(parts, leaves)
+    def gather(silent: Wire) -> None:
+        silent.send_parts(_parts(silent, leaves), leaves)
 
-    def sum_up() -> None:
-        stopped.send(stopped.pack(fulls, leaves, [leaf.numel for leaf in leaves], torch.float32, META))
+    def sum_up(silent: Wire) -> None:
+        silent.send(silent.pack(fulls, leaves, [leaf.numel for leaf in leaves], torch.float32, META))
 
-    return _bytes_of(gather) if wire.cuts else 0, _bytes_of(sum_up)
+    return _bytes_of(gather, wire) if wire.cuts else 0, _bytes_of(sum_up, wire)
 
 
-def _bytes_of(send: Callable[[], None]) -> int | None:
+def _silent(wire: Wire) -> tuple[Wire, Traffic]:
+    """The same wire over ranks to which nothing is sent, and what would be."""
+    traffic = Traffic()
+    return wire.on(replace(wire.group, traffic=traffic, silent=True), wire.reduce_dtype), traffic
+
+
+def _parts(wire: Wire, leaves: Sequence[Leaf]) -> list[Tensor]:
+    spans = [wire.span(leaf) if wire.cuts else (0, leaf.numel) for leaf in leaves]
+    return [torch.empty(high - low, device=META) for low, high in spans]
+
+
+def _bytes_of(send: Callable[[Wire], None], wire: Wire) -> int | None:
     """What it sends; `None` of a wire that must see numbers, and fails without."""
+    silent, traffic = _silent(wire)
     try:
-        send()
-    except _Stopped as stopped:
-        return stopped.sent
+        send(silent)
     except Exception:
-        return None
-    return 0
+        return traffic.bytes if traffic.calls else None
+    return traffic.bytes
+
+
+def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """By path, where what the wire of a view gives has other lengths or shapes than it is to have."""
+    if view.wire is None or not view.wire.cuts:
+        return []
+    wire, rank = _silent(view.wire)[0], view.wire.group.ranks[view.wire.group.rank]
+    given = [view.given(leaf) for leaf in leaves]
+    parts = _parts(wire, leaves)
+    found: dict[str, str] = {}
+
+    def compare(name: str, of: Sequence[Leaf], make: Callable[[], Sequence[Any]], shapes: Any) -> None:
+        try:
+            made = make()
+        except Exception:
+            return
+        if len(made) != len(of):
+            found.update({x.path: f"`{name}` gives {len(made)} tensors of {len(of)} leaves" for x in of})
+            return
+        for leaf, x, shape in zip(of, made, shapes, strict=True):
+            got = tuple(x.shape) if isinstance(x, Tensor) else kind_of(x)
+            if got != shape:
+                found.setdefault(leaf.path, f"`{name}` gives {got} on rank {rank}, and not {shape}")
+
+    flat = [(x.numel,) for x in given]
+    compare("join_parts", leaves, lambda: wire.join_parts(wire.send_parts(parts, leaves)[1], leaves), flat)
+    # One leaf by one, of those that are given as they are: one of each shape.
+    alone = {x.shape: (x, part) for x, leaf, part in zip(given, leaves, parts, strict=True) if x.shape == leaf.shape}
+    some, shapes = [x for x, _ in alone.values()], [tuple(shape) for shape in alone]
+    compare("view", some, lambda: [wire.view(part, x) for x, part in alone.values()], shapes)
+    cut = [tuple(part.shape) for _, part in alone.values()]
+    compare("store", some, lambda: [wire.store(torch.empty(x.shape, device=META), x) for x in some], cut)
+    return sorted(found.items())
+
+
+def misjoined_message(view: View, rows: Sequence[tuple[str, str]]) -> str:
+    """The message about what a wire gives that does not fit its leaves."""
+    right = (
+        "join_parts that gives each leaf flat, of leaf.numel elements and in the order of leaves; a view of leaf.shape;"
+    )
+    right += " a store of the elements of this rank's span, flat"
+    return bad_leaves(f"{view.name}: what its wire gives does not fit its leaves", rows, right)
 
 
 def _gaps(view: View, group: Group, pipe: Pipeline) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.pipeline import Pipeline, first_state
+from ..core.pipeline import Pipeline, check_what_is_read, first_state
 from ..core.rank_agreement import agree_on_start
 from ..core.state import State
 from ..core.update_context import Context
@@ -82,6 +82,8 @@ class ResidentParams:
         forms: Mapping[str, Form],
     ):
         self.current, self.is_full = CurrentState(), False
+        # Before parameters are changed, and while the pipeline knows which views read a state.
+        check_what_is_read(pipe)
         # Views that read a state change with a held step, too.
         self.reads, pipe = pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params

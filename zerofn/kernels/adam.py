@@ -44,6 +44,7 @@ from zerofn.kernels.adam_formula import (
     whole,
 )
 from zerofn.kernels.rounding import FORMAT, known_formats
+from zerofn.kernels.steps import check_step
 from zerofn.kernels.tensor_lists import not_wrapped
 
 from .adam_native import run_native
@@ -98,7 +99,7 @@ def implementation_for(params: Sequence[Tensor]) -> str:
     return "compiled" if all(p.is_cuda for p in params) and has_triton() else "eager"
 
 
-def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str) -> None:
+def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str, function: str) -> None:
     if rounding not in ("nearest", "stochastic", "kahan"):
         raise ValueError(f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'.")
     if implementation not in ("auto", "native", "compiled", "eager"):
@@ -110,11 +111,7 @@ def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: 
             "adam_(rounding='kahan', compensations=None): what rounding withholds must be kept. Write "
             "compensations=[torch.zeros_like(p) for p in params], and give the same tensors at every step."
         )
-    if not isinstance(step, Tensor) and step < 1:
-        raise ValueError(
-            f"adam_(step={step}): steps are counted from 1, at 0 the bias correction divides by zero. "
-            "Add one to the counter before the update."
-        )
+    check_step(function, step)
     count = len(leaves.params)
     lengths = [len(column) for column in leaves if column is not None]
     if lengths != [count] * len(lengths):
@@ -182,7 +179,7 @@ def adam_update(
     tensor(-2.)
     """
     leaves = Leaves([p], [g], [m], [v], [c] if rounding == "kahan" and c is not None else None, [key], [offset])
-    _check(leaves, step, rounding, form, "auto")
+    _check(leaves, step, rounding, form, "auto", "adam_update")
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
     return [x for x in whole(leaves, 0, settings) if x is not None]
 
@@ -229,6 +226,7 @@ def adam_(
 
     Raises:
         ValueError: a dtype, shape, rounding or step that has no meaning; names the entry.
+        TypeError: `step` is no number.
 
     >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
     >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
@@ -238,7 +236,7 @@ def adam_(
     """
     used = compensations if rounding == "kahan" else None
     leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
-    _check(leaves, step, rounding, form, implementation)
+    _check(leaves, step, rounding, form, implementation, "adam_")
     if not params:
         return
     # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.

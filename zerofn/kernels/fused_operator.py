@@ -19,6 +19,7 @@ from zerofn._compat.operators import fused_adam_, fused_adamw_
 from zerofn.kernels import fused_native
 from zerofn.kernels.fused_native import Columns
 from zerofn.kernels.operators import operator
+from zerofn.kernels.steps import check_step
 from zerofn.kernels.tensor_lists import typed
 
 # Number of leaves from which on the operator is used: it saves time of the compiler for a pass over the gradients.
@@ -45,7 +46,11 @@ def fused_update(
         lr: a number or a 0-d tensor.
         norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
         numbers: beta1, beta2, eps and weight_decay.
+
+    Raises:
+        TypeError, ValueError: `step` is no whole number from 1.
     """
+    check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     as_stored = typed(params, grads)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs

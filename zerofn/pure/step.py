@@ -28,7 +28,7 @@ from ..sharded.lazy_tensor import settled
 from .api import records
 from .linearize import linearize
 from .states import reading_state, resolve_for
-from .uncompiled import outside_of_graphs, torch_func_check
+from .uncompiled import check_not_exported, outside_of_graphs, torch_func_check
 
 
 @outside_of_graphs
@@ -90,6 +90,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
     """`run` on a state, after checks; where the compiler cannot have a step in its graph, `run` uncompiled."""
 
     def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+        check_not_exported()
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(whole, state, batch, weight)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.compiler import begins_uncompiled, makes_graphs, uncompiled
-from .._compat.functorch import beneath_functorch, innermost_transform
+from .._compat.compiler import begins_uncompiled, makes_graphs, makes_proxies, uncompiled
+from .._compat.functorch import NO_LEVEL, beneath_functorch, forward_level, functorch_active, innermost_transform
 from .._errors import explain
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -67,6 +67,27 @@ def torch_func_check() -> Callable[[], bool]:
     # The compiler keeps with the code whether a graph may end in it.
     in_a_graph.__code__ = in_a_graph.__code__.replace()
     return called_by_torch_func
+
+
+def check_not_exported() -> None:
+    """Refuse a step that torch.export or make_fx records as a program of tensors.
+
+    torch.func.linearize records by make_fx as well, in a dual level.
+
+    Raises:
+        RuntimeError: there is one at work.
+    """
+    # While one exports `is_compiling` holds too. The compiler does not know the mode of proxies.
+    if torch.compiler.is_compiling():
+        what = "torch.export.export" if torch.compiler.is_exporting() else ""
+    else:
+        what = "make_fx" if makes_proxies() and forward_level() == NO_LEVEL and not functorch_active() else ""
+    if not what:
+        return
+    why = "a step counts, and chooses by numbers that a program of tensors alone does not have: rates, windows, clips"
+    right = "torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
+    right += "torch.export.export(model, inputs) of a plain model, after opt.detach(), for what is to be served"
+    raise RuntimeError(explain(f"{what} over a step of zf.make_step", why, right))
 
 
 @uncompiled

@@ -63,9 +63,12 @@ class Work:
         if makes_proxies():
             raise RuntimeError(RECORDED)
         group.traffic.sent(what, sent)
-        if profiler_runs():
+        self.work: Any
+        if group.silent:
+            self.work = None
+        elif profiler_runs():
             with outlasting(what):
-                self.work: Any = collective(*given, group=group.pg, async_op=True)
+                self.work = collective(*given, group=group.pg, async_op=True)
         else:
             self.work = collective(*given, group=group.pg, async_op=True)
         self.what, self.group, self.finish = what, group, finish

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._compat.modules import persistent_buffers
 from .._compat.tensors import is_wrapper
-from .._errors import bad_leaves, explain
+from .._errors import bad_leaves, explain, users_line
 from ..core.state_entries import Entry
 
 OWNER = "buffers"
@@ -40,7 +40,7 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
         warnings.warn(
             f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "
             "may be anything, and only a pickle could keep it: torch.save it beside the checkpoint.",
-            stacklevel=4,
+            stacklevel=users_line(),
         )
 
 
@@ -63,7 +63,7 @@ def warn_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
             f"the checkpoint has no buffers: {why}",
             "zf.save(directory, opt), which saves them; and load those of this checkpoint from where they are",
         ),
-        stacklevel=5,  # the line that calls `zf.load`
+        stacklevel=users_line(),
     )
 
 

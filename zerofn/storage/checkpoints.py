@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._errors import explain
+from .._errors import explain, users_line
 from ..core.arguments import check_count, check_flag
 from ..core.state import State
 from ..eager.optimizer import Optimizer
@@ -127,7 +127,7 @@ class Checkpoints:
                 return load(self.at(step), like)
             except (_manifest.Damaged, FileNotFoundError) as error:
                 why = str(error).splitlines()[0]
-                warnings.warn(f"{why}; the one before it is tried.", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{why}; the one before it is tried.", RuntimeWarning, stacklevel=users_line())
         return None
 
     def _saves(self) -> dict[int, _Save]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import users_line
 from ..ranks.group import Group
 from . import manifest as _manifest
 from .dcp import DataFiles, Piece, checksums, chunk, dcp, first_error
@@ -241,7 +242,7 @@ def save_pieces(
         warnings.warn(
             f"zf.save({str(directory)!r}): {IN_PLACE}, but files of an older one are still there, which the next save "
             f"tries again to remove: {writer.not_removed[0]}",
-            stacklevel=5,
+            stacklevel=users_line(),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from .._errors import explain, users_line
 from ..core.facts import AVERAGE
 from ..core.state import State
 from ..core.state_entries import Entry, entries
@@ -100,7 +100,9 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
         # safetensors has an exception of its own, also for a full disk.
         raise OSError(f"{path} could not be written: {error}") from error
     if not_durable is not None:
-        warnings.warn(f"{path} is in place, but may not survive a loss of power: {not_durable}", stacklevel=3)
+        warnings.warn(
+            f"{path} is in place, but may not survive a loss of power: {not_durable}", stacklevel=users_line()
+        )
 
 
 def _gather(e: Entry, group: Group) -> Tensor:

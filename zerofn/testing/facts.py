@@ -14,7 +14,6 @@ from ..core.state import State
 from ..core.transform import Transform, TransformState
 from ..core.tree import Tree, flatten
 from ..core.update_context import Context
-from .case import inner
 from .trees import random_like
 
 # How far parameters are moved to tell new parameters, which move along, from gradients, which do not.
@@ -29,7 +28,7 @@ def check_facts(t: Transform, state: State) -> None:
         state: of a pipeline that it stands in, on whose parameters it is run as they are stored.
     """
     run = _Run(t, state.layout, state.leaves)
-    for why in (_window(run), _leaves(run), _parameters(run), _reports(run), _settable(run), _weights(run)):
+    for why in (_window(run), _parameters(run), _reports(run), _settable(run), _weights(run)):
         if why:
             raise AssertionError(f"{t!r}: it does what its `Facts` say. {why}")
 
@@ -73,14 +72,6 @@ def _window(run: _Run) -> str:
         return ""
     gave = f"in {', '.join(map(str, going))} of the first {window}" if going else f"in none of the first {window}"
     return f"window={window} says that one micro-step of so many goes on, the last. It gave gradients {gave}."
-
-
-def _leaves(run: _Run) -> str:
-    grouped = any(x.members_fn is not None for x in inner(run.t))
-    missing = sorted(run.leaves.keys() - run.last()[0].keys())
-    if not missing or (grouped and run.t.facts.optimizes):
-        return ""
-    return f"Each leaf that comes in goes out, or it is not trained. Missing: {', '.join(missing)}."
 
 
 def _parameters(run: _Run) -> str:

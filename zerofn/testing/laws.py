@@ -53,6 +53,7 @@ def check_transform(tx: Any, params: Tree = None) -> None:
 
     Raises:
         AssertionError: names the transform, the law, and every leaf that breaks it.
+        ValueError, TypeError: it does what every step refuses, such as to leave out a leaf, or `zf.init`.
 
     >>> import torch, zerofn as zf
     >>> @zf.leafwise

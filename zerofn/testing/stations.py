@@ -15,6 +15,7 @@ from ..core.transform import Transform
 from ..core.tree import Tree
 from ..core.update import apply
 from ..core.views import Ranks
+from ..core.wire_agreement import misjoined, misjoined_message
 from ..ranks.group import Group
 from ..transforms.sgd import sgd
 from .cutting import start
@@ -34,9 +35,12 @@ def check_places(tx: Transform, params: Tree, ranks: int) -> None:
         wired = [t for t, v in zip(tx.members, views, strict=True) if v is not None and v.wire is not None]
         for part in wired:
             try:
-                pipeline(chain(part, sgd(0.1)), layout, "check_transform", groups)
+                pipe = pipeline(chain(part, sgd(0.1)), layout, "check_transform", groups)
             except ValueError as error:
                 raise AssertionError(f"{part!r}: it says where gradients lie.\n{error}") from error
+            for view in pipe.stages:
+                if rows := misjoined(view, layout.leaves):
+                    raise AssertionError(f"{part!r}: a wire gives whole leaves.\n{misjoined_message(view, rows)}")
 
 
 def _silent_groups(rank: int, size: int) -> Ranks:

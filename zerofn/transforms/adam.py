@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves, explain
+from .._errors import bad_leaves, explain, users_line
 from ..extend import (
     Layout,
     LeafList,
@@ -141,7 +141,7 @@ def _check_moments(name: str, leaves: Leaves) -> None:
             "zf.precision(store_dtype=torch.float32, param_dtype=torch.bfloat16) before it"
         )
         what = f"{name}: {rounded[0] or '<root>'}{more} stored in bf16, and so are the moments"
-        warnings.warn(explain(what, why, right), UserWarning, stacklevel=2)
+        warnings.warn(explain(what, why, right), UserWarning, stacklevel=users_line())
 
 
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
 
     Args:
         transform: an optimizer, an accumulation, an `ema`, or a chain of such.
-        device: where the state lives.
+        device: where the state lives; `"cuda"` is any GPU that a parameter is on, `"cuda:1"` is that one.
 
     Raises:
         ValueError: a transform without a state worth moving, or no such device.
@@ -99,9 +99,21 @@ def _device(given: Any) -> torch.device:
 def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
     if x.ndim == 0 or x.is_meta:
         return x
-    moved = x if x.device.type == device.type else x.to(device)
+    moved = x if _is_on(x.device, device) else x.to(device)
     # A tensor without memory, as `zf.plan` makes them, has none to pin.
     return moved.pin_memory() if pin and device.type == "cpu" and not is_shape_only(x) else moved
+
+
+def _is_on(here: torch.device, device: torch.device) -> bool:
+    """Whether a tensor that is `here` is on the device that was asked for: any of a kind, where no number was given.
+
+    There is one CPU, with and without a number.
+
+    >>> [_is_on(torch.device("cuda:0"), torch.device(asked)) for asked in ("cuda:0", "cuda:1", "cuda", "cpu")]
+    [True, False, True, False]
+    """
+    one = device.index is None or device.type == "cpu"
+    return here.type == device.type and (one or here.index == device.index)
 
 
 def _is_shortage(error: Exception) -> bool:

@@ -1,0 +1,176 @@
+"""What an update half returns: leaves left out, strangers, other shapes, dtypes and devices are refused by path."""
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+from zerofn.extend import Facts, Prepared, Transform
+
+ROUTES = ("make_step", "attach", "in backward", "compiled")
+
+
+class Foreign:
+    """A transformation of another library, which returns what it is told to."""
+
+    def __init__(self, fn):
+        self.fn = fn
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None):
+        return self.fn(updates), state
+
+
+def mine(fn, **facts):
+    def update(grads, state, params, carry, ctx):
+        return fn(grads), state
+
+    return Transform("mine", needs="element", facts=Facts(**facts), update_fn=update)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+
+    def forward(self):
+        return self.w.sum() + self.b.sum()
+
+
+def trained(tx, route):
+    """Parameters after a step whose gradients are 1."""
+    if route in ("attach", "in backward"):
+        model = Two()
+        opt = zf.attach(model, tx, in_backward=route == "in backward")
+        model().backward()
+        opt.step()
+        return dict(model.named_parameters())
+    step = zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)
+    step = torch.compile(step, backend="eager", fullgraph=True, dynamic=False) if route == "compiled" else step
+    return step(zf.init(tx, {"w": torch.ones(2, 3), "b": torch.ones(3)}))[0].params
+
+
+# What is returned for gradients, and what the message says of `w`; of `b` it says nothing.
+WRONG = {
+    "left out": (lambda gs: {p: g for p, g in gs.items() if p != "w"}, "  w: left out, so that"),
+    "of no leaf": (lambda gs: {**gs, "v": gs.get("w")}, "  v: there is no parameter of that path"),
+    "of one row": (lambda gs: {p: g[:1] if p == "w" else g for p, g in gs.items()}, "  w: a tensor of shape (1, 3)"),
+    "none": (lambda gs: {p: None if p == "w" else g for p, g in gs.items()}, "  w: a NoneType instead of a tensor"),
+    "of int": (lambda gs: {p: g.int() if p == "w" else g for p, g in gs.items()}, "  w: a tensor of torch.int32"),
+    "complex": (lambda gs: {p: g * 1j if p == "w" else g for p, g in gs.items()}, "  w: a tensor of torch.complex64"),
+    "elsewhere": (
+        lambda gs: {p: g.to("meta") if p == "w" else g for p, g in gs.items()},
+        "  w: a tensor on meta for a leaf on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("what", list(WRONG))
+@pytest.mark.parametrize("optimizes", [False, True])
+def test_a_transform_that_returns_what_does_not_fit(what, route, optimizes):
+    fn, told = WRONG[what]
+    tx = zf.chain(mine(fn, optimizes=True) if optimizes else zf.chain(mine(fn), zf.sgd(1.0)))
+    with pytest.raises(Exception, match="mine: an update that does not fit its leaves") as raised:
+        trained(tx, route)
+    said = str(raised.value)
+    assert route == "compiled" or isinstance(raised.value, ValueError)
+    assert told in said and "  b: " not in said and "write: return {path: new" in said
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if r != "in backward"])
+@pytest.mark.parametrize("what", list(WRONG))
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_transformation_of_another_library_that_returns_what_does_not_fit(what, route, ends):
+    fn, told = WRONG[what]
+    tx = zf.chain(Foreign(fn)) if ends else zf.chain(Foreign(fn), zf.sgd(1.0))
+    with pytest.raises(Exception, match="Foreign: an update that does not fit its leaves") as raised:
+        trained(tx, route)
+    assert told in str(raised.value) and "  b: " not in str(raised.value)
+
+
+@pytest.mark.parametrize("made", [mine, lambda fn: zf.guest(Foreign(fn))])
+@pytest.mark.parametrize("what", list(WRONG))
+def test_a_transform_alone_says_so_too(made, what):
+    fn, told = WRONG[what]
+    params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+    t = made(fn)
+    with pytest.raises(ValueError, match="does not fit its leaves") as raised:
+        t.update(params, t.init(params), params)
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["masked", "partition", "chain in a partition", "behind a window"])
+def test_inside_of_others_it_is_named(where):
+    inner = mine(WRONG["of one row"][0])
+    tx = {
+        "masked": lambda: zf.chain(zf.masked(inner, lambda path: True), zf.sgd(1.0)),
+        "partition": lambda: zf.chain(zf.partition({"x": inner}, lambda path: "x"), zf.sgd(1.0)),
+        "chain in a partition": lambda: zf.partition({"x": zf.chain(inner, zf.sgd(1.0))}, lambda path: "x"),
+        "behind a window": lambda: zf.chain(zf.accumulate(1), inner, zf.sgd(1.0)),
+    }[where]()
+    for route in ("make_step", "attach"):
+        with pytest.raises(ValueError, match=r"mine: .*\n  w: a tensor of shape \(1, 3\) for a gradient of shape"):
+            trained(tx, route)
+
+
+def test_a_new_parameter_of_another_dtype_is_refused():
+    tx = mine(lambda gs: {p: g.double() for p, g in gs.items()}, optimizes=True)
+    for route in ("make_step", "attach"):
+        with pytest.raises(ValueError, match=r"w: a new parameter in torch\.float64, .* stored in torch\.float32"):
+            trained(tx, route)
+
+
+def test_gradients_of_another_dtype_go_on():
+    tx = zf.chain(mine(lambda gs: {p: g.bfloat16() for p, g in gs.items()}), zf.sgd(0.5))
+    for route in ROUTES:
+        assert torch.equal(trained(tx, route)["w"], torch.full((2, 3), 0.5))
+
+
+@pytest.mark.parametrize("given", [None, 1.0, (), ({},), ({}, {}, {}), ([], {}), (None, {})])
+def test_what_is_no_pair_of_updates_and_a_state(given):
+    t = Transform("mine", needs="element", update_fn=lambda *args: given)
+    tx = zf.chain(t, zf.sgd(1.0))
+    for route in ("make_step", "attach"):
+        with pytest.raises(TypeError, match="mine: an update that returned"):
+            trained(tx, route)
+
+
+def test_none_is_for_those_that_hold():
+    def prepare(state, grads, params, ctx):
+        return Prepared(emit=False)
+
+    functions = {"prepare_fn": prepare, "update_fn": lambda *args: (None, {})}
+    tx = zf.chain(Transform("waits", needs="element", facts=Facts(window=9), **functions), zf.sgd(1.0))
+    assert torch.equal(trained(tx, "make_step")["w"], torch.ones(2, 3))
+
+
+def test_leaves_that_a_group_does_not_train_and_leaves_without_a_gradient():
+    frozen = zf.partition({"x": zf.sgd(1.0), "frozen": None}, lambda path: "frozen" if path == "w" else "x")
+    for route in ROUTES:
+        after = trained(frozen, route)
+        assert torch.equal(after["w"], torch.ones(2, 3)) and torch.equal(after["b"], torch.zeros(3))
+    tx = zf.chain(zf.accumulate(2), zf.clip_by_value(1.0), zf.sgd(1.0), zf.ema(0.5))
+    step, state = zf.make_step(lambda p, on: p["b"].sum(), tx), zf.init(tx, {"w": torch.ones(2), "b": torch.ones(2)})
+    for on in (True, False):
+        state, _ = step(state, on)
+    assert torch.equal(state.params["w"], torch.ones(2)) and torch.equal(state.params["b"], torch.zeros(2))
+
+
+def at_an_owner():
+    """A leaf has one owner: the error is on all ranks, and nobody waits."""
+    part = Transform("mine", needs="leaf", update_fn=lambda grads, state, *more: ({}, state))
+    tx = zf.chain(zf.shard(), part, zf.sgd(1.0))
+    state = zf.init(tx, {"w": torch.ones(4, 4)})
+    try:
+        zf.make_step(lambda p: p["w"].sum(), tx)(state)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_left_out_at_an_owner_is_an_error_on_every_rank():
+    for said in zf.launch(at_an_owner, 2, timeout=limit(60)):
+        assert "mine: an update that does not fit its leaves" in said and "w: left out" in said

@@ -1,0 +1,106 @@
+"""Wires that make other lengths and shapes of what has come: refused by name where a state is made."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+from zerofn.core.layout import make_layout  # inside
+from zerofn.core.resolve import pipeline  # inside
+from zerofn.core.wire_agreement import misjoined  # inside
+from zerofn.extend import Group, Transform, as_it_is, over_ranks, transform
+from zerofn.testing import check_transform
+from zerofn.transforms.wires import Sharding  # inside
+
+
+@dataclass(frozen=True)
+class Shorter(Sharding):
+    """Without the last element of each leaf."""
+
+    def join_parts(self, rows, leaves, into=None):
+        return [full[:-1] for full in super().join_parts(rows, leaves, into)]
+
+
+@dataclass(frozen=True)
+class FirstOnly(Sharding):
+    def join_parts(self, rows, leaves, into=None):
+        return super().join_parts(rows, leaves, into)[:1]
+
+
+@dataclass(frozen=True)
+class Flat(Sharding):
+    """Its view leaves leaves flat."""
+
+    def view(self, x, leaf):
+        return super().view(x, leaf).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Whole(Sharding):
+    """It stores all of a leaf."""
+
+    def store(self, x, leaf):
+        return x.reshape(-1)
+
+
+WRONG = {
+    Shorter: r"weight: `join_parts` gives (23,) on rank 0, and not (24,)",
+    FirstOnly: r"weight: `join_parts` gives 1 tensors of 2 leaves",
+    Flat: r"weight: `view` gives (24,) on rank 0, and not (4, 6)",
+    Whole: r"weight: `store` gives (24,) on rank 0, and not (12,)",
+}
+
+
+@transform
+def wired(kind, resident=False):
+    def view(layout, ranks):
+        return over_ranks(kind(ranks("wired", None)), resident)
+
+    return Transform("wired", needs="element", view_fn=view, through=as_it_is)
+
+
+def tried():
+    found = {}
+    for kind in (Sharding, *WRONG):
+        for resident in (False, True):
+            tx, model = zf.chain(wired(kind, resident), zf.sgd(0.1)), nn.Linear(6, 4)
+            for make in (lambda: zf.init(tx, dict(model.named_parameters())), lambda: zf.attach(model, tx)):  # noqa: B023
+                try:
+                    make()
+                    told = ""
+                except ValueError as error:
+                    told = str(error)
+                found.setdefault((kind.__name__, resident), []).append(told)
+    return found
+
+
+def test_a_wire_that_gives_other_lengths_is_refused_on_every_rank():
+    """torch refused it where the model computes, in words of its own, or broadcast it."""
+    first, second = zf.launch(tried, 2, timeout=limit(60))
+    assert first == second
+    for kind, expected in WRONG.items():
+        for resident in (False, True):
+            for told in first[kind.__name__, resident]:
+                assert told.startswith("wired: what its wire gives does not fit its leaves\n"), told
+                assert f"\n  {expected}" in told and "\n  write: join_parts that gives each leaf flat" in told
+    assert all(told == "" for resident in (False, True) for told in first["Sharding", resident])
+
+
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_check_transform_finds_it_in_one_process(kind):
+    with pytest.raises(AssertionError, match="a wire gives whole leaves"):
+        check_transform(wired(kind))
+
+
+def test_wires_over_two_axes_and_leaves_of_no_elements_fit():
+    def groups(function, mesh):
+        return Group(mesh, 2, (mesh, 2) if function == "shard" else (mesh, 3))
+
+    for rank in (0, 1):
+        tx = zf.chain(zf.shard(rank), zf.reduce_scatter(rank), zf.sgd(0.1))
+        layout, _ = make_layout({"w": torch.ones(5, 3), "e": torch.ones(0, 2), "s": torch.ones(())})
+        pipe = pipeline(tx, layout, "a test", groups)
+        assert len(pipe.stages) == 2 and not [row for view in pipe.stages for row in misjoined(view, layout.leaves)]

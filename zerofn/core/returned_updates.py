@@ -1,0 +1,106 @@
+"""Checks of what an update half returns: the leaves that it was handed, real, of their shapes, where they lie.
+
+A gradient of shape (1,) would be spread over its leaf by whatever follows, one that is left out would leave its leaf as
+it is, and one without memory would do nothing: none of them with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain, kind_of
+from .facts import Facts
+from .layout import Leaves
+
+_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+
+PAIR = "return {path: new for each path in grads}, state"
+LEFT_OUT = "left out, so that its parameter would stay as it is"
+TO_LEAVE = "; zf.masked(transform, mask), or zf.partition({..., 'frozen': None}, labels), leaves leaves alone"
+
+
+def check_returned(
+    name: str, facts: Facts, returned: Any, grads: Leaves, params: Leaves, some: bool = False
+) -> tuple[Leaves | None, Any]:
+    """What an update half returned, updates and a state, if the updates fit the leaves that it was handed.
+
+    Args:
+        name: of the transform.
+        facts: of it.
+        returned: by its update half; `None` for the updates of one that holds gradients.
+        grads: what it was handed.
+        params: stored parameters of these leaves.
+        some: whether it may leave out leaves, which are then not trained.
+
+    Raises:
+        TypeError: no pair, or no dict by path.
+        ValueError: a leaf is left out, or there is none of that path; its tensor is none, not real, of another shape or
+            device, or a new parameter has another dtype; every such leaf is named.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        told = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
+        raise TypeError(explain(f"{name}: an update that returned {told}", "it gives updates and a state", PAIR))
+    out, state = returned
+    if out is grads or (out is None and facts.holds) or _all_fit(facts, out, grads, params):
+        return out, state
+    if not isinstance(out, Mapping):
+        why = "updates are by path, as gradients are"
+        if out is None and not facts.adds:
+            why += "; None is for one that holds gradients, which says Facts(window=...)"
+        raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, PAIR))
+    bad: dict[Any, str] = {}
+    for path, x in out.items():
+        g, p = grads.get(path), params.get(path)
+        # What goes on as it came is right, and so is a parameter that was written in place.
+        if (p is None or x is not p) and (g is None or x is not g) and (reason := _misfit(facts, x, g, p)):
+            bad[path] = reason
+    if not some and len(out) != len(grads):
+        bad.update({path: LEFT_OUT for path in grads if path not in out})
+    if bad:
+        right = PAIR + (TO_LEAVE if LEFT_OUT in bad.values() else "")
+        rows = [(str(path), reason) for path, reason in bad.items()]
+        raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
+    return out, state  # type: ignore[return-value]
+
+
+def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
+    """Whether they fit and come in the order of gradients, the usual case: found by `map` over C functions."""
+    if torch.compiler.is_compiling() or type(out) is not dict or list(out) != list(grads):
+        return False
+    new, like = out.values(), params if facts.optimizes else grads
+    if list(like) != list(out):
+        return False
+    if all(map(is_, new, like.values())):
+        return True
+    try:
+        fits = all([list(map(of, new)) == list(map(of, like.values())) for of in (_SHAPE, _DEVICE)])
+        if facts.optimizes:
+            return fits and list(map(_DTYPE, new)) == list(map(_DTYPE, like.values()))
+        return fits and all([dtype.is_floating_point for dtype in set(map(_DTYPE, new))])
+    except AttributeError:
+        return False
+
+
+def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | None:
+    """Why `x` is no update of a leaf, whose gradient may be missing, and its parameter where no leaf has that path."""
+    if p is None:
+        return "there is no parameter of that path"
+    if not isinstance(x, Tensor):
+        return f"{kind_of(x)} instead of a tensor"
+    # Sums that are not yet reduced are of whole leaves, and parameters are shards.
+    if g is not None and x.shape != g.shape:
+        return f"a tensor of shape {tuple(x.shape)} for a gradient of shape {tuple(g.shape)}"
+    if g is None and not facts.holds and x.shape != p.shape:
+        return f"a tensor of shape {tuple(x.shape)} for a leaf of shape {tuple(p.shape)}"
+    if not x.is_floating_point():
+        return f"a tensor of {x.dtype}; parameters and gradients are real"
+    if x.device != p.device:
+        return f"a tensor on {x.device} for a leaf on {p.device}"
+    if facts.optimizes and x.dtype != p.dtype:
+        return f"a new parameter in {x.dtype}, which is stored in {p.dtype}"
+    return None
