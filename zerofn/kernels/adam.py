@@ -225,8 +225,7 @@ def adam_(
         norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
 
     Raises:
-        ValueError: a dtype, shape, rounding or step that has no meaning; names the entry.
-        TypeError: `step` is no number.
+        ValueError, TypeError: a dtype, shape, rounding or step that has no meaning; names the entry.
 
     >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
     >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)

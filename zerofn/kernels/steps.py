@@ -45,8 +45,9 @@ def check_step(function: str, step: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         why = f"it is the number of this update, from 1, and {value!r} is {kind_of(value)}"
         raise TypeError(explain(f"{function}(step={step!r})", why, right))
-    if not value >= 1:
+    number = float(value)
+    if not number >= 1:
         why = "steps are counted from 1: at 0 the correction of moments divides by zero"
         raise ValueError(explain(f"{function}(step={step!r})", why, right))
-    if value % 1:
+    if number % 1:
         raise ValueError(explain(f"{function}(step={step!r})", "updates are counted in whole numbers", right))
