@@ -164,3 +164,28 @@ def test_a_view_that_takes_a_number_of_a_piece_is_refused_behind_a_cut():
 def test_check_transform_finds_it_on_one_process():
     with pytest.raises(AssertionError, match="it says needs='number': a flat piece of a leaf is seen"):
         check_transform(KINDS["takes it itself"]())
+
+
+def failing_first_state():
+    """A model as it is after an attach whose transform cannot make the state that its view reads; and the error."""
+
+    def init(leaves, layout):
+        if not any(x.is_meta for x in leaves.values()):
+            raise ArithmeticError("no state of these")
+        return {"by": torch.tensor(2.0)}
+
+    functions = {"init_fn": init}
+    seen = {"view": lambda x, leaf, state: x * state["by"], "pull": lambda g, leaf, state: g * state["by"]}
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    before = {path: p.detach().clone() for path, p in model.named_parameters()}
+    with pytest.raises(ArithmeticError, match="no state of these"):
+        zf.attach(model, zf.chain(zf.shard(), of(functions=functions, reads=True, **seen), zf.sgd(0.1)))
+    assert all(torch.equal(p.detach(), before[path]) for path, p in model.named_parameters())
+    return model(torch.ones(1, 2)).detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_first_state_that_fails_is_told_and_leaves_the_model_as_it_was(ranks):
+    found = zf.launch(failing_first_state, ranks, timeout=limit(60))
+    assert all(torch.equal(out, failing_first_state()) for out in found)

@@ -168,8 +168,11 @@ class Road:
         return store([stage for stage in self.after_update if stage.wire is not None], x, leaf)
 
     def whole(self, leaves: Leaves) -> Leaves:
-        """Full parameters, in the dtype they are stored in; differentiable where that is recorded."""
-        stages = tuple([stage for stage in self.stages if stage.dtypes is None])
+        """Full parameters, in the dtype they are stored in; differentiable where that is recorded.
+
+        A view that still `reads` a state has none that it could read: its transform's first state could not be made.
+        """
+        stages = tuple([stage for stage in self.stages if stage.dtypes is None and not stage.reads])
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}

@@ -85,7 +85,7 @@ class ResidentParams:
         # Before parameters are changed, and while the pipeline knows which views read a state.
         check_what_is_read(pipe)
         # Views that read a state change with a held step, too.
-        self.reads, pipe = pipe.reads, pipe.reading(self.current.of_transform)
+        unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
         # Before parameters are changed: it refuses pipelines that cannot run in backward.
         self.in_backward = None if context is None else InBackward(pipe, self.current, context)
@@ -101,7 +101,7 @@ class ResidentParams:
         except Exception:
             if start is from_values:
                 # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
-                make_whole(pipe, params, stored, "zf.attach failed")
+                make_whole(unread, params, stored, "zf.attach failed")
                 move_out(pipe, params, self.grad_dtypes)
                 existing.put_back()
             raise
