@@ -49,7 +49,7 @@ def muon(
 
     For matrices; give other leaves to another optimizer by `zf.partition`. It needs whole leaves: where they are cut
     over ranks each matrix is gathered at one, its owner, and worked on once in the whole job; other members' stay.
-    Under `all_reduce` nothing is cut, and every rank works on every matrix: `reduce_scatter` in its place shares them out.
+    Under `all_reduce` nothing is cut and every rank works on every matrix: `reduce_scatter` instead shares them out.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.
