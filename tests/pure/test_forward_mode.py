@@ -24,6 +24,10 @@ CHAINS = {
 }
 
 
+# What is linearized in every run of the tests: ten seconds each.
+SOON = ("adamw", "scale")
+
+
 def loss(params, x, y):
     x = x.to(params["w"].dtype)
     return ((torch.tanh(x @ params["w"] + params["b"]) - y) ** 2).mean()
@@ -64,7 +68,7 @@ def test_tangents_go_through_all_of_a_step(name):
 
 # torch's own, where it folds constants of the graph that it makes.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOON else pytest.mark.slow) for x in CHAINS])
 def test_a_step_is_linearized(name):
     for what, (fn, x) in programs(CHAINS[name]).items():
         value, push = linearize(fn, x)
