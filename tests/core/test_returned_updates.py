@@ -139,6 +139,52 @@ def test_what_is_no_pair_of_updates_and_a_state(given):
             trained(tx, route)
 
 
+@pytest.mark.parametrize("given", [None, [], 1.0, ({},)])
+def test_a_state_that_is_no_dict_is_refused(given):
+    t = Transform("mine", needs="element", update_fn=lambda grads, *more: (grads, given))
+    for route in ROUTES[:3]:
+        with pytest.raises(
+            TypeError, match=r"mine: an update that returned an? \w+ as its state\n.*\n.*grads}, {}, if"
+        ):
+            trained(zf.chain(t, zf.sgd(1.0)), route)
+    assert torch.equal(trained(zf.chain(Stateless()), "make_step")["w"], torch.zeros(2, 3))
+
+
+class Stateless:
+    """A transformation of another library, whose state may be anything."""
+
+    def init(self, params):
+        return None
+
+    def update(self, updates, state, params=None):
+        return {path: -g for path, g in updates.items()}, None
+
+
+@pytest.mark.parametrize("facts", [{"optimizes": True}, {"watches": True}])
+def test_new_parameters_keep_dtype_and_layout(facts):
+    def last(fn):
+        return zf.chain(*([] if "optimizes" in facts else [zf.sgd(1.0)]), mine(fn, **facts))
+
+    for route in ("make_step", "attach", "compiled"):
+        with pytest.raises(Exception, match=r"stored in torch\.float32") as raised:
+            trained(last(lambda gs: {p: g.double() for p, g in gs.items()}), route)
+        assert "new.to(params[path].dtype)" in str(raised.value)
+    with pytest.raises(
+        ValueError, match=r"w: a new parameter of layout torch\.sparse_coo, .* stored as torch\.strided"
+    ):
+        trained(last(lambda gs: {p: g.to_sparse() for p, g in gs.items()}), "make_step")
+
+
+def test_what_to_write_follows_from_what_a_transform_says_of_itself():
+    holds = Transform("waits", needs="element", facts=Facts(window=9), update_fn=lambda *args: ({}, {}))
+    with pytest.raises(ValueError, match=r"write: .*; return None, state, while it holds gradients"):
+        trained(zf.chain(holds, zf.sgd(1.0)), "make_step")
+    for nothing, error in (({}, ValueError), (None, TypeError)):
+        watch = mine(lambda gs, nothing=nothing: nothing, watches=True)
+        with pytest.raises(error, match="write: return grads, state: what a transform that watches"):
+            trained(zf.chain(zf.sgd(1.0), watch), "make_step")
+
+
 def test_none_is_for_those_that_hold():
     def prepare(state, grads, params, ctx):
         return Prepared(emit=False)

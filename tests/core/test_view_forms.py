@@ -189,3 +189,23 @@ def failing_first_state():
 def test_a_first_state_that_fails_is_told_and_leaves_the_model_as_it_was(ranks):
     found = zf.launch(failing_first_state, ranks, timeout=limit(60))
     assert all(torch.equal(out, failing_first_state()) for out in found)
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_a_view_with_a_mask_on_a_device_is_looked_at_when_it_is_called(order):
+    mask = torch.ones(3, 2)
+    # On tensors without memory this fails, whatever the dtype.
+    masked = of(view=lambda x, leaf: x * mask, pull=lambda g, leaf: g * mask.to(g.dtype))
+    params = {"w": torch.ones(3, 2)}
+    plain = zf.chain(*ORDERS[order](masked), zf.sgd(0.5))
+    step = zf.make_step(lambda p: p["w"].sum(), plain)
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for run in (step, compiled):
+        assert torch.equal(zf.full_params(plain, run(zf.init(plain, params))[0])["w"], torch.full((3, 2), 0.5))
+    tx = zf.chain(*ORDERS[order](masked), zf.precision(param_dtype=BF16), zf.sgd(0.5))
+    with pytest.raises(ValueError, match=r"mine: .*\n  w: `view` gives torch\.float32 of a tensor of torch\.bfloat16"):
+        zf.make_step(lambda p: p["w"].sum(), tx)(zf.init(tx, params))
+    model = nn.Linear(2, 3, bias=False)
+    with pytest.raises(ValueError, match=r"mine: .*\n  weight: `view` gives torch\.float32"):
+        zf.attach(model, tx)
+        model(torch.ones(1, 2, dtype=BF16))

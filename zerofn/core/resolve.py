@@ -26,7 +26,7 @@ from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState
 from .update_context import Context
-from .view_checks import check_cut_views, check_forms, check_views
+from .view_checks import check_cut_views, check_forms, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
 
@@ -105,6 +105,7 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
     if view is None:
         return None
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
+    view = keeping_form(view, part.name)
     if len(touched) < len(layout.leaves):
         view = view.only_on(touched)
     return replace(view, name=part.name, changes=lambda leaf: leaf.path in touched)

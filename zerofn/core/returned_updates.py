@@ -17,10 +17,13 @@ from .._errors import bad_leaves, explain, kind_of
 from .facts import Facts
 from .layout import Leaves
 
-_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 PAIR = "return {path: new for each path in grads}, state"
 LEFT_OUT = "left out, so that its parameter would stay as it is"
+NO_STATE = "return {path: new for each path in grads}, {}, if it keeps nothing"
+TO_HOLD = "; return None, state, while it holds gradients"
+TO_WATCH = "return grads, state: what a transform that watches is handed goes on as it is"
 TO_LEAVE = "; zf.masked(transform, mask), or zf.partition({..., 'frozen': None}, labels), leaves leaves alone"
 
 
@@ -38,21 +41,29 @@ def check_returned(
         some: whether it may leave out leaves, which are then not trained.
 
     Raises:
-        TypeError: no pair, or no dict by path.
+        TypeError: no pair, no dict by path, or a state that is no dict.
         ValueError: a leaf is left out, or there is none of that path; its tensor is none, not real, of another shape or
-            device, or a new parameter has another dtype; every such leaf is named.
+            device, or a new parameter has another dtype or is sparse; every such leaf is named.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         told = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
         raise TypeError(explain(f"{name}: an update that returned {told}", "it gives updates and a state", PAIR))
     out, state = returned
+    # Another library's may be anything: a tuple, None.
+    if not isinstance(state, Mapping) and not facts.adds:
+        wrong, why = (
+            f"{name}: an update that returned {kind_of(state)} as its state",
+            "a state is a dict of its entries",
+        )
+        raise TypeError(explain(wrong, why, NO_STATE))
     if out is grads or (out is None and facts.holds) or _all_fit(facts, out, grads, params):
         return out, state
     if not isinstance(out, Mapping):
         why = "updates are by path, as gradients are"
-        if out is None and not facts.adds:
+        if out is None and not facts.adds and not facts.watches:
             why += "; None is for one that holds gradients, which says Facts(window=...)"
-        raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, PAIR))
+        right = TO_WATCH if facts.watches else PAIR
+        raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, right))
     bad: dict[Any, str] = {}
     for path, x in out.items():
         g, p = grads.get(path), params.get(path)
@@ -62,10 +73,21 @@ def check_returned(
     if not some and len(out) != len(grads):
         bad.update({path: LEFT_OUT for path in grads if path not in out})
     if bad:
-        right = PAIR + (TO_LEAVE if LEFT_OUT in bad.values() else "")
         rows = [(str(path), reason) for path, reason in bad.items()]
+        right = _right(facts, rows)
         raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
     return out, state  # type: ignore[return-value]
+
+
+def _right(facts: Facts, rows: list[tuple[str, str]]) -> str:
+    """What to write in place of an update that has these faults."""
+    reasons = [reason for _, reason in rows]
+    right = PAIR.replace("new", "new.to(params[path].dtype)") if any(["stored in" in x for x in reasons]) else PAIR
+    if LEFT_OUT not in reasons:
+        return right
+    if facts.watches:
+        return TO_WATCH
+    return right + (TO_HOLD if facts.holds else TO_LEAVE)
 
 
 def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
@@ -79,8 +101,8 @@ def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
         return True
     try:
         fits = all([list(map(of, new)) == list(map(of, like.values())) for of in (_SHAPE, _DEVICE)])
-        if facts.optimizes:
-            return fits and list(map(_DTYPE, new)) == list(map(_DTYPE, like.values()))
+        if facts.optimizes or facts.watches:
+            return fits and all([list(map(of, new)) == list(map(of, like.values())) for of in (_DTYPE, _LAYOUT)])
         return fits and all([dtype.is_floating_point for dtype in set(map(_DTYPE, new))])
     except AttributeError:
         return False
@@ -101,6 +123,9 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
         return f"a tensor of {x.dtype}; parameters and gradients are real"
     if x.device != p.device:
         return f"a tensor on {x.device} for a leaf on {p.device}"
-    if facts.optimizes and x.dtype != p.dtype:
+    makes = facts.optimizes or facts.watches
+    if makes and x.dtype != p.dtype:
         return f"a new parameter in {x.dtype}, which is stored in {p.dtype}"
+    if makes and x.layout != p.layout:
+        return f"a new parameter of layout {x.layout}, which is stored as {p.layout}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from .._errors import bad_leaves, explain, kind_of
 from .chain_order import NEEDED
 from .dtypes import Dtypes
 from .facts import OF_LEAVES
-from .layout import Layout
+from .layout import Layout, Leaf
 from .spec import Spec, Station
 from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, tree_map
-from .views import Factor, View, Wire
+from .views import Factor, View, Wire, same_tensor
 
 
 def check_views(views: Sequence[View | None], layout: Layout) -> None:
@@ -71,7 +72,8 @@ def check_forms(views: Sequence[View | None], stations: Sequence[Station], layou
     """Raise a `ValueError` where a view gives another shape or dtype than it is given.
 
     Asked once, on tensors without memory, of views that make other numbers; one that reads a state is asked by
-    `check_reading`. One that fails on such tensors is left alone.
+    `check_reading`. One that fails on such tensors is looked at when it
+    is called.
     """
     for i, view in enumerate(views):
         if view is not None and view.renumbers and not view.reads:
@@ -112,6 +114,9 @@ def _check_forms(
             x = torch.empty(spec.local_shape, dtype=dtype, device="meta")
             try:
                 found: Any = fn(x, leaf, *more)
+            except OtherForm as error:
+                bad.append((leaf.path, f"`{name}` gives {error.form}"))
+                continue
             except KeyError as error:
                 if more:
                     bad.append((leaf.path, f"`{name}` finds no {error} in the transform's state"))
@@ -121,9 +126,48 @@ def _check_forms(
             if reason := _other_form(found, x):
                 bad.append((leaf.path, f"`{name}` gives {reason}"))
     if bad:
-        right = "functions that give a tensor of the shape and dtype they are given, as (x * scale).to(x.dtype); "
-        right += "zf.precision(param_dtype=...), which casts; View(changes=...) for what has no state"
-        raise ValueError(bad_leaves(f"{view.name}: its view does not fit its leaves", bad, right))
+        raise ValueError(_misformed(view.name, bad))
+
+
+class OtherForm(ValueError):
+    """A function of a view gave another shape or dtype than it was given.
+
+    Attributes:
+        form: how it differs.
+    """
+
+    form: str = ""
+
+
+def keeping_form(view: View, name: str) -> View:
+    """The same view, whose functions raise where they give another shape or dtype than they are given.
+
+    With a constant of a device, such as a mask, a function cannot be asked on tensors without memory: so it is looked
+    at when it is called.
+    """
+
+    def kept(function: str) -> Any:
+        fn = getattr(view, function)
+        if fn is same_tensor:
+            return fn
+
+        def checked(x: Tensor, leaf: Leaf, *state: Any) -> Tensor:
+            found = fn(x, leaf, *state)
+            if form := _other_form(found, x):
+                error = OtherForm(_misformed(name, [(leaf.path, f"`{function}` gives {form}")]))
+                error.form = form
+                raise error
+            return found
+
+        return checked
+
+    return replace(view, view=kept("view"), pull=kept("pull"), store=kept("store")) if view.renumbers else view
+
+
+def _misformed(name: str, bad: Sequence[tuple[str, str]]) -> str:
+    right = "functions that give a tensor of the shape and dtype they are given, as (x * scale).to(x.dtype); "
+    right += "zf.precision(param_dtype=...), which casts; View(changes=...) for what has no state"
+    return bad_leaves(f"{name}: its view does not fit its leaves", bad, right)
 
 
 def _other_form(found: Any, x: Tensor) -> str | None:

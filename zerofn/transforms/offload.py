@@ -96,8 +96,9 @@ def _device(given: Any) -> torch.device:
         raise ValueError(f"offload(device={given!r}): no such device. {right}") from error
 
 
-def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
-    if x.ndim == 0 or x.is_meta:
+def _place(x: Any, device: torch.device, pin: bool) -> Any:
+    # Another library's state may have numbers and None in it.
+    if not isinstance(x, Tensor) or x.ndim == 0 or x.is_meta:
         return x
     moved = x if _is_on(x.device, device) else x.to(device)
     # A tensor without memory, as `zf.plan` makes them, has none to pin.
