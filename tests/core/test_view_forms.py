@@ -192,9 +192,8 @@ def test_a_first_state_that_fails_is_told_and_leaves_the_model_as_it_was(ranks):
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
-def test_a_view_with_a_mask_on_a_device_is_looked_at_when_it_is_called(order):
+def test_a_view_with_a_mask_in_another_dtype_is_refused(order):
     mask = torch.ones(3, 2)
-    # On tensors without memory this fails, whatever the dtype.
     masked = of(view=lambda x, leaf: x * mask, pull=lambda g, leaf: g * mask.to(g.dtype))
     params = {"w": torch.ones(3, 2)}
     plain = zf.chain(*ORDERS[order](masked), zf.sgd(0.5))
@@ -209,3 +208,25 @@ def test_a_view_with_a_mask_on_a_device_is_looked_at_when_it_is_called(order):
     with pytest.raises(ValueError, match=r"mine: .*\n  weight: `view` gives torch\.float32"):
         zf.attach(model, tx)
         model(torch.ones(1, 2, dtype=BF16))
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_a_view_may_keep_what_it_makes_of_its_first_leaf(order):
+    """It is asked beforehand on a tensor of the leaf's shape, dtype and device."""
+    halves = {}
+
+    def half(x, leaf):
+        return x * halves.setdefault(leaf.path, torch.full_like(x, 0.5))
+
+    tx = zf.chain(*ORDERS[order](of(view=half, pull=half, store=lambda x, leaf: 2 * x)), zf.sgd(0.5))
+    step, params = zf.make_step(lambda p: p["w"].sum(), tx), {"w": torch.arange(6.0).view(3, 2)}
+    # The stored 2w by 0.5 times 0.5, and half of that is seen.
+    want = params["w"] - 0.125
+    assert torch.equal(zf.full_params(tx, step(zf.init(tx, params))[0])["w"], want)
+    halves.clear()
+    model = nn.Linear(2, 3, bias=False)
+    before = model.weight.detach().clone()
+    opt = zf.attach(model, tx)
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    torch.testing.assert_close(opt.detach().weight.detach(), before - 0.125)

@@ -30,7 +30,7 @@ from .spec import Station
 from .state import State, counter
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
-from .view_checks import check_factor, check_reading
+from .view_checks import check_factor, check_forms, check_reading
 from .views import Factor, View, Wire, cutting_wires
 
 T = TypeVar("T")
@@ -210,11 +210,13 @@ def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
     return states
 
 
-def check_what_is_read(pipe: Pipeline) -> None:
-    """Raise a `ValueError` where a view does not fit the state that it reads, as where a first state is made.
+def check_first_views(pipe: Pipeline, tensors: Leaves) -> None:
+    """Raise a `ValueError` where a view does not fit its leaves, or the state that it reads, before anything is stored.
 
-    On leaves without memory. A transform that cannot make a state of those is left alone.
+    Of a state without memory. A transform that cannot make one is looked at when its first state is there.
     """
+    devices = {path: x.device for path, x in tensors.items()}
+    check_forms(pipe.views, pipe.stations, pipe.layout, pipe.dtypes, devices)
     if not pipe.reads:
         return
     meta = torch.device("meta")

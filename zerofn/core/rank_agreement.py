@@ -22,7 +22,7 @@ from ..ranks.rendezvous import together
 from ..ranks.scalar_reduction import mean_over
 from .arguments import weight_of
 from .layout import Leaves
-from .pipeline import Pipeline
+from .pipeline import Pipeline, check_first_views
 from .transform import TransformState
 from .wire_agreement import unequal_wires, wires_over
 
@@ -33,6 +33,7 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     Ranks that start from different random parameters would otherwise train a mixture of them without an error.
     """
     check_finite(tensors)
+    check_first_views(pipe, tensors)
     agree_on_chain(pipe, call)
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"

@@ -26,7 +26,7 @@ from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState
 from .update_context import Context
-from .view_checks import check_cut_views, check_forms, check_views, keeping_form
+from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
 
@@ -64,7 +64,6 @@ def pipeline(
     scaled_by = tuple([name for name, _ in factors])
     stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)
     check_cut_views(parts, views, stations, layout)
-    check_forms(views, stations, layout, dtypes)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
     placement = with_model_ranks(_placement(road), model)
     # A transform that contains others needs as much as any of them.

@@ -17,7 +17,9 @@ from .layout import Layout, Leaf
 from .spec import Spec, Station
 from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, tree_map
-from .views import Factor, View, Wire, same_tensor
+from .views import Factor, OnLeaf, View, Wire, same_tensor
+
+META = torch.device("meta")
 
 
 def check_views(views: Sequence[View | None], layout: Layout) -> None:
@@ -68,16 +70,22 @@ def _is_range(x: Any, numel: int) -> bool:
     return 0 <= x[0] <= x[1] <= numel
 
 
-def check_forms(views: Sequence[View | None], stations: Sequence[Station], layout: Layout, dtypes: Dtypes) -> None:
+def check_forms(
+    views: Sequence[View | None],
+    stations: Sequence[Station],
+    layout: Layout,
+    dtypes: Dtypes,
+    devices: Mapping[str, torch.device],
+) -> None:
     """Raise a `ValueError` where a view gives another shape or dtype than it is given.
 
-    Asked once, on tensors without memory, of views that make other numbers; one that reads a state is asked by
-    `check_reading`. One that fails on such tensors is looked at when it
-    is called.
+    Asked once of views that make other numbers, by leaf, on ones that are one element in memory: on tensors without
+    memory a mask would have another device, and what a view makes once and keeps would be a meta tensor. A view that
+    reads a state is asked by `check_reading`. One that raises is looked at when it is called.
     """
     for i, view in enumerate(views):
         if view is not None and view.renumbers and not view.reads:
-            _check_forms(views, i, stations[i + 1], layout, dtypes)
+            _check_forms(views, i, stations[i + 1], layout, dtypes, devices)
 
 
 def check_reading(
@@ -88,15 +96,24 @@ def check_reading(
     dtypes: Dtypes,
     states: Mapping[str, TransformState],
 ) -> None:
-    """As `check_forms`, of views that read the state of their transform, which may not be there for a leaf."""
+    """As `check_forms`, of views that read the state of their transform, which may not be there for a leaf.
+
+    Without memory, as the states may be.
+    """
     for i, (part, view) in enumerate(zip(parts, views, strict=True)):
         if view is not None and view.renumbers and view.reads:
             _check_read(part, view, stations[i + 1], stations[-1], layout, states[part.name])
-            _check_forms(views, i, stations[i + 1], layout, dtypes, tree_map(_without_numbers, states[part.name]))
+            _check_forms(views, i, stations[i + 1], layout, dtypes, {}, tree_map(_without_numbers, states[part.name]))
 
 
 def _check_forms(
-    views: Sequence[View | None], i: int, station: Station, layout: Layout, dtypes: Dtypes, *state: TransformState
+    views: Sequence[View | None],
+    i: int,
+    station: Station,
+    layout: Layout,
+    dtypes: Dtypes,
+    devices: Mapping[str, torch.device],
+    *state: TransformState,
 ) -> None:
     view, bad = views[i], []
     assert view is not None
@@ -111,22 +128,24 @@ def _check_forms(
             ("pull", view.pull, spec.dtype, state),
             ("store", view.store, leaf.dtype, ()),
         ):
-            x = torch.empty(spec.local_shape, dtype=dtype, device="meta")
-            try:
-                found: Any = fn(x, leaf, *more)
-            except OtherForm as error:
-                bad.append((leaf.path, f"`{name}` gives {error.form}"))
-                continue
-            except KeyError as error:
-                if more:
-                    bad.append((leaf.path, f"`{name}` finds no {error} in the transform's state"))
-                continue
-            except Exception:
-                continue
-            if reason := _other_form(found, x):
-                bad.append((leaf.path, f"`{name}` gives {reason}"))
+            one = torch.ones((), dtype=dtype, device=devices.get(leaf.path, META))
+            if reason := _form_of(fn, one.expand(spec.local_shape), leaf, more):
+                bad.append((leaf.path, f"`{name}` {reason}"))
     if bad:
         raise ValueError(_misformed(view.name, bad))
+
+
+def _form_of(fn: OnLeaf, x: Tensor, leaf: Leaf, state: tuple[TransformState, ...]) -> str | None:
+    """What is wrong with the form of what a function of a view gives, or with what it reads."""
+    try:
+        fn(x, leaf, *state)
+    except OtherForm as error:
+        return f"gives {error.form}"
+    except KeyError as error:
+        return f"finds no {error} in the transform's state" if state else None
+    except Exception:
+        pass
+    return None
 
 
 class OtherForm(ValueError):
@@ -142,8 +161,7 @@ class OtherForm(ValueError):
 def keeping_form(view: View, name: str) -> View:
     """The same view, whose functions raise where they give another shape or dtype than they are given.
 
-    With a constant of a device, such as a mask, a function cannot be asked on tensors without memory: so it is looked
-    at when it is called.
+    Whenever they are called: not every function can be asked beforehand.
     """
 
     def kept(function: str) -> Any:

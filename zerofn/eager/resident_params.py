@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.pipeline import Pipeline, check_what_is_read, first_state
+from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_start
 from ..core.state import State
 from ..core.update_context import Context
@@ -82,15 +82,14 @@ class ResidentParams:
         forms: Mapping[str, Form],
     ):
         self.current, self.is_full = CurrentState(), False
-        # Before parameters are changed, and while the pipeline knows which views read a state.
-        check_what_is_read(pipe)
         # Views that read a state change with a held step, too.
         unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
         # Before parameters are changed: it refuses pipelines that cannot run in backward.
         self.in_backward = None if context is None else InBackward(pipe, self.current, context)
         buffers = dtypes_of_buffers(model, pipe.dtypes)
-        settle = start(pipe, params)
+        # With the views that read a state as they are: there is none yet.
+        settle = start(unread, params)
         self.channels = channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}

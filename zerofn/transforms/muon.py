@@ -47,9 +47,8 @@ def muon(
     times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); in the end
     `p *= 1 - lr * weight_decay`; `p -= lr * sqrt(max(1, rows / columns)) * x`. As `torch.optim.Muon`, but for `dtype`.
 
-    For matrices; give other leaves to another optimizer by `zf.partition`. It needs whole leaves: where they are cut
-    over ranks each matrix is gathered at one, its owner, and worked on once in the whole job; other members' stay.
-    Under `all_reduce` nothing is cut and every rank works on every matrix: `reduce_scatter` instead shares them out.
+    For matrices; other leaves are for another optimizer of a `zf.partition`. It needs whole leaves: where they are cut
+    over ranks each is gathered at its owner, and worked on once in the job. Under `all_reduce` every rank does all.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step.
