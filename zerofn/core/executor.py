@@ -26,8 +26,6 @@ from .update_context import Context, Prepared
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
-# Of buckets without temporaries, which could be of all leaves: but gradients are held until their bucket is done.
-WITHOUT_COPIES = 8
 WIDEST = 8  # bytes of a float64
 
 
@@ -131,7 +129,7 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
-        found = [list(params)] if self.whole or len(params) == 1 else buckets(params, self._room(signal, params))
+        found = buckets(params) if self._makes_temporaries(signal, params) else [list(params)]
         if len(found) == 1 and len(params) == self.leaves:
             return self._bucket(signal, params, every=True)
         out: Leaves = {}
@@ -139,13 +137,17 @@ class Segment:
             out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
         return out
 
-    def _room(self, signal: Leaves, params: Leaves) -> int:
-        """Bytes of parameters in one bucket: more where an update makes no temporaries."""
+    def _makes_temporaries(self, signal: Leaves, params: Leaves) -> bool:
+        """Whether an update makes tensors beside its results, so that it is run bucket by bucket.
+
+        What writes in place is run at once: a bucket costs half a millisecond where a kernel has emptied the caches.
+        """
+        if self.whole or len(params) == 1:
+            return False
         if self.ctx.recorded or any(part.facts.copies for part in self.parts):
-            return BUCKET_BYTES
+            return True
         # A kernel copies gradients of another dtype than the parameters'.
-        alike = all(g.dtype is params[path].dtype for path, g in signal.items())
-        return BUCKET_BYTES * WITHOUT_COPIES if alike else BUCKET_BYTES
+        return any(g.dtype is not params[path].dtype for path, g in signal.items())
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes = self.emitted, self.comes
@@ -256,14 +258,14 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
             into[name] = entry
 
 
-def buckets(leaves: Leaves, room: int) -> list[list[str]]:
-    """Paths in their order, in buckets of about `room` bytes each."""
-    if sum(map(Tensor.numel, leaves.values())) <= room // WIDEST:
+def buckets(leaves: Leaves) -> list[list[str]]:
+    """Paths in their order, in buckets of about `BUCKET_BYTES` each."""
+    if sum(map(Tensor.numel, leaves.values())) <= BUCKET_BYTES // WIDEST:
         return [list(leaves)]
     found: list[list[str]] = []
-    size = room
+    size = BUCKET_BYTES
     for path, x in leaves.items():
-        if size >= room:
+        if size >= BUCKET_BYTES:
             found.append([])
             size = 0
         found[-1].append(path)
