@@ -177,19 +177,20 @@ def test_import_is_light():
     assert "zerofn.testing" not in done.stdout
 
 
-def test_what_a_step_does_not_need_is_imported_when_it_is_asked_for():
+def test_names_are_imported_when_they_are_asked_for():
     code = (
         "import sys, zerofn as zf; print(*(m.split('.')[1] for m in sys.modules if m.startswith('zerofn.'))); "
         "print(*(getattr(zf, n).__name__ for n in dir(zf) if n in zf._LATER)); print('save' in vars(zf))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     loaded, names, kept = done.stdout.splitlines()
-    assert "core" in loaded.split() and not {"analysis", "storage", "porting"} & set(loaded.split())
+    assert set(loaded.split()) == {"_compat"}
     assert sorted(names.split()) == sorted(zf._LATER) and kept == "True"
     # What a type checker reads says the same.
     checked = next(x for x in MODULES["__init__"].body if isinstance(x, ast.If))
     told = {a.name: x.module for x in checked.body if isinstance(x, ast.ImportFrom) for a in x.names}
-    assert told == {**zf._LATER, "curvature": "analysis"}
+    modules = dict.fromkeys(("collectives", "extend", "schedules"))
+    assert told == {**zf._LATER, **modules, "curvature": "analysis"}
 
 
 def test_nothing_but_tests_imports_testing():

@@ -11,57 +11,24 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import collectives as collectives
-from . import extend as extend
-from . import schedules as schedules
 from ._compat.compiler import uncompiled as _uncompiled
-from .core.chain import chain as chain
-from .core.chain import guest as guest
-from .core.leafwise import leafwise as leafwise
-from .core.metrics import floats as floats
-from .core.partition import masked as masked
-from .core.partition import partition as partition
-from .core.state import State as State
-from .core.transform import Transform as Transform
-from .pure.api import bind as bind
-from .pure.api import update as update
-from .pure.api import vjp as vjp
-from .pure.gather_trees import gather as gather
-from .pure.gather_trees import global_norm as global_norm
-from .pure.states import full_params as full_params
-from .pure.states import init as init
-from .pure.step import make_step as make_step
-from .ranks.ulysses import sequence_mean as sequence_mean
-from .transforms.accumulate import accumulate as accumulate
-from .transforms.adam import adam as adam
-from .transforms.adam import adamw as adamw
-from .transforms.building_blocks import add_decayed_weights as add_decayed_weights
-from .transforms.building_blocks import scale_by_adam as scale_by_adam
-from .transforms.building_blocks import scale_by_lr as scale_by_lr
-from .transforms.building_blocks import trace as trace
-from .transforms.centralize import centralize as centralize
-from .transforms.clip import clip_by_global_norm as clip_by_global_norm
-from .transforms.clip import clip_by_value as clip_by_value
-from .transforms.ema import ema as ema
-from .transforms.from_torch import from_torch as from_torch
-from .transforms.lion import lion as lion
-from .transforms.loss_scale import scale_loss as scale_loss
-from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
-from .transforms.muon import muon as muon
-from .transforms.offload import offload as offload
-from .transforms.precision import precision as precision
-from .transforms.rmsprop import rmsprop as rmsprop
-from .transforms.sgd import sgd as sgd
-from .transforms.sharding import all_reduce as all_reduce
-from .transforms.sharding import reduce_scatter as reduce_scatter
-from .transforms.sharding import shard as shard
-from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 
 if _TYPE_CHECKING:
+    from . import collectives as collectives
+    from . import extend as extend
+    from . import schedules as schedules
     from .analysis import curvature as curvature
     from .analysis.profile import profile as profile
     from .analysis.replay import record as record
     from .analysis.replay import replay as replay
+    from .core.chain import chain as chain
+    from .core.chain import guest as guest
+    from .core.leafwise import leafwise as leafwise
+    from .core.metrics import floats as floats
+    from .core.partition import masked as masked
+    from .core.partition import partition as partition
+    from .core.state import State as State
+    from .core.transform import Transform as Transform
     from .eager.attach import attach as attach
     from .eager.materialize import materialize as materialize
     from .eager.optimizer import Optimizer as Optimizer
@@ -70,9 +37,18 @@ if _TYPE_CHECKING:
     from .porting.deepspeed import from_deepspeed as from_deepspeed
     from .porting.deepspeed_checkpoint import load_deepspeed as load_deepspeed
     from .porting.torchopt_form import as_torchopt as as_torchopt
+    from .pure.api import bind as bind
+    from .pure.api import update as update
+    from .pure.api import vjp as vjp
+    from .pure.gather_trees import gather as gather
+    from .pure.gather_trees import global_norm as global_norm
+    from .pure.states import full_params as full_params
+    from .pure.states import init as init
+    from .pure.step import make_step as make_step
     from .pure.unroll import unroll as unroll
     from .ranks.local.launch import RankError as RankError
     from .ranks.local.launch import launch as launch
+    from .ranks.ulysses import sequence_mean as sequence_mean
     from .storage.checkpoint import save as save
     from .storage.checkpoints import Checkpoints as Checkpoints
     from .storage.describe import describe as describe
@@ -80,35 +56,107 @@ if _TYPE_CHECKING:
     from .storage.loading import load as load
     from .storage.plan import plan as plan
     from .storage.safetensors import export_safetensors as export_safetensors
+    from .transforms.accumulate import accumulate as accumulate
+    from .transforms.adam import adam as adam
+    from .transforms.adam import adamw as adamw
+    from .transforms.building_blocks import add_decayed_weights as add_decayed_weights
+    from .transforms.building_blocks import scale_by_adam as scale_by_adam
+    from .transforms.building_blocks import scale_by_lr as scale_by_lr
+    from .transforms.building_blocks import trace as trace
+    from .transforms.centralize import centralize as centralize
+    from .transforms.clip import clip_by_global_norm as clip_by_global_norm
+    from .transforms.clip import clip_by_value as clip_by_value
+    from .transforms.ema import ema as ema
+    from .transforms.from_torch import from_torch as from_torch
+    from .transforms.lion import lion as lion
+    from .transforms.loss_scale import scale_loss as scale_loss
+    from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
+    from .transforms.muon import muon as muon
+    from .transforms.offload import offload as offload
+    from .transforms.precision import precision as precision
+    from .transforms.rmsprop import rmsprop as rmsprop
+    from .transforms.sgd import sgd as sgd
+    from .transforms.sharding import all_reduce as all_reduce
+    from .transforms.sharding import reduce_scatter as reduce_scatter
+    from .transforms.sharding import shard as shard
+    from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 
 __version__ = "0.1.0"
 
 
-# Imported when they are asked for: a step needs none of them, and they would be a quarter of what is imported.
+# Where names are. Each is imported when it is asked for: the first use pays, and transforms, tools of analysis and
+# checkpoints that a program does not use are never read.
 _LATER = {
-    "attach": "eager.attach",
-    "Optimizer": "eager.optimizer",
     "profile": "analysis.profile",
     "record": "analysis.replay",
     "replay": "analysis.replay",
+    "chain": "core.chain",
+    "guest": "core.chain",
+    "leafwise": "core.leafwise",
+    "floats": "core.metrics",
+    "masked": "core.partition",
+    "partition": "core.partition",
+    "State": "core.state",
+    "Transform": "core.transform",
+    "attach": "eager.attach",
     "materialize": "eager.materialize",
+    "Optimizer": "eager.optimizer",
     "layer_drop": "module.layer_drop",
     "sequence_parallel": "module.sequence_parallel",
     "from_deepspeed": "porting.deepspeed",
     "load_deepspeed": "porting.deepspeed_checkpoint",
     "as_torchopt": "porting.torchopt_form",
+    "bind": "pure.api",
+    "update": "pure.api",
+    "vjp": "pure.api",
+    "gather": "pure.gather_trees",
+    "global_norm": "pure.gather_trees",
+    "full_params": "pure.states",
+    "init": "pure.states",
+    "make_step": "pure.step",
     "unroll": "pure.unroll",
-    "RankError": "ranks.local.launch",
     "launch": "ranks.local.launch",
+    "RankError": "ranks.local.launch",
+    "sequence_mean": "ranks.ulysses",
     "save": "storage.checkpoint",
     "Checkpoints": "storage.checkpoints",
     "describe": "storage.describe",
-    "plan": "storage.plan",
     "load_safetensors": "storage.load_safetensors",
     "load": "storage.loading",
+    "plan": "storage.plan",
     "export_safetensors": "storage.safetensors",
+    "accumulate": "transforms.accumulate",
+    "adam": "transforms.adam",
+    "adamw": "transforms.adam",
+    "add_decayed_weights": "transforms.building_blocks",
+    "scale_by_adam": "transforms.building_blocks",
+    "scale_by_lr": "transforms.building_blocks",
+    "trace": "transforms.building_blocks",
+    "centralize": "transforms.centralize",
+    "clip_by_global_norm": "transforms.clip",
+    "clip_by_value": "transforms.clip",
+    "ema": "transforms.ema",
+    "from_torch": "transforms.from_torch",
+    "lion": "transforms.lion",
+    "scale_loss": "transforms.loss_scale",
+    "low_precision_adam": "transforms.low_precision_adam",
+    "muon": "transforms.muon",
+    "offload": "transforms.offload",
+    "precision": "transforms.precision",
+    "rmsprop": "transforms.rmsprop",
+    "sgd": "transforms.sgd",
+    "all_reduce": "transforms.sharding",
+    "reduce_scatter": "transforms.sharding",
+    "shard": "transforms.sharding",
+    "skip_nonfinite": "transforms.skip_nonfinite",
 }
-_MODULES = {"curvature": "analysis.curvature", "testing": "testing"}
+_MODULES = {
+    "collectives": "collectives",
+    "curvature": "analysis.curvature",
+    "extend": "extend",
+    "schedules": "schedules",
+    "testing": "testing",
+}
 
 
 @_uncompiled  # or the compiler would look into all that an import runs

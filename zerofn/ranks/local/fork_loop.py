@@ -172,7 +172,8 @@ def _preload() -> None:
     """
     import importlib
 
-    for name in ("zerofn", "optree", "numpy", "cloudpickle"):
+    ours = ("zerofn.extend", "zerofn.pure.step", "zerofn.eager.attach", "zerofn.transforms.sharding")
+    for name in ("optree", "numpy", "cloudpickle", *ours):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with contextlib.suppress(ImportError):
