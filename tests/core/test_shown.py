@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from html.parser import HTMLParser
 
+import public_names
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from random_pipelines import pipelines
 import zerofn as zf
 from zerofn import schedules
 
-NAMES = {**vars(zf), "torch": torch, "schedules": schedules}
+NAMES = {**public_names.NAMES, "torch": torch, "schedules": schedules}
 
 
 class Shape(HTMLParser):

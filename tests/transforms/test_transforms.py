@@ -11,6 +11,7 @@ import torch
 import torchopt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from public_names import NAMES
 
 import zerofn as zf
 from zerofn.core.chain import as_transform  # inside
@@ -148,7 +149,7 @@ def test_conformance(case):
 
 def test_conformance_table_has_every_public_transform():
     """A name that returns a Transform and stands in no case is untested."""
-    functions = {name for name in vars(zf) if hasattr(getattr(zf, name), "__rebuild__")}
+    functions = {name for name, x in NAMES.items() if hasattr(x, "__rebuild__")}
     shown = "".join(map(repr, CASES.values()))
     # Layouts over ranks have a suite of their own, and so has what refuses vmap and derivatives by name.
     assert {f for f in functions if f + "(" not in shown} <= {"shard", "reduce_scatter", "all_reduce", "from_torch"}
@@ -660,7 +661,7 @@ def test_names_depend_on_the_members_alone(members, data):
         of_that_name = [i for i, m in enumerate(members) if m.name == given_name]
         assert not of_that_name or names.index(given_name) == of_that_name[0]
     # What is equal is so in a longer chain too: what is read back from print as well.
-    again = eval(repr(flat), {**vars(zf), "smooth": smooth, "not_bias": not_bias})
+    again = eval(repr(flat), {**NAMES, "smooth": smooth, "not_bias": not_bias})
     assert again == flat and zf.chain(smooth(), again) == zf.chain(smooth(), flat)
     params = {"w": torch.zeros(3), "bias": torch.zeros(2)}
     state = zf.init(nested, params)
