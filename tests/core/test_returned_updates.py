@@ -220,3 +220,40 @@ def at_an_owner():
 def test_left_out_at_an_owner_is_an_error_on_every_rank():
     for said in zf.launch(at_an_owner, 2, timeout=limit(60)):
         assert "mine: an update that does not fit its leaves" in said and "w: left out" in said
+
+
+class Guest:
+    def init(self, params):
+        return ()
+
+
+class WithoutParams(Guest):
+    def update(self, updates, state):
+        return updates, state
+
+
+class WithMore(Guest):
+    def update(self, updates, state, params, value):
+        return updates, state
+
+
+class ByKeyword(Guest):
+    def update(self, updates, state, *, params=None):
+        return {path: -0.5 * g for path, g in updates.items()}, state
+
+
+class ByPlace(Guest):
+    def update(self, *given):
+        updates, state, _ = given
+        return {path: -0.5 * g for path, g in updates.items()}, state
+
+
+def test_a_guest_whose_update_takes_other_arguments_is_refused_where_it_is_made():
+    for kind in (WithoutParams, WithMore):
+        for make in (zf.guest, zf.chain):
+            with pytest.raises(TypeError, match=rf"guest\({kind.__name__}\(\.\.\.\)\) whose update takes \(updates, "):
+                make(kind())
+    for kind in (ByKeyword, ByPlace):
+        tx = zf.chain(kind())
+        state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+        assert torch.equal(state.params["w"], torch.full((2,), -0.5))

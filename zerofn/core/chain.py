@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -157,7 +157,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             than one rank. On one rank, and under `all_reduce` on any number, it is right.
 
     Raises:
-        TypeError: no such object.
+        TypeError: no such object, or its `update` takes other arguments.
         ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update is left out, is no real
             tensor, or has another shape or device; every such leaf is named.
 
@@ -182,7 +182,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
 
-    name, known = type(transformation).__name__, inspect.signature(transformation.update).parameters
+    name, known = type(transformation).__name__, _arguments_of_update(transformation)
     extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
@@ -200,6 +200,19 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         return dict(out or {}), {"inner": apart(inner, (*params.values(), *grads.values()))}
 
     return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
+
+
+def _arguments_of_update(t: GradientTransformation) -> Mapping[str, inspect.Parameter]:
+    """The arguments of its `update` by name; a `TypeError` where that takes no parameters, or needs more."""
+    signature = inspect.signature(t.update)
+    named = {"params": None} if "params" in signature.parameters else {}
+    try:
+        signature.bind(*(None,) * (2 if named else 3), **named)
+    except TypeError as error:
+        wrong = f"guest({type(t).__name__}(...)) whose update takes {signature}"
+        why = f"it is called as update(updates, state, params): {error}"
+        raise TypeError(explain(wrong, why, "def update(self, updates, state, params=None): ...")) from None
+    return signature.parameters
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
