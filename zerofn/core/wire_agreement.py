@@ -72,15 +72,17 @@ def _by_leaf(view: View, leaves: Sequence[Leaf]) -> dict[str, tuple[int | None, 
 
 
 def _sent(wire: Wire | None, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
-    """Bytes that this rank sends to gather these leaves, and to sum their gradients, all in fp32."""
+    """Bytes that this rank sends to gather these leaves, and to sum gradients of one of each form, all in fp32."""
     assert wire is not None
-    fulls = [torch.empty(leaf.numel, device=META) for leaf in leaves]
+    # Of leaves of one form that are cut alike one is packed: torch takes 0.3 ms for each that has no memory.
+    few = list({(leaf.shape, leaf.dtype, wire.span(leaf)): leaf for leaf in leaves}.values())
+    fulls = [torch.empty(leaf.numel, device=META) for leaf in few]
 
     def gather(silent: Wire) -> None:
         silent.send_parts(_parts(silent, leaves), leaves)
 
     def sum_up(silent: Wire) -> None:
-        silent.send(silent.pack(fulls, leaves, [leaf.numel for leaf in leaves], torch.float32, META))
+        silent.send(silent.pack(fulls, few, [leaf.numel for leaf in few], torch.float32, META))
 
     return _bytes_of(gather, wire) if wire.cuts else 0, _bytes_of(sum_up, wire)
 
