@@ -24,7 +24,7 @@ from .returned_updates import check_returned
 from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
-from .transform import Transform, TransformState
+from .transform import Transform, TransformState, pass_through
 from .update_context import Context
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
@@ -77,7 +77,7 @@ def pipeline(
 
 def _with_check(t: Transform) -> Transform:
     """The same transform, whose update half raises where it returns what does not fit its leaves."""
-    if t.idle:
+    if t.update_fn is pass_through:
         return t
     # A group of optimizers leaves alone what it does not train.
     some = t.facts.optimizes and t.members_fn is not None
