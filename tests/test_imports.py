@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from public_names import NAMES
 
 import zerofn as zf
 
@@ -211,7 +212,7 @@ def test_public_names_exist(name):
 
 
 def public():
-    found = {n: getattr(zf, n) for n in dir(zf) if not n.startswith("_") and not inspect.ismodule(getattr(zf, n))}
+    found = {n: x for n, x in NAMES.items() if not inspect.ismodule(x)}
     own = {n: v for n, v in vars(zf.schedules).items() if getattr(v, "__module__", "") == zf.schedules.__name__}
     found |= {f"schedules.{n}": v for n, v in own.items() if n.islower() and not n.startswith("_")}
     return {n: v for n, v in found.items() if getattr(v, "__module__", "").startswith("zerofn")}

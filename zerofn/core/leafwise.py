@@ -16,6 +16,7 @@ from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .facts import Facts
 from .layout import Layout, Leaves
+from .returned_updates import misfit
 from .state import counter
 from .transform import Transform, TransformState
 from .tree import apart, flatten
@@ -232,14 +233,7 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
     first = returned[0]
     if kind := _kind(first):
         return f"{kind} instead of a tensor"
-    if first.shape != param.shape:
-        return f"a tensor of shape {tuple(first.shape)} for a leaf of shape {tuple(param.shape)}"
-    if not first.is_floating_point():
-        # Cast to the parameter's dtype a complex number would lose its imaginary part.
-        return f"a tensor of {first.dtype}; parameters and gradients are real"
-    if first.device != param.device:
-        return f"a tensor on {first.device} for a leaf on {param.device}"
-    return None
+    return misfit(first, param, param)
 
 
 def _kind(x: Any, *others: Any) -> str | None:

@@ -219,9 +219,8 @@ def check_first_views(pipe: Pipeline, tensors: Leaves) -> None:
     check_forms(pipe.views, pipe.stations, pipe.layout, pipe.dtypes, devices)
     if not pipe.reads:
         return
-    meta = torch.device("meta")
     leaves = {
-        leaf.path: torch.empty(pipe.road.stored_shape(leaf), dtype=pipe.dtypes.stored(leaf), device=meta)
+        leaf.path: torch.empty(pipe.road.stored_shape(leaf), dtype=pipe.dtypes.stored(leaf), device="meta")
         for leaf in pipe.layout.trainable
     }
     try:

@@ -20,6 +20,7 @@ from .layout import Leaves
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 PAIR = "return {path: new for each path in grads}, state"
+RECAST = "a new parameter in "
 LEFT_OUT = "left out, so that its parameter would stay as it is"
 NO_STATE = "return {path: new for each path in grads}, {}, if it keeps nothing"
 TO_HOLD = "; return None, state, while it holds gradients"
@@ -79,10 +80,28 @@ def check_returned(
     return out, state  # type: ignore[return-value]
 
 
+def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str | None:
+    """Why a tensor does not fit a stored leaf; `None` if it does.
+
+    Args:
+        x: the tensor.
+        like: what has the shape that it is to have.
+        stored: the parameter.
+        what: what `like` is, for the message.
+    """
+    if x.shape != like.shape:
+        return f"a tensor of shape {tuple(x.shape)} for a {what} of shape {tuple(like.shape)}"
+    if not x.is_floating_point():
+        # Cast to the parameter's dtype a complex number would lose its imaginary part.
+        return f"a tensor of {x.dtype}; parameters and gradients are real"
+    return f"a tensor on {x.device} for a leaf on {stored.device}" if x.device != stored.device else None
+
+
 def _right(facts: Facts, rows: list[tuple[str, str]]) -> str:
     """What to write in place of an update that has these faults."""
     reasons = [reason for _, reason in rows]
-    right = PAIR.replace("new", "new.to(params[path].dtype)") if any(["stored in" in x for x in reasons]) else PAIR
+    recast = any([reason.startswith(RECAST) for reason in reasons])
+    right = PAIR.replace("new", "new.to(params[path].dtype)") if recast else PAIR
     if LEFT_OUT not in reasons:
         return right
     if facts.watches:
@@ -115,17 +134,13 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
     if not isinstance(x, Tensor):
         return f"{kind_of(x)} instead of a tensor"
     # Sums that are not yet reduced are of whole leaves, and parameters are shards.
-    if g is not None and x.shape != g.shape:
-        return f"a tensor of shape {tuple(x.shape)} for a gradient of shape {tuple(g.shape)}"
-    if g is None and not facts.holds and x.shape != p.shape:
-        return f"a tensor of shape {tuple(x.shape)} for a leaf of shape {tuple(p.shape)}"
-    if not x.is_floating_point():
-        return f"a tensor of {x.dtype}; parameters and gradients are real"
-    if x.device != p.device:
-        return f"a tensor on {x.device} for a leaf on {p.device}"
+    like, what = (g, "gradient") if g is not None else (x if facts.holds else p, "leaf")
+    reason = misfit(x, like, p, what)
+    if reason:
+        return reason
     makes = facts.optimizes or facts.watches
     if makes and x.dtype != p.dtype:
-        return f"a new parameter in {x.dtype}, which is stored in {p.dtype}"
+        return f"{RECAST}{x.dtype}, which is stored in {p.dtype}"
     if makes and x.layout != p.layout:
         return f"a new parameter of layout {x.layout}, which is stored as {p.layout}"
     return None

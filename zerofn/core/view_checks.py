@@ -19,8 +19,6 @@ from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, tree_map
 from .views import Factor, OnLeaf, View, Wire, same_tensor
 
-META = torch.device("meta")
-
 
 def check_views(views: Sequence[View | None], layout: Layout) -> None:
     """Raise a `ValueError` where views contradict each other, or a wire does not carry all leaves.
@@ -128,7 +126,7 @@ def _check_forms(
             ("pull", view.pull, spec.dtype, state),
             ("store", view.store, leaf.dtype, ()),
         ):
-            one = torch.ones((), dtype=dtype, device=devices.get(leaf.path, META))
+            one = torch.ones((), dtype=dtype, device=devices.get(leaf.path, "meta"))
             if reason := _form_of(fn, one.expand(spec.local_shape), leaf, more):
                 bad.append((leaf.path, f"`{name}` {reason}"))
     if bad:

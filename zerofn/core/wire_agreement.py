@@ -27,12 +27,12 @@ RIGHT = "a wire whose lengths follow from the leaf and the number of ranks alone
 
 def wires_over(pipe: Pipeline, group: Group) -> str:
     """What wires send over a group, as text: one on all ranks that fit together, another on each where one does not."""
-    told = [f"{view.name} {_sent(view.wire, pipe.layout.leaves)}" for view in pipe.stages if _over(view, group)]
-    gaps = [f"{path} on rank {group.rank}" for view in pipe.stages for path, _ in _gaps(view, group, pipe)]
-    for view in pipe.stages:
-        if _over(view, group):
-            gaps += [f"{path} on rank {group.rank}: {text}" for path, text in misjoined(view, pipe.layout.leaves)]
-    return ", ".join(told + gaps)
+    told, leaves, here = [], pipe.layout.leaves, f"on rank {group.rank}"
+    for view in _over(pipe, group):
+        told.append(f"{view.name} {_sent(view.wire, leaves)}")
+        told += [f"{path} {here}" for path, _ in _gaps(view, leaves)]
+        told += [f"{path} {here}: {text}" for path, text in misjoined(view, leaves)]
+    return ", ".join(told)
 
 
 def unequal_wires(pipe: Pipeline, group: Group) -> str:
@@ -40,14 +40,13 @@ def unequal_wires(pipe: Pipeline, group: Group) -> str:
 
     Empty where nobody can tell: a wire that must see numbers on some ranks.
     """
-    views = [view for view in pipe.stages if _over(view, group)]
-    leaves = pipe.layout.leaves
-    mine = {v.name: (_by_leaf(v, leaves), dict(_gaps(v, group, pipe)), misjoined(v, leaves)) for v in views}
+    views, leaves = _over(pipe, group), pipe.layout.leaves
+    mine = {v.name: (_by_leaf(v, leaves), dict(_gaps(v, leaves)), misjoined(v, leaves)) for v in views}
     every = gather_objects(mine, group)
     messages = []
     for view in views:
         rows = []
-        for leaf in pipe.layout.leaves:
+        for leaf in leaves:
             sent = [there[view.name][0][leaf.path] for there in every]
             told = [there[view.name][1][leaf.path] for there in every if leaf.path in there[view.name][1]]
             for n, kind in enumerate(("parts to be gathered", "gradients to be summed")):
@@ -62,8 +61,8 @@ def unequal_wires(pipe: Pipeline, group: Group) -> str:
     return "\n".join(messages)
 
 
-def _over(view: View, group: Group) -> bool:
-    return view.wire is not None and view.wire.group is group
+def _over(pipe: Pipeline, group: Group) -> list[View]:
+    return [view for view in pipe.stages if view.wire is not None and view.wire.group is group]
 
 
 def _by_leaf(view: View, leaves: Sequence[Leaf]) -> dict[str, tuple[int | None, int | None]]:
@@ -150,14 +149,15 @@ def misjoined_message(view: View, rows: Sequence[tuple[str, str]]) -> str:
     return bad_leaves(f"{view.name}: what its wire gives does not fit its leaves", rows, right)
 
 
-def _gaps(view: View, group: Group, pipe: Pipeline) -> list[tuple[str, str]]:
+def _gaps(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
     """By path, where this rank's part of a leaf does not end at the beginning of the next rank's."""
     wire = view.wire
-    if wire is None or wire.group is not group or not wire.cuts:
+    if wire is None or not wire.cuts:
         return []
+    group = wire.group
     place = {rank: wire.on(replace(group, rank=rank), wire.reduce_dtype) for rank in (0, (group.rank + 1) % group.size)}
     found = []
-    for leaf in pipe.layout.leaves:
+    for leaf in leaves:
         low, high = wire.span(leaf)
         if group.rank + 1 < group.size:
             end = place[group.rank + 1].span(leaf)[0]
