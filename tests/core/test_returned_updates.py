@@ -78,7 +78,7 @@ def test_a_transform_that_returns_what_does_not_fit(what, route, optimizes):
         trained(tx, route)
     said = str(raised.value)
     assert route == "compiled" or isinstance(raised.value, ValueError)
-    assert told in said and "  b: " not in said and "write: return {path: new" in said
+    assert told in said and "\n  b: " not in said and "write: return {path: new" in said
 
 
 @pytest.mark.parametrize("route", [r for r in ROUTES if r != "in backward"])
@@ -115,6 +115,28 @@ def test_inside_of_others_it_is_named(where):
     for route in ("make_step", "attach"):
         with pytest.raises(ValueError, match=r"mine: .*\n  w: a tensor of shape \(1, 3\) for a gradient of shape"):
             trained(tx, route)
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if r != "compiled"])  # torch refuses nn.Parameter in a graph
+@pytest.mark.parametrize("made", [mine, lambda fn, **_: zf.guest(Foreign(fn))])
+def test_a_leaf_of_autograds_own_is_refused(made, route):
+    def fn(gs):
+        return {p: nn.Parameter(g) if p == "w" else g for p, g in gs.items()}
+
+    for tx in (zf.chain(made(fn, optimizes=True)), zf.chain(made(fn), zf.sgd(1.0))):
+        if route == "in backward" and made is not mine:
+            continue
+        with pytest.raises(ValueError, match=r"\n  w: a leaf of autograd's own, such as nn.Parameter") as raised:
+            trained(tx, route)
+        assert "\n  b: " not in str(raised.value)
+
+
+def test_a_step_that_is_differentiated_goes_on():
+    def after(rate):
+        return trained(mine(lambda gs: {p: -rate * g for p, g in gs.items()}, optimizes=True), "make_step")["w"].sum()
+
+    # What is returned is -rate for each of six elements.
+    assert torch.func.grad(after)(torch.tensor(0.5)).item() == -6.0
 
 
 def test_a_new_parameter_of_another_dtype_is_refused():

@@ -18,9 +18,11 @@ from .facts import Facts
 from .layout import Leaves
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
+_RECORDED = attrgetter("requires_grad")
 
 PAIR = "return {path: new for each path in grads}, state"
 RECAST = "a new parameter in "
+ANEW = "a leaf of autograd's own, such as nn.Parameter(new): no derivative of a step goes through it"
 LEFT_OUT = "left out, so that its parameter would stay as it is"
 NO_STATE = "return {path: new for each path in grads}, {}, if it keeps nothing"
 TO_HOLD = "; return None, state, while it holds gradients"
@@ -44,7 +46,8 @@ def check_returned(
     Raises:
         TypeError: no pair, no dict by path, or a state that is no dict.
         ValueError: a leaf is left out, or there is none of that path; its tensor is none, not real, of another shape or
-            device, or a new parameter has another dtype or is sparse; every such leaf is named.
+            device, begins a graph of autograd anew, or a new parameter has another dtype or is sparse; every such leaf
+            is named.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         told = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
@@ -119,12 +122,19 @@ def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
     if all(map(is_, new, like.values())):
         return True
     try:
+        if any(map(_RECORDED, new)) and any(map(_anew, new)):
+            return False
         fits = all([list(map(of, new)) == list(map(of, like.values())) for of in (_SHAPE, _DEVICE)])
         if facts.optimizes or facts.watches:
             return fits and all([list(map(of, new)) == list(map(of, like.values())) for of in (_DTYPE, _LAYOUT)])
         return fits and all([dtype.is_floating_point for dtype in set(map(_DTYPE, new))])
     except AttributeError:
         return False
+
+
+def _anew(x: Tensor) -> bool:
+    """Whether a graph of autograd begins at it, so that it is cut off from what it was made of."""
+    return x.requires_grad and x.is_leaf
 
 
 def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | None:
@@ -138,6 +148,8 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
     reason = misfit(x, like, p, what)
     if reason:
         return reason
+    if _anew(x):
+        return ANEW
     makes = facts.optimizes or facts.watches
     if makes and x.dtype != p.dtype:
         return f"{RECAST}{x.dtype}, which is stored in {p.dtype}"
