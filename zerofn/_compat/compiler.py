@@ -30,6 +30,12 @@ def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+@while_traced
+def exports() -> bool:
+    """Whether torch.export records. Before torch 2.13 `torch.compiler.is_exporting` is true in every graph."""
+    return torch.compiler._is_exporting_flag
+
+
 # The mode in which `make_fx` and torch.func.linearize record operations, by proxies of tensors; `None` outside of it.
 makes_proxies: Callable[[], Any] = functools.partial(
     torch._C._get_dispatch_mode,  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.compiler import begins_uncompiled, makes_graphs, makes_proxies, uncompiled
+from .._compat.compiler import begins_uncompiled, exports, makes_graphs, makes_proxies, uncompiled
 from .._compat.functorch import NO_LEVEL, beneath_functorch, forward_level, functorch_active, innermost_transform
 from .._errors import explain
 
@@ -79,7 +79,7 @@ def check_not_exported() -> None:
     """
     # While one exports `is_compiling` holds too. The compiler does not know the mode of proxies.
     if torch.compiler.is_compiling():
-        what = "torch.export.export" if torch.compiler.is_exporting() else ""
+        what = "torch.export.export" if exports() else ""
     else:
         what = "make_fx" if makes_proxies() and forward_level() == NO_LEVEL and not functorch_active() else ""
     if not what:
