@@ -163,7 +163,7 @@ class LeafView:
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """From a cotangent of what the model sees to the true gradient of the stored parameter."""
-        stages = self.stages if scale is None else [stage for stage in self.stages if not stage.only_dtype]
+        stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
         narrow = pull(stages, g, self.leaf)
         narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
@@ -183,7 +183,7 @@ class LeafView:
         for stage in self.stages:
             if stage.wire is not None:
                 g = linear_map(g, None, _of_leaf(stage.pull, self.leaf), _of_leaf(stage.view, self.leaf))
-            elif scale is None or not stage.only_dtype:
+            elif scale is None or stage.dtypes is None:
                 g = stage.pull(g, self.leaf)
         return g.to(self.grad_dtype) if scale is None else over(g, scale.detach(), self.grad_dtype)
 

@@ -242,7 +242,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
     """The update halves, among them late reductions, and the norm that metrics show."""
     kept: list[Transform] = []
     for part, view in zip(pipe.parts, pipe.views, strict=True):
-        if pipe.road.late and view is not None and not view.only_dtype and view in pipe.road.after_update:
+        if pipe.road.late and view is not None and view.dtypes is None and view in pipe.road.after_update:
             kept.append(_late_half(pipe, part, view))
         if not part.idle:
             kept.append(part)

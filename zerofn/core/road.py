@@ -161,7 +161,7 @@ class Road:
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The resident form of a full parameter, in the dtype of `x`."""
-        return store([stage for stage in self.at_use if not stage.only_dtype], x, leaf)
+        return store([stage for stage in self.at_use if stage.dtypes is None], x, leaf)
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The shard of a resident parameter that this rank stores, in the dtype of `x`."""
@@ -182,7 +182,7 @@ def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves,
     leaves = [leaf for leaf in road.leaves if leaf.trainable]
     for at, stage in enumerate(road.stages):
         # By identity: the compiler knows no equality of records of functions.
-        if any([stage is x for x in stages]) and (scale is None or not stage.only_dtype):
+        if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
             # Sizes and dtypes of gradients matter to the buffers of wires alone.
             like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
             grads = pull_all(stage, grads, leaves, like)

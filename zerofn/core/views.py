@@ -152,11 +152,6 @@ class View:
         return any(fn is not same_tensor for fn in (self.view, self.pull, self.store))
 
     @property
-    def only_dtype(self) -> bool:
-        """Whether it casts, and changes nothing else."""
-        return self.dtypes is not None
-
-    @property
     def renumbers(self) -> bool:
         """Whether it changes the numbers of a leaf, beyond a cast or a move between ranks."""
         return self.wire is None and self.dtypes is None

@@ -34,7 +34,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     compares, late = local.sampling.next(model is not None and model.training)
     for path, (stored, view, begin) in seen.items():
         stages = boundary.pipe.views_at_use[path].stages
-        exact = all(s.only_dtype for s in stages)
+        exact = all(s.dtypes is not None for s in stages)
         exchanged = address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or boundary.views.suspended):
             continue

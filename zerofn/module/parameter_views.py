@@ -109,4 +109,4 @@ def _of_another(view: LeafView, given: Tensor) -> LeafView:
 
 
 def _only_cast(view: LeafView, given: Tensor) -> LeafView:
-    return replace(view, stages=tuple(s for s in view.stages if s.only_dtype), grad_dtype=given.dtype)
+    return replace(view, stages=tuple(s for s in view.stages if s.dtypes is not None), grad_dtype=given.dtype)

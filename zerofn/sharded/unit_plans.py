@@ -78,7 +78,7 @@ class UnitPlans:
         self.name = stages[at].name
         # From the model to storage, on both sides of the all-gather.
         self.full_stages, self.shard_stages = stages[:at], stages[at + 1 :]
-        self.pull_stages = [stage for stage in self.shard_stages if not stage.only_dtype]
+        self.pull_stages = [stage for stage in self.shard_stages if stage.dtypes is None]
         self.plans: list[Plan | None] = [None] * len(self.units)
 
     def plan(self, i: int) -> Plan:

@@ -129,7 +129,7 @@ def _sent_by_wire(
         yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
     if view.wire.cuts:
         behind = pipe.stages[next(i for i, own in enumerate(pipe.stages) if own is view) :]
-        cast = any(own.only_dtype for own in behind)
+        cast = any(own.dtypes is not None for own in behind)
         dtype = pipe.dtypes.seen(leaf) if cast else after.stored_dtype
         yield "all_gather", round(ring * dtype.itemsize * (1 if view.resident else 2 * window))
 
