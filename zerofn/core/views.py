@@ -149,7 +149,7 @@ class View:
     @property
     def of_leaves(self) -> bool:
         """Whether the view does anything to leaves."""
-        return any(fn is not same_tensor for fn in (self.view, self.pull, self.store))
+        return not (self.view is self.pull is self.store is same_tensor)
 
     @property
     def renumbers(self) -> bool:
