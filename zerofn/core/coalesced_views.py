@@ -47,7 +47,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
     """A view of many leaves, with one all-gather for each bucket, written `into` plain tensors. Not differentiable."""
     with ranged(VIEW, view.name):
         wire = view.wire
-        if wire is None or not wire.cuts or wire.group.size == 1:
+        if wire is None or not wire.cuts:
             return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
             # A caller who says where to write to gives the leaves of one bucket.

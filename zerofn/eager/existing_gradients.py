@@ -9,7 +9,6 @@ from ..core.transform import TransformState
 from ..ranks.collectives import gather_numbers
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import read, write
-from .resident_form import cut
 
 
 class ExistingGradients:
@@ -25,7 +24,7 @@ class ExistingGradients:
     def __init__(self, pipe: Pipeline, params: Leaves):
         self.pipe, self.params = pipe, params
         self.grads: Leaves = {}
-        if cut(pipe):
+        if pipe.gathering is not None:
             self.grads = {path: g.detach() for path, p in params.items() if (g := read(p)) is not None}
             for path in self.grads:
                 write(params[path], None)

@@ -35,11 +35,6 @@ def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
 
 
-def cut(pipe: Pipeline) -> bool:
-    """Whether an attached model keeps parts of its parameters."""
-    return pipe.gathering is not None and pipe.gathering.group.size > 1
-
-
 def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
     """`p.data = x`. Where parameters are cut `x` has another size, and graphs of the old size may be alive.
 
@@ -52,7 +47,7 @@ def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
         x: what it is to hold.
         since: what has changed it, for who goes backward through such a graph; `None` where its size comes back.
     """
-    if not cut(pipe):
+    if pipe.gathering is None:
         p.data = x
         return
 
@@ -81,7 +76,7 @@ def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
 def make_whole(pipe: Pipeline, params: Leaves, stored: Leaves, since: str) -> None:
     """Put full parameters in the model for good, in memory of their own. All ranks call it."""
     for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
-        if cut(pipe) or full.dtype != params[path].dtype or not pipe.road.exact:
+        if pipe.gathering is not None or full.dtype != params[path].dtype or not pipe.road.exact:
             put(pipe, params[path], full.detach().clone(), since)
 
 

@@ -15,7 +15,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..sharded.guarded_parameter import read, write
 from .current_state import CurrentState
-from .resident_form import cut, put
+from .resident_form import put
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
     finally:
         for path, p in params.items():
             put(pipe, p, parts[path], "the end of opt.gathered()")
-        if cut(pipe):
+        if pipe.gathering is not None:
             _check_gradients(params, grads)
 
 

@@ -80,11 +80,11 @@ class Sharding:
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
-        return x.reshape(-1)[low:high] if self.group.size > 1 else x
+        return x.reshape(-1)[low:high]
 
     def view(self, x: Tensor, leaf: Leaf) -> Tensor:
         batch = x.shape[:-1]
-        if batch and self.group.size > 1:
+        if batch:
             check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
         rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
         (full,) = self.join_parts(self.send_parts([rows], [leaf])[1], [leaf])
@@ -92,7 +92,7 @@ class Sharding:
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
         batch = g.shape[: g.ndim - len(leaf.shape)]
-        if batch and self.group.size > 1:
+        if batch:
             check_batch(batch, leaf.path, self.group)
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], [leaf.numel], self.reduce_dtype or g.dtype, g.device)
