@@ -49,7 +49,7 @@ class Pipeline:
         factors: what cotangents are multiplied by inside of the model: by name of a transform, a function of its state.
         stations: what gradients are in front of each part and behind it.
         road: the views between the model and storage.
-        model: the groups of ranks over which the model itself is cut, of which the chain does not know.
+        model: the groups of several ranks over which the model itself is cut, of which the chain does not know.
     """
 
     tx: Transform
@@ -113,7 +113,7 @@ class Pipeline:
     @cached_property
     def step_groups(self) -> tuple[Group, ...]:
         """Every group of ranks that must step together: those over which the model itself is cut as well."""
-        return (*self.groups, *[group for group in self.model if group.size > 1])
+        return (*self.groups, *self.model)
 
     @cached_property
     def traceable(self) -> bool:
@@ -168,11 +168,10 @@ class Pipeline:
         """How scalars are reduced over ranks."""
         if not self.step_groups:
             return OneProcess()
-        model = self.step_groups[len(self.groups) :]
         within = {leaf.path: leaf.within for leaf in self.layout.leaves if leaf.within is not None}
         elsewhere = frozenset([path for path, whole in within.items() if not whole.first])
-        shared = bool(model) and not all([whole.cut for whole in within.values()])
-        return RankReduction(self.road.cutting, self.groups, model, elsewhere, shared)
+        shared = bool(self.model) and not all([whole.cut for whole in within.values()])
+        return RankReduction(self.road.cutting, self.groups, self.model, elsewhere, shared)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
         """The loss scale in force: the product of all factors."""

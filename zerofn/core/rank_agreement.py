@@ -38,10 +38,10 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
         agree_on_fingerprints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
-    if model := [group for group in pipe.model if group.size > 1]:
+    if pipe.model:
         whole = [leaf.path for leaf in pipe.layout.leaves if leaf.within is not None and not leaf.within.cut]
         right = "torch.manual_seed(0) before the model is made and parallelize_module, on every rank"
-        agree_on_fingerprints(model, {path: fingerprint(tensors[path]) for path in whole}, right)
+        agree_on_fingerprints(pipe.model, {path: fingerprint(tensors[path]) for path in whole}, right)
 
 
 def agree_on_chain(pipe: Pipeline, call: str) -> None:

@@ -61,6 +61,7 @@ def pipeline(
     check_axes(reduced)
     check_model_axes(reduced, model)
     check_model_parts(parts, layout, where, bool(model))
+    model = tuple([group for group in model if group.size > 1])
     scaled_by = tuple([name for name, _ in factors])
     stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)
     check_cut_views(parts, views, stations, layout)

@@ -20,14 +20,13 @@ TOGETHER = "zf.partition of the chain, by which parameters that are cut get an o
 
 def with_model_ranks(placement: Placement, model: Sequence[Group]) -> Placement:
     """The same placement, of a state that lies over the ranks over which the model is cut as well."""
-    groups = [group for group in model if group.size > 1]
-    if not groups:
+    if not model:
         return placement
     return replace(
         placement,
-        together=placement.together * prod([group.size for group in groups]),
-        axes=(*placement.axes, *[group.ranks for group in groups]),
-        unreduced=placement.unreduced and with_model_ranks(placement.unreduced, groups),
+        together=placement.together * prod([group.size for group in model]),
+        axes=(*placement.axes, *[group.ranks for group in model]),
+        unreduced=placement.unreduced and with_model_ranks(placement.unreduced, model),
     )
 
 
