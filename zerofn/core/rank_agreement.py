@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -207,31 +206,26 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def agree_on_all(
-    texts: dict[str, str], group: Group, messages: Mapping[str, Callable[[], str]] = MappingProxyType({})
-) -> None:
-    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by key.
+def agree_on_all(texts: dict[str, str], group: Group, messages: Mapping[str, Callable[[], str]]) -> None:
+    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by the same keys.
 
     The message names the first that differs. Where that has an entry in `messages`, every rank calls it for the
     message; an empty one is no error.
 
-    >>> agree_on_all({"the pipeline": "shard,adam"}, Group())
+    >>> agree_on_all({"the pipeline": "shard,adam"}, Group(), {})
     """
-    answers = gather_objects(tuple(texts.items()), group)
+    answers = gather_objects(tuple(texts.values()), group)
     if len(set(answers)) == 1:
         return
-    if len({tuple(dict(answer)) for answer in answers}) > 1:
-        found = _by_value([", ".join(dict(answer)) for answer in answers], group)
-        raise ValueError(f"the ranks are at different points: {found}; make every rank issue the same calls")
-    what = next(what for what in texts if len({dict(answer)[what] for answer in answers}) > 1)
+    by_key = dict(zip(texts, zip(*answers, strict=True), strict=True))
+    what = next(what for what, found in by_key.items() if len(set(found)) > 1)
     if what in messages:
         if message := messages[what]():
             raise ValueError(message)
         return
-    found = _by_value([dict(answer)[what] for answer in answers], group)
     raise ValueError(
-        f"the ranks disagree on {what}: {found}; build it from the same values on every rank (and seed "
-        "whatever is random alike)"
+        f"the ranks disagree on {what}: {_by_value(by_key[what], group)}; "
+        "build it from the same values on every rank (and seed whatever is random alike)"
     )
 
 
