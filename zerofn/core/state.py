@@ -168,14 +168,9 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], Layout]:
     return (state.leaves, state.transforms, state.step, state.micro_step), state.layout
 
 
-def _unflatten_optree(layout: Layout, children: Any) -> State:
-    leaves, transforms, step, micro_step = children
-    return State(leaves, transforms, step, micro_step, layout)
+def _unflatten(layout: Layout, children: Any) -> State:
+    return State(*children, layout)
 
 
-def _unflatten_torch(children: Any, layout: Layout) -> State:
-    return _unflatten_optree(layout, children)
-
-
-register_global(State, _flatten, _unflatten_optree)
-register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), _unflatten_torch)
+register_global(State, _flatten, _unflatten)
+register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), lambda children, s: _unflatten(s, children))

@@ -36,7 +36,6 @@ def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.
     sent = x.to(reduce_dtype or x.dtype).contiguous()
     check_match("reduce_scatter", sent, group, Split() if split.rows else Split(split.leaves))
     if not split.rows:
-        check_axis(sent, group.size, "reduce_scatter")
         split.rows = [len(sent) // group.size] * group.size
     width, mine = max(split.rows), split.rows[group.rank]
     if not split.even:
