@@ -266,7 +266,7 @@ def _first_of(layout: Layout, _axes: tuple[tuple[int, ...], ...]) -> Layout:
 
 
 def _same_path(params: Tree, paths: list[str], path: str) -> str:
-    places = [code for code, p in zip(tree_codes(params, "params"), paths, strict=True) if p == path]
+    places = [code for code, p in zip(tree_codes(params), paths, strict=True) if p == path]
     return explain(
         f"several leaves have the path {path!r}: {', '.join(places)}",
         "a path is the text of the keys with dots between them, and it names a leaf in checkpoints and messages; keys "

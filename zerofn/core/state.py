@@ -169,7 +169,8 @@ def _flatten(state: State) -> tuple[tuple[Any, ...], Layout]:
 
 
 def _unflatten(layout: Layout, children: Any) -> State:
-    return State(*children, layout)
+    leaves, transforms, step, micro_step = children
+    return State(leaves, transforms, step, micro_step, layout)
 
 
 register_global(State, _flatten, _unflatten)

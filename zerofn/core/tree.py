@@ -50,14 +50,14 @@ def tree_paths(tree: Tree) -> list[str]:
     return [".".join(keys) for keys in tree_keys(tree)]
 
 
-def tree_codes(tree: Tree, name: str) -> list[str]:
-    """How each leaf of a tree of that name is written in Python.
+def tree_codes(params: Tree) -> list[str]:
+    """How each leaf of a tree of parameters is written in Python.
 
-    >>> tree_codes({"w": [1, 2]}, "params")
+    >>> tree_codes({"w": [1, 2]})
     ["params['w'][0]", "params['w'][1]"]
     """
-    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [accessor.codify(name) for accessor in accessors]
+    accessors = optree.tree_accessors(params, none_is_leaf=True, namespace=NAMESPACE)
+    return [accessor.codify("params") for accessor in accessors]
 
 
 def _entry(entry: Any) -> str:

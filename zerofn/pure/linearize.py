@@ -140,11 +140,9 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
     """What `linearize` differentiates by: stored parameters, or gathered ones where the reduction comes after an
     accumulation."""
-    if not record:
-        return pipe.road.see(pipe.road.after_update, stored)
-    if not pipe.road.late:
+    if record and not pipe.road.late:
         return stored
-    if only_compiled(stored.values()):
+    if not record or only_compiled(stored.values()):
         return pipe.road.see(pipe.road.after_update, stored)
     views = pipe.road.composed(pipe.road.after_update, pipe.dtypes.gradient)
     return {path: view(stored[path], None) for path, view in views.items()}
