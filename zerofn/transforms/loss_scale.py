@@ -115,10 +115,6 @@ class _Rule:
     def dynamic(self) -> bool:
         return self.scale == "dynamic"
 
-    @property
-    def least(self) -> Any:
-        return self.min_scale if self.dynamic else self.scale
-
     def check(self) -> None:
         if not isinstance(self.scale, str):
             check_number("scale_loss", "scale", self.scale, low=TINY)
@@ -162,11 +158,12 @@ class _Rule:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
         ok: Any = ctx.read(finite)
         new = self.after(state, ok)
-        first = _first_overflow(grads, ok, ctx)
+        # All ranks agree on `ok`, so all take part in the search.
+        first = torch.tensor(-1) if ok is True else _first_overflow(grads, ctx)
         if ok is False and concrete(new["stuck_steps"]) and new["stuck_steps"] >= STUCK:
             leaf = ctx.layout.leaves[int(first)].path
-            times = int(new["stuck_steps"])
-            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, self.least))
+            times, least = int(new["stuck_steps"]), self.min_scale if self.dynamic else self.scale
+            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))
         ctx.report("loss_scale", new["scale"])
         ctx.report("skipped", ~finite)
         ctx.report(OVERFLOW_LEAF, first)
@@ -216,13 +213,8 @@ def _through(spec: Spec) -> Spec:
     return spec.after("unscaled_by")
 
 
-def _first_overflow(grads: Leaves, ok: Any, ctx: Context) -> Tensor:
-    """Index of the first leaf, in the order of the layout, whose gradient is not finite on some rank; -1 if none.
-
-    Looked for only where `ok` is false: all ranks agree on that, so all take part in the exchange.
-    """
-    if ok is True:
-        return torch.tensor(-1)
+def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
+    """Index of the first leaf, in the order of the layout, whose gradient is not finite on some rank; -1 if none."""
     count = len(ctx.layout.leaves)
     found = torch.zeros((), dtype=torch.float64)
     for i, leaf in enumerate(ctx.layout.leaves):
