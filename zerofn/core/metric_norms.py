@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class Norms:
 
     def requested(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
         """Whether the norms of just these tensors are requested and not there yet."""
-        requests = self._requests
-        return bool(requests) and all(requests.get(path) is g for path, g in zip(paths, grads, strict=True))
+        return bool(self._requests) and all(map(is_, map(self._requests.get, paths), grads))
 
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """Take norms that a kernel has computed of requested gradients."""
