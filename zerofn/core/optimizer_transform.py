@@ -21,7 +21,7 @@ from .state import counter
 from .transform import ScalarOrSchedule, Transform, TransformState
 from .update_context import Context, Prepared
 from .update_counts import Derived, by_count, each, one_more
-from .vmapped_kernels import kernel_on_members
+from .vmapped_kernels import Kernel, kernel_on_members
 
 Slots = dict[str, Callable[[Tensor], Tensor]]
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -29,7 +29,6 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 # (parameter, gradient, slots by name, what else) -> (new parameter, new slots)
 Formula = Callable[[Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, dict[str, Tensor]]]
-Kernel = Callable[[LeafList], None]
 Operator = Callable[[LeafList], bool]
 
 
