@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+from ..ranks.dtensor_parameters import Box, in_box
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,6 @@ class Within:
     def part(self, whole: Tensor) -> Tensor:
         """The leaf, of the whole tensor."""
         return in_box(whole, self.boxes[self.at])
-
-
-def in_box(whole: Tensor, box: Box) -> Tensor:
-    """A part of a tensor.
-
-    >>> in_box(torch.arange(8).view(2, 4), ((0, 2), (2, 2)))
-    tensor([[2, 3],
-            [6, 7]])
-    """
-    for dim, (low, length) in enumerate(zip(*box, strict=True)):
-        whole = whole.narrow(dim, low, length)
-    return whole
 
 
 def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:

@@ -14,6 +14,10 @@ from .backend import world
 CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and zf.attach of that"
 
 
+# Where a part of a tensor begins in every dimension, and its sizes.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 def is_distributed(x: Any) -> bool:
     """Whether `x` is a DTensor; does not import their library, which is loaded if there is one."""
     library: Any = sys.modules.get("torch.distributed.tensor")
@@ -67,7 +71,7 @@ class Form:
         return self.ranks.index(world()[0])
 
     @property
-    def boxes(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """For every rank the offsets and sizes of its part; a single one if all ranks have the whole."""
         begin, (placement,) = (0,) * len(self.shape), self.placements
         if placement.is_replicate():
@@ -99,10 +103,20 @@ class Form:
         if is_distributed(x):
             return _placed(x, self).to_local()
         if x.shape == self.shape and len(self.boxes) > 1:
-            begin, sizes = self.boxes[self.place]
-            for dim, (low, length) in enumerate(zip(begin, sizes, strict=True)):
-                x = x.narrow(dim, low, length)
+            return in_box(x, self.boxes[self.place])
         return x
+
+
+def in_box(whole: Tensor, box: Box) -> Tensor:
+    """A part of a tensor.
+
+    >>> in_box(torch.arange(8).view(2, 4), ((0, 2), (2, 2)))
+    tensor([[2, 3],
+            [6, 7]])
+    """
+    for dim, (low, length) in enumerate(zip(*box, strict=True)):
+        whole = whole.narrow(dim, low, length)
+    return whole
 
 
 def _placed(x: Any, form: Form) -> Any:
