@@ -117,10 +117,7 @@ def _scatter_in_graph(out: Tensor, inp: Tensor, group: Group) -> None:
 
 
 def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], group: Group) -> None:
-    """Send `ins[r]` elements of `inp` to rank r, one rank after the other; `outs[r]` come from it. Both are flat."""
-    if group.size == 1:
-        out.copy_(inp)
-        return
+    """Send `ins[r]` elements of `inp` to rank r of several, in turn; `outs[r]` come from it. Both are flat."""
     if inp.element_size() == 1:
         out, inp = _fp8_as_bytes(out, inp)
     # Also where this rank has nothing to send or to get: others may have.
