@@ -181,19 +181,15 @@ class Pipeline:
             found = one if found is None else found * one
         return found
 
-    def init_transforms(self, stored: Leaves) -> dict[str, TransformState]:
-        """The first state of every transform, for stored parameters (meta tensors too)."""
-        return _first_states(self, stored)
-
 
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
     """The state before any step, of stored parameters (meta tensors too); `transforms` if theirs are made already."""
-    own = pipe.init_transforms(stored) if transforms is None else transforms
+    own = init_transforms(pipe, stored) if transforms is None else transforms
     return State(stored, own, counter(), counter(), pipe.layout)
 
 
-def _first_states(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
-    """The first state of each transform, by name."""
+def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
+    """The first state of each transform, by name, for stored parameters (meta tensors too)."""
     leaves = {path: stored[path] for path in pipe.layout.trained}
     sums = {leaf.path: _like_gradient(pipe, leaf, leaves[leaf.path]) for leaf in pipe.layout.trainable}
     # Sums have the dtype of gradients, and before a late reduction also their shape.

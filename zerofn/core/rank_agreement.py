@@ -21,7 +21,7 @@ from ..ranks.rendezvous import together
 from ..ranks.scalar_reduction import mean_over
 from .arguments import weight_of
 from .layout import Leaves
-from .pipeline import Pipeline, check_first_views
+from .pipeline import Pipeline, check_first_views, init_transforms
 from .transform import TransformState
 from .wire_agreement import unequal_wires, wires_over
 
@@ -131,7 +131,7 @@ def first_states(
     states: dict[str, TransformState] = {}
     failure: Exception | None = None
     try:
-        states = pipe.init_transforms(stored)
+        states = init_transforms(pipe, stored)
     except Exception as error:
         failure = error
     bad = tell(failure is not None)

@@ -16,7 +16,7 @@ from .._errors import bad_leaves, explain
 from .executor import finish, run
 from .gradient_checks import check_readable, misshapen
 from .layout import Leaf, Leaves
-from .pipeline import Pipeline
+from .pipeline import Pipeline, init_transforms
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
 from .update_context import Context
@@ -238,7 +238,7 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
 def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
     """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
     meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
-    expected, found = (_entries(s) for s in (pipe.init_transforms(meta), state.transforms))
+    expected, found = (_entries(s) for s in (init_transforms(pipe, meta), state.transforms))
     bad = [(k, "missing") for k in expected.keys() - found.keys()] + [
         (k, "unexpected") for k in found.keys() - expected.keys()
     ]

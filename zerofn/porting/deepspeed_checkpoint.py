@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
+from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
@@ -107,7 +108,7 @@ def _filled(opt: Optimizer, files: Files) -> State:
         return torch.full_like(e.value, most) if not e.of_leaf and name in COUNTS else e.value
 
     leaves = rebuild(state, weight).leaves
-    fresh = State(leaves, opt._pipe.init_transforms(leaves), state.step, state.micro_step, state.layout)
+    fresh = State(leaves, init_transforms(opt._pipe, leaves), state.step, state.micro_step, state.layout)
     return rebuild(fresh, kept)
 
 

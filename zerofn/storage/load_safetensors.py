@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
@@ -91,7 +91,7 @@ def load_safetensors(
 def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) -> State:
     """The state with new parameters; before the first step also with the states that transforms make from them."""
     fresh = state.micro_step.is_meta or not int(state.micro_step)
-    transforms = pipe.init_transforms(leaves) if fresh else state.transforms
+    transforms = init_transforms(pipe, leaves) if fresh else state.transforms
     step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
     ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
     return State(ordered, transforms, step, micro_step, state.layout)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._errors import explain
-from ..core.pipeline import Pipeline
+from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
@@ -84,7 +84,7 @@ class PartialLoad:
             return rebuild(like, read)
         kept = lambda e: e.value.clone() if isinstance(e.value, Tensor) else e.value  # noqa: E731
         start = rebuild(like, lambda e: kept(e) if e.key in self.anew else read(e))
-        made = {e.key: e.value for e in entries(replace(start, transforms=pipe.init_transforms(start.leaves)))}
+        made = {e.key: e.value for e in entries(replace(start, transforms=init_transforms(pipe, start.leaves)))}
         return rebuild(like, lambda e: made[e.key] if e.key in self.anew else read(e))
 
     def report(self, wanted: list[Entry]) -> Loaded:
