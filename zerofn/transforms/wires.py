@@ -56,11 +56,9 @@ class Sharding:
     _known: dict[tuple[torch.Size, ...], Cuts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
-        """The same wire over another group of the same ranks, with sums in that dtype."""
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
-        """This rank's flat range of the leaf."""
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
@@ -204,7 +202,6 @@ class Averaging:
     cuts: ClassVar[bool] = False
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Averaging:
-        """The same wire over another group of the same ranks, with sums in that dtype."""
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
