@@ -82,8 +82,8 @@ class Attachment:
         self.averages = AveragedParameters(self.home.refresh)
         self.watch = Watch(model, layout, self.params)
         self.leave = functools.partial(_leave, self.home, self.distributed)
-        self.steps = Steps(self.pipe, self.home, self.params, self.groups, self.watch)
-        self.dicts = StateDicts(self.pipe, self.home, self.params, self.groups)
+        self.steps = Steps(self.home, self.groups, self.watch)
+        self.dicts = StateDicts(self.home, self.groups)
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""

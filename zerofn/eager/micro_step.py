@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Leaves
-from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import read
 from ..sharded.uncleared_gradients import UnclearedGradients
-from .current_state import CurrentState
 from .gradient_hooks import GradientHooks
 from .in_backward import InBackward
 from .master_weights import MasterWeights
@@ -22,11 +20,9 @@ class MicroStep:
     """Ends the micro-steps of one attached model.
 
     Args:
-        pipe: its pipeline.
         hooks: what its gradients come by.
         agreement: what ranks tell each other at a step.
         masters: what is stored of parameters that are copies.
-        current: the state in force.
         refresh: makes parameters anew from the state, after a step that was given up half done.
 
     Attributes:
@@ -34,17 +30,11 @@ class MicroStep:
     """
 
     def __init__(
-        self,
-        pipe: Pipeline,
-        hooks: GradientHooks,
-        agreement: StepAgreement,
-        masters: MasterWeights,
-        current: CurrentState,
-        refresh: Callable[[], None],
+        self, hooks: GradientHooks, agreement: StepAgreement, masters: MasterWeights, refresh: Callable[[], None]
     ):
-        self.pipe, self.hooks, self.agreement, self.masters = pipe, hooks, agreement, masters
-        self.current, self.refresh = current, refresh
-        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in pipe.layout.trainable}
+        self.pipe, self.hooks, self.agreement, self.masters = hooks.pipe, hooks, agreement, masters
+        self.current, self.refresh = masters.current, refresh
+        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in hooks.pipe.layout.trainable}
         self.uncleared = UnclearedGradients(self._zero)
 
     def _zero(self, path: str) -> Tensor:

@@ -119,7 +119,7 @@ class ResidentParams:
         equals = channels.equals if context is None else None
         self.wholes = None if equals is None else WholeParameters(params, equals)
         agreement = StepAgreement(channels.control, self.wholes)
-        self.micro_step = ends = MicroStep(pipe, hooks, agreement, self.masters, self.current, self.refresh)
+        self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         self.state_views = ShardedStateViews(gathering)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from ..core.layout import Leaves
-from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..ranks.dtensor_shards import as_local
 from . import torch_state_dict
@@ -25,15 +23,13 @@ class StateDicts:
     """Makes and loads the state dicts of one attached model.
 
     Args:
-        pipe: its pipeline.
-        home: where its state is.
-        params: its parameters by path.
+        home: where its parameters and its state are.
         groups: what has been set in `opt.param_groups`.
     """
 
-    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups):
-        self.pipe, self.home, self.groups = pipe, home, groups
-        self.paths = {id(p): path for path, p in params.items()}
+    def __init__(self, home: ResidentParams, groups: ParamGroups):
+        self.pipe, self.home, self.groups = home.pipe, home, groups
+        self.paths = {id(p): path for path, p in home.params.items()}
 
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """A state dict of any state of the pipeline, with the rates of now, or of `groups`."""

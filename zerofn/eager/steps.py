@@ -13,7 +13,6 @@ from torch import Tensor
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
-from ..core.pipeline import Pipeline
 from ..core.rank_agreement import check_weight
 from ..core.update import apply
 from ..core.update_context import Context
@@ -29,9 +28,7 @@ class Steps:
     """Runs the micro-steps of one attached model: `opt.step`, `opt.zero_grad` and `opt.backward`.
 
     Args:
-        pipe: its pipeline.
         home: where its parameters, gradients and state are.
-        params: its parameters by path.
         groups: the rates and numbers that were set.
         watch: tells whether the model has changed.
 
@@ -39,10 +36,10 @@ class Steps:
         window: when `accumulate` lets a step through.
     """
 
-    def __init__(self, pipe: Pipeline, home: ResidentParams, params: Leaves, groups: ParamGroups, watch: Watch):
-        self.pipe, self.home, self.params = pipe, home, params
+    def __init__(self, home: ResidentParams, groups: ParamGroups, watch: Watch):
+        self.pipe, self.home, self.params = home.pipe, home, home.params
         self.groups, self.watch = groups, watch
-        self.window = AccumulationWindow(pipe, home.current)
+        self.window = AccumulationWindow(home.pipe, home.current)
         self._writes = 0
         # Gradients that the last step has used, with their versions: those that arrived after it differ.
         self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
