@@ -611,7 +611,7 @@ def test_learning_rates_set_from_outside():
         assert_trees_equal(opt.state, before)
     scheduled = zf.attach(nn.Linear(2, 1), zf.sgd(lambda step: 0.1))
     scheduled.param_groups[0]["lr"] = 0.5
-    scheduled._model(torch.ones(1, 2)).sum().backward()
+    scheduled._own.model(torch.ones(1, 2)).sum().backward()
     with refuses(ValueError, "owns its learning rate"):
         scheduled.step()
 

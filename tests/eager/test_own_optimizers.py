@@ -111,7 +111,7 @@ def test_a_schedule_on_an_optimizer_of_ones_own(own, schedule, in_backward):
 
 def test_its_rate_is_a_metric_and_is_checked():
     opt = zf.attach(net(), descent())
-    backward(opt._model, 0)
+    backward(opt._own.model, 0)
     opt.step()
     assert float(opt.metrics["lr"]) == pytest.approx(BASE)
     before = copy.deepcopy(opt.state_dict())

@@ -67,7 +67,7 @@ def test_a_scheduler_against_a_schedule():
     """A rate that the pipeline owns cannot be set from outside without a word."""
     opt = zf.attach(net(), zf.adamw(zf.schedules.cosine(1e-3, 10)))
     lr_scheduler.LambdaLR(opt, lambda e: 0.5)
-    loss_of(opt._model).backward()
+    loss_of(opt._own.model).backward()
     with pytest.raises(ValueError, match="that transform owns its learning rate"):
         opt.step()
 
@@ -247,7 +247,7 @@ def test_a_window_is_divided_or_not():
         opt.backward(loss_of(model), scale_wrt_gas=False)
     weighted = zf.attach(net(), zf.chain(zf.accumulate(2, weighted=True), zf.sgd(LR)))
     with pytest.raises(ValueError, match="weights divide"):
-        weighted.backward(loss_of(weighted._model), scale_wrt_gas=False)
+        weighted.backward(loss_of(weighted._own.model), scale_wrt_gas=False)
 
 
 def test_a_window_closed_early():

@@ -52,7 +52,7 @@ def once(stage, in_backward=False):
     opt = zf.attach(model, pipeline(stage), in_backward=in_backward)
     step(model, opt)
     # A step that is given up: at rank 0 nothing is on its way.
-    if P.rank_and_size()[0] or opt._home.units is not None:
+    if P.rank_and_size()[0] or opt._own.home.units is not None:
         step(model)
     opt.detach()
     return model
@@ -102,7 +102,7 @@ def shared():
     zf.attach(net(), tx).detach()
     gathered = all_gather(torch.tensor([float(rank)]), group).tolist()
     try:
-        opt._home.units.collectives.wire.group.pg.group_name  # noqa: B018
+        opt._own.home.units.collectives.wire.group.pg.group_name  # noqa: B018
         used = "no error"
     except RuntimeError as error:
         used = str(error)

@@ -55,7 +55,7 @@ def trained(in_backward=False):
     rank, _ = rank_and_size()
     model = make()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1, momentum=0.9)), in_backward=in_backward)
-    rounds: Rounds = opt._home.units.rounds.protocol
+    rounds: Rounds = opt._own.home.units.rounds.protocol
     exchange, counts = rounds._exchange, []
 
     def counted(*args):

@@ -64,7 +64,7 @@ def calls(opt, directory):
         "opt.detach": opt.detach,
         "opt.gathered": gathered,
     }
-    if opt._home.units is None:
+    if opt._own.home.units is None:
         # Full parameters are there: it sends nothing.
         del found["opt.gathered"]
     return found

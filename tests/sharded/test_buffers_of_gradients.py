@@ -19,7 +19,7 @@ def gradients(freeze: tuple[str, ...]):
         model.get_parameter(path).requires_grad_(False)
     full = {path: p.detach().clone() for path, p in model.named_parameters()}
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    group = opt._home.channels.groups[0]
+    group = opt._own.home.channels.groups[0]
     x = torch.linspace(-1, 1, ROWS * SIDE, dtype=torch.float64).reshape(ROWS, SIDE) + group.rank
     before = group.traffic.by_op.get("reduce_scatter", 0)
     model(x).square().sum().backward()

@@ -447,7 +447,7 @@ def both_routes(size):
         # A state of an attached model, so that it has a frozen leaf.
         torch.manual_seed(0)
         other = zf.attach(Casts(), tx())
-        state, dtype = other.state, other._home.pipe.dtypes.param_dtype or other._home.pipe.dtypes.store_dtype
+        state, dtype = other.state, other._own.home.pipe.dtypes.param_dtype or other._own.home.pipe.dtypes.store_dtype
         step_fn = zf.make_step(
             lambda p, x, y, net=shadow: (functional_call(net, p, (x,)).float() - y).square().mean(), tx()
         )

@@ -221,9 +221,9 @@ def states_of_optimizers():
     for make in (two, Vector):
         whole, sharded = (zf.attach(make(), tx) for tx in (zf.adamw(0.1), zf.chain(zf.shard(), zf.adamw(0.1))))
         with torch.no_grad():
-            for p in sharded._params.values():
+            for p in sharded._own.params.values():
                 p.mul_(2)
-        all_params = [p for opt in (whole, sharded) for p in opt._params.values()]
+        all_params = [p for opt in (whole, sharded) for p in opt._own.params.values()]
         before = [p.detach().clone() for p in all_params]
         for a, b in ((whole, sharded), (sharded, whole)):
             message = said(lambda a=a, b=b: a.load_state_dict(b.state_dict()))

@@ -403,9 +403,11 @@ def parameter_gradient_penalty():
     mean = sum(losses) / size
     full = torch.autograd.grad(mean, list(plain.parameters()), create_graph=True)
     (mean + sum((g**2).sum() for g in full)).backward()
-    for p, q, leaf in zip(model.parameters(), plain.parameters(), opt._pipe.layout.leaves, strict=True):
+    for p, q, leaf in zip(model.parameters(), plain.parameters(), opt._own.pipe.layout.leaves, strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-12)
-        torch.testing.assert_close(p.grad.to_local(), opt._pipe.sharding.store(q.grad, leaf), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            p.grad.to_local(), opt._own.pipe.sharding.store(q.grad, leaf), rtol=1e-11, atol=1e-12
+        )
         assert q.grad.abs().max() > 0
     return True
 

@@ -99,7 +99,7 @@ def traffic(order):
     torch.manual_seed(0)
     model = Wide()
     opt = zf.attach(model, zf.chain(*around(order), zf.sgd(0.1)))
-    groups = {id(g): g for g in (*opt._home.channels.groups, *opt._home.pipe.groups)}
+    groups = {id(g): g for g in (*opt._own.home.channels.groups, *opt._own.home.pipe.groups)}
     for step in range(2):
         for g in groups.values():
             g.traffic.reset()
@@ -124,7 +124,7 @@ def messages_of_a_step():
     for step in range(2):
         x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
         model(x).square().sum().backward()
-        channels = opt._home.channels
+        channels = opt._own.home.channels
         for group in (channels.control, channels.wanted):
             group.traffic.reset()
         opt.step()

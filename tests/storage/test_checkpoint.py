@@ -245,7 +245,7 @@ def test_state_dict_goes_through_torch_distributed_checkpoint(tmp_path):
 
     opt = zf.attach(model(), PIPELINES["groups"]())
     for i in range(3):
-        loss_of(opt._model(batch(i)), batch(i)).backward()
+        loss_of(opt._own.model(batch(i)), batch(i)).backward()
         opt.step()
         opt.zero_grad()
     opt.param_groups[0]["lr"] = 0.5

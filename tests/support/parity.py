@@ -169,7 +169,7 @@ def compare(
                         sums[i][n] = sums[i].get(n, 0) + x.grad.detach()
                         x.grad = None
             for opt in opts:
-                if any(p.grad is not None for p in opt._params.values()):
+                if any(p.grad is not None for p in opt._own.params.values()):
                     opt.step()
                 opt.zero_grad()
         for m, kind, start, total in zip(models, kinds, before, sums, strict=True):
@@ -186,13 +186,13 @@ def compare(
 
 def _overflowed(opts: list[zf.Optimizer]) -> bool:
     """Whether a gradient overflowed, in which case that optimizer's step must change nothing."""
-    grads = [(o, p.grad.as_subclass(torch.Tensor)) for o in opts for p in o._params.values() if p.grad is not None]
+    grads = [(o, p.grad.as_subclass(torch.Tensor)) for o in opts for p in o._own.params.values() if p.grad is not None]
     bad = [o for o in opts if any(not g.isfinite().all() for other, g in grads if other is o)]
     for opt in bad:
-        before = [p.detach().clone() for p in opt._params.values()]
+        before = [p.detach().clone() for p in opt._own.params.values()]
         opt.step()
         assert bool(opt.metrics["skipped"]) and not bool(opt.metrics["updated"])
-        assert all(torch.equal(p, b) for p, b in zip(opt._params.values(), before, strict=True))
+        assert all(torch.equal(p, b) for p, b in zip(opt._own.params.values(), before, strict=True))
     return bool(bad)
 
 

@@ -6,9 +6,9 @@ class UnitsAlive:
 
     def __init__(self, opt):
         self.most = 0
-        if opt._home.units is None:
+        if opt._own.home.units is None:
             return
-        gathered = opt._home.units.gathered
+        gathered = opt._own.home.units.gathered
         put = gathered.put
 
         def counted(i, fulls):

@@ -39,18 +39,16 @@ class Optimizer(OptimizerBase):
         self._own = own = Attachment(model, tx, in_backward, start)
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
-        self._model, self._pipe, self._params, self._home = model, own.pipe, own.params, own.home
-        self._groups, self._averages = own.groups, own.averages
         own.belongs_to(self)
         self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._groups.groups
+        return self._own.groups.groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._groups.groups = groups
+        self._own.groups.groups = groups
 
     @uncompiled
     @torch.optim.Optimizer.profile_hook_step
@@ -158,7 +156,7 @@ class Optimizer(OptimizerBase):
         raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
 
     def __repr__(self) -> str:
-        return f"attach({type(self._model).__name__}, {self.tx!r})"
+        return f"attach({type(self._own.model).__name__}, {self.tx!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrong = "a copy or a pickle of what zf.attach returned"

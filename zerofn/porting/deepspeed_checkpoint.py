@@ -108,7 +108,7 @@ def _filled(opt: Optimizer, files: Files) -> State:
         return torch.full_like(e.value, most) if not e.of_leaf and name in COUNTS else e.value
 
     leaves = rebuild(state, weight).leaves
-    fresh = State(leaves, init_transforms(opt._pipe, leaves), state.step, state.micro_step, state.layout)
+    fresh = State(leaves, init_transforms(opt._own.pipe, leaves), state.step, state.micro_step, state.layout)
     return rebuild(fresh, kept)
 
 
@@ -153,7 +153,7 @@ def _files(directory: Path, opt: Optimizer) -> Files:
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
     """Shape and dtype by leaf and file, of parameters and of the optimizer's states."""
     trained = set(opt.state.layout.trained)
-    made_by = {part.name for part in opt._pipe.parts if part.facts.optimizes}
+    made_by = {part.name for part in opt._own.pipe.parts if part.facts.optimizes}
     for e in entries(opt.state):
         if e.path in trained and e.owner == "params":
             yield (e.path, WEIGHT), (torch.Size(e.shape), e.value.dtype)

@@ -110,19 +110,19 @@ def write_checkpoint(
     opt = state if isinstance(state, Optimizer) else None
     # The counter of steps is read before anything else is.
     check = None if opt is None else check_no_step_since(opt._own.steps.writes)
-    groups = None if opt is None else [_as_json(packed(g)) for g in opt._groups.to_save()]
+    groups = None if opt is None else [_as_json(packed(g)) for g in opt._own.groups.to_save()]
     given = state_of(state, "zf.save(directory, {})")
     check = check or check_not_written_since(given)
     path = absolute_path("zf.save({}, state)", directory)
     settle()
     wait_for_all_ranks("zf.save(directory, state)", given.layout.placement)
     group = checkpoint_group(given.layout.placement, directory)
-    buffers = [] if opt is None else buffers_of(opt._model)
+    buffers = [] if opt is None else buffers_of(opt._own.model)
     header = _header(given, buffers)
     header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
     if opt is not None:
-        opt._averages.refuse("zf.save(directory, opt)")
-        check_can_be_saved(opt._model, buffers)
+        opt._own.averages.refuse("zf.save(directory, opt)")
+        check_can_be_saved(opt._own.model, buffers)
     try:
         check_replicas(given, group)
     except ValueError:

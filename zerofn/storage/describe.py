@@ -110,7 +110,7 @@ def describe(state: State | Optimizer) -> Table:
     """
     buffers: tuple[Row, ...] = ()
     if isinstance(state, Optimizer):
-        state, buffers = state.state, rows_of_buffers(state._model, {})
+        state, buffers = state.state, rows_of_buffers(state._own.model, {})
     if not isinstance(state, State):
         right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
         raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))

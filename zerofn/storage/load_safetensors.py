@@ -76,7 +76,7 @@ def load_safetensors(
     opt = like if isinstance(like, Optimizer) else None
     pipe = _pipe(state, opt, tx)
     wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
-    buffers = {e.path: e for e in buffers_of(opt._model)} if opt else {}
+    buffers = {e.path: e for e in buffers_of(opt._own.model)} if opt else {}
     leaves, others = _read_all(path, state, buffers, only, safe_open)
     new = _with_parameters(state, leaves, pipe)
     if opt is None:
@@ -127,7 +127,7 @@ def _read_all(
 
 def _pipe(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:
     if opt is not None:
-        return opt._pipe
+        return opt._own.pipe
     if tx is None:
         why = "the states of its transforms are made from what is read, and a state does not say by whom"
         right = "zf.load_safetensors(path, like=state, tx=tx), or like=opt of an attached model"

@@ -143,7 +143,7 @@ class _Reading:
     def __init__(self, directory: Any, like: State, opt: Optimizer | None, strict: bool):
         self.directory, self.placement, self.opt, self.strict = directory, like.layout.placement, opt, strict
         self.entries = entries(like)
-        self.buffers = [] if opt is None else buffers_of(opt._model)
+        self.buffers = [] if opt is None else buffers_of(opt._own.model)
         self.partial = PartialLoad(directory)
         self.manifest: dict[str, Any] = {}
         self.read: list[Entry] = []
@@ -205,7 +205,7 @@ def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None
         if tx is not None:
             why = "tx makes what a checkpoint does not have, of a state and with strict=False"
             raise TypeError(explain("zf.load(directory, like, tx=tx)", why, "zf.load(directory, like=like)"))
-        return None if strict or opt is None else opt._pipe
+        return None if strict or opt is None else opt._own.pipe
     if tx is None:
         why = "what the checkpoint does not have is made by the pipeline, and a state does not say by which"
         right = "zf.load(directory, like=state, strict=False, tx=tx), or like=opt of an attached model"

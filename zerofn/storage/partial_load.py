@@ -96,4 +96,4 @@ def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[d
     if saved is None:
         return None
     known = {group["name"]: group for group in saved}
-    return [known.get(group["name"], packed(group)) for group in opt._groups.to_save()]
+    return [known.get(group["name"], packed(group)) for group in opt._own.groups.to_save()]
