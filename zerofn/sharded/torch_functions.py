@@ -219,8 +219,6 @@ def all_stay(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
 
 
 def _each(out: Any, origins: list[Origin]) -> Any:
-    if out is None:
-        return None
     return type(out)(Stay(x, of) for x, of in zip(out, origins, strict=True)) if type(out) in (list, tuple) else out
 
 
