@@ -41,8 +41,8 @@ from .sharded_parameter_refusals import check_data, check_parametrization, refus
 
 # Functions that look at a tensor, make one of its dtype and device, or treat it as the leaf of a graph.
 LOOKING = frozenset({
-    "__set__", "__delete__", "__dir__", "backward", "data_ptr", "detach", "element_size", "get_device", "grad",
-    "requires_grad_", "retain_grad", "type", "untyped_storage", SHALLOW_COPY_CHECK,
+    "__set__", "__delete__", "__dir__", "backward", "data_ptr", "element_size", "get_device", "requires_grad_",
+    "retain_grad", "type", "untyped_storage", SHALLOW_COPY_CHECK,
 })  # fmt: skip
 # Functions that torch does not run for tensor subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
