@@ -104,7 +104,7 @@ def install(
 
     Args:
         model: its modules are hooked.
-        sight: gives the views, and takes inputs in and outputs out.
+        boundary: gives the views, and takes inputs in and outputs out.
         paths: `id(parameter)` to path.
         blocks: modules whose parameters are gathered together.
     """

@@ -22,7 +22,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     Writes of NumPy and of `w.data` are in no version count; they are looked for in the calls that `Sampling` picks.
 
     Args:
-        sight: the boundary of the model.
+        boundary: of the model.
         seen: the views of the call, as in `ThreadState`.
 
     Raises:
