@@ -212,7 +212,7 @@ def _theirs(name: str, kept: LeafTensors) -> str:
 
 def _counters(own: Mapping[str, Any], paths: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Numbers that belong to no leaf, by dotted key."""
-    yield from ((name, own[name]) for name in (STEP, "micro_step"))
+    yield from ((name, own[name]) for name in COUNTED)
     yield from _numbers(own["transforms"], "transforms", paths)
 
 

@@ -225,7 +225,7 @@ def parallel() -> int | None:
         return None
 
 
-def load(dtypes: tuple[torch.dtype, ...], mode: int, form: int = FORMAT):
+def load(dtypes: Dtypes, mode: int, form: int):
     """The kernel for dtypes of (parameter, gradient, first, second moment), or ``None`` if there is none.
 
     ``mode``: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8; ``form``: of the random draws.
