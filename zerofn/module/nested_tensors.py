@@ -41,7 +41,7 @@ def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Te
             # The original is kept alive, for another object might be given its id.
             done[id(value)] = (fn(value), value)
         return done[id(value)][0]
-    if value is None or isinstance(value, str | bytes | int | float | complex | bool | type | nn.Module):
+    if value is None or isinstance(value, str | bytes | int | float | complex | type | nn.Module):
         return value
     if isinstance(value, Mapping):
         new = {k: map_tensors(fn, v, f"{where}[{k!r}]", done) for k, v in value.items()}
@@ -138,11 +138,9 @@ def _with_items(value: Mapping, changed: dict, where: str) -> Any:
 
 
 def _sequence(value: Any, items: list) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(items)
     if hasattr(value, "_fields"):
         return type(value)(*items)
-    if isinstance(value, list):
+    if isinstance(value, list) and type(value) is not list:
         out = copy.copy(value)
         out[:] = items
         return out
