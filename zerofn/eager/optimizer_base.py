@@ -134,7 +134,8 @@ class OptimizerBase(torch.optim.Optimizer):
 
         Raises:
             ValueError: there is no such average.
-            RuntimeError: inside, of a step, a save or a state dict, which would take averages for parameters.
+            RuntimeError: under `shard` only some ranks came, or to its end; inside, of a step, a save or a state dict,
+                which would take averages for parameters.
 
         >>> import torch, zerofn as zf
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -148,9 +149,16 @@ class OptimizerBase(torch.optim.Optimizer):
         >>> model.weight.item()
         -1.0
         """
-        self._own.check("averaged")
-        with self._own.averages.during(self._own.home.settled(), of):
-            yield self._own.model
+        own = self._own
+        own.check("averaged")
+        # A rank that computes with averages while another does with parameters would be given some of either.
+        shared = own.home.units is not None
+        if shared:
+            own.meet("opt.averaged()", "with opt.averaged(): evaluate(model) on every rank")
+        with own.averages.during(own.home.settled(), of):
+            yield own.model
+            if shared:
+                own.meet("the end of opt.averaged()", "with opt.averaged(): evaluate(model) on every rank, to its end")
 
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
