@@ -152,12 +152,11 @@ class OptimizerBase(torch.optim.Optimizer):
         own = self._own
         own.check("averaged")
         # A rank that computes with averages while another does with parameters would be given some of either.
-        shared = own.home.units is not None
-        if shared:
+        if own.home.units is not None:
             own.meet("opt.averaged()", "with opt.averaged(): evaluate(model) on every rank")
         with own.averages.during(own.home.settled(), of):
             yield own.model
-            if shared:
+            if own.home.units is not None:
                 own.meet("the end of opt.averaged()", "with opt.averaged(): evaluate(model) on every rank, to its end")
 
     def detach(self) -> nn.Module:
