@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from .._errors import explain
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
@@ -25,9 +27,13 @@ from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, pass_through
+from .tree import apart, tree_map
 from .update_context import Context
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
+
+# The modules of the library, whose transforms keep nothing that they are handed.
+_OURS = __name__.partition(".")[0] + "."
 
 
 def pipeline(
@@ -77,17 +83,30 @@ def pipeline(
 
 
 def _with_check(t: Transform) -> Transform:
-    """The same transform, whose update half raises where it returns what does not fit its leaves."""
+    """The same transform, whose update half raises where it returns what does not fit its leaves.
+
+    What one of a user's own keeps of what it is handed is copied: a gradient is its caller's, who may write into it or
+    add the next one to it, and parameters are written in place. So is its first state, which is written in place too.
+    """
     if t.update_fn is pass_through:
         return t
+    foreign = not (getattr(t.update_fn, "__module__", None) or "").startswith(_OURS)
     # A group of optimizers leaves alone what it does not train.
     some = t.facts.optimizes and t.members_fn is not None
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         returned = t.update_fn(grads, state, params, carry, ctx)
-        return check_returned(t.name, t.facts, returned, grads, params, some)
+        out, own = check_returned(t.name, t.facts, returned, grads, params, some)
+        if not foreign or own is state or not own:
+            return out, own
+        made = out.values() if t.facts.optimizes and out else ()
+        return out, apart(own, (*grads.values(), *params.values(), *made))
 
-    return replace(t, update_fn=update)
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        # A tensor of a parameter, of two leaves, or of every state that is made.
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, t.init_fn(leaves, layout))
+
+    return replace(t, update_fn=update, init_fn=init) if foreign else replace(t, update_fn=update)
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
