@@ -23,6 +23,14 @@ def drops_a_leaf(grads, state, params, carry, ctx):
     return {path: g for path, g in grads.items() if path != "gain"}, state
 
 
+def zeros(leaves, layout):
+    return {"kept": {path: torch.zeros_like(x) for path, x in leaves.items()}}
+
+
+def keeps_what_it_is_handed(grads, state, params, carry, ctx):
+    return grads, {"kept": {path: g.view(-1).view_as(g) for path, g in grads.items()}}
+
+
 def of_two(leaves, layout):
     return {COUNT: counter()}
 
@@ -44,6 +52,10 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(init_fn=of_two, prepare_fn=every_second, update_fn=keeps_gradients),
     ),
     "reports": ("reports=['heat']", dict(facts=Facts(reports=frozenset(["heat"])), update_fn=keeps_gradients)),
+    "keeps": (
+        "keeps=False",
+        dict(facts=Facts(keeps=False), init_fn=zeros, update_fn=keeps_what_it_is_handed),
+    ),
     "rate": ("rate=0.1", dict(facts=Facts(optimizes=True, rate=0.1), update_fn=descends)),
     "settable": ("'zeta'", dict(facts=Facts(optimizes=True, settable=(("zeta", 1.0),)), update_fn=descends)),
 }

@@ -183,7 +183,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
 
     name, known = type(transformation).__name__, _arguments_of_update(transformation)
-    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
+    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True, keeps=False)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         missing = [(p, "no gradient in this step") for p in params if p not in grads]

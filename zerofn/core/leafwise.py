@@ -146,7 +146,8 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         return Transform(
             made.name,
             needs=needs,
-            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None),
+            # What its function keeps is copied by leaf, where it is called.
+            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None, keeps=False),
             init_fn=made.init,
             prepare_fn=made.prepare,
             update_fn=made.update,

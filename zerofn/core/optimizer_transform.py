@@ -72,7 +72,7 @@ def optimizer(
             old ones. With it the kernel is taken where a step is differentiated backwards, but not by its numbers.
     """
     update = _Update(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
-    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None)
+    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None, keeps=False)
     return Transform(
         name,
         needs="element",
@@ -259,7 +259,7 @@ def direction(
     return Transform(
         name,
         needs="element",
-        facts=Facts(directs=True),
+        facts=Facts(directs=True, keeps=False),
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

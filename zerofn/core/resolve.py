@@ -32,9 +32,6 @@ from .update_context import Context
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
-# The modules of the library, whose transforms keep nothing that they are handed.
-_OURS = __name__.partition(".")[0] + "."
-
 
 def pipeline(
     tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
@@ -85,19 +82,18 @@ def pipeline(
 def _with_check(t: Transform) -> Transform:
     """The same transform, whose update half raises where it returns what does not fit its leaves.
 
-    What one of a user's own keeps of what it is handed is copied: a gradient is its caller's, who may write into it or
-    add the next one to it, and parameters are written in place. So is its first state, which is written in place too.
+    What it keeps of what it is handed is copied: a gradient is its caller's, who may write into it or add the next one
+    to it, and parameters are written in place. So is its first state, which is written in place too.
     """
     if t.update_fn is pass_through:
         return t
-    foreign = not (getattr(t.update_fn, "__module__", None) or "").startswith(_OURS)
     # A group of optimizers leaves alone what it does not train.
     some = t.facts.optimizes and t.members_fn is not None
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         returned = t.update_fn(grads, state, params, carry, ctx)
         out, own = check_returned(t.name, t.facts, returned, grads, params, some)
-        if not foreign or own is state or not own:
+        if not t.facts.keeps or own is state or not own:
             return out, own
         made = out.values() if t.facts.optimizes and out else ()
         return out, apart(own, (*grads.values(), *params.values(), *made))
@@ -106,7 +102,7 @@ def _with_check(t: Transform) -> Transform:
         # A tensor of a parameter, of two leaves, or of every state that is made.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, t.init_fn(leaves, layout))
 
-    return replace(t, update_fn=update, init_fn=init) if foreign else replace(t, update_fn=update)
+    return replace(t, update_fn=update, init_fn=init) if t.facts.keeps else replace(t, update_fn=update)
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:

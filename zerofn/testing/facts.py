@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.tensors import memories
 from ..core.layout import Layout, Leaves
 from ..core.state import State
 from ..core.transform import Transform, TransformState
-from ..core.tree import Tree, flatten
+from ..core.tree import Tree, flatten, tensors_of
 from ..core.update_context import Context
 from .trees import random_like
 
@@ -28,7 +29,7 @@ def check_facts(t: Transform, state: State) -> None:
         state: of a pipeline that it stands in, on whose parameters it is run as they are stored.
     """
     run = _Run(t, state.layout, state.leaves)
-    for why in (_window(run), _parameters(run), _reports(run), _settable(run), _weights(run)):
+    for why in (_window(run), _parameters(run), _reports(run), _settable(run), _weights(run), _keeps(run)):
         if why:
             raise AssertionError(f"{t!r}: it does what its `Facts` say. {why}")
 
@@ -42,13 +43,23 @@ class _Run:
     leaves: Leaves
 
     def steps(
-        self, shift: float = 0.0, weights: tuple[float, ...] = (), windows: int = 1, **given: Any
+        self,
+        shift: float = 0.0,
+        weights: tuple[float, ...] = (),
+        windows: int = 1,
+        handed: list[Tensor] | None = None,
+        **given: Any,
     ) -> Iterator[tuple[Leaves | None, TransformState, Mapping[str, Tensor]]]:
-        """What it gives in each micro-step, `None` where it holds, its state then, and the metrics."""
+        """What it gives in each micro-step, `None` where it holds, its state then, and the metrics.
+
+        What its update half is handed goes into `handed` too.
+        """
         params = {p: x + shift if x.is_floating_point() else x for p, x in self.leaves.items()}
         state = self.t.init_fn(params, self.layout)
         for i in range(windows * self.t.facts.window):
             grads = params if self.t.facts.watches else random_like(self.leaves, seed=100 + i)
+            if handed is not None:
+                handed += [*grads.values(), *params.values()]
             weight = weights[i] if weights else 2.0 if self.t.facts.weighted else None
             ctx = Context(self.layout, weight=weight, **given)
             prepared = self.t.prepare_fn(state, grads, params, ctx)
@@ -110,6 +121,18 @@ def _weights(run: _Run) -> str:
     if not _same(run.last(weights=equal)[0], run.last(weights=(3.0, *equal[1:]))[0]):
         return ""
     return "weighted=True says that it weighs micro-batches. It does not use ctx.weight."
+
+
+def _keeps(run: _Run) -> str:
+    if run.t.facts.keeps:
+        return ""
+    handed: list[Tensor] = []
+    *_, (out, state, _) = run.steps(windows=2, handed=handed)
+    if memories((*handed, *(out or {}).values())).isdisjoint(memories(tensors_of(state))):
+        return ""
+    return (
+        "keeps=False says that its state shares no memory with what it is handed or gives. It keeps a tensor of those."
+    )
 
 
 def _other(value: Any) -> Any:

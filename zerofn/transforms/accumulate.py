@@ -68,7 +68,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     return Transform(
         "accumulate",
         needs="element",
-        facts=Facts(window=every, weighted=weighted),
+        facts=Facts(window=every, weighted=weighted, keeps=False),
         through=_through,
         init_fn=window.init,
         prepare_fn=window.prepare,

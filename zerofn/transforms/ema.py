@@ -42,7 +42,8 @@ def ema(decay: float) -> Transform:
         weight = 1 - ctx.replicated(decay)
         return params, {AVERAGE: {p: _towards(state[AVERAGE][p], x, weight) for p, x in params.items()}}
 
-    return Transform("ema", needs="element", facts=Facts(watches=True), init_fn=init, update_fn=update)
+    facts = Facts(watches=True, keeps=False)
+    return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)
 
 
 def _towards(average: Tensor, x: Tensor, weight: Any) -> Tensor:
