@@ -128,11 +128,10 @@ def _keeps(run: _Run) -> str:
         return ""
     handed: list[Tensor] = []
     *_, (out, state, _) = run.steps(windows=2, handed=handed)
-    if memories((*handed, *(out or {}).values())).isdisjoint(memories(tensors_of(state))):
+    made = (out or {}).values() if run.t.facts.optimizes else ()
+    if memories((*handed, *made)).isdisjoint(memories(tensors_of(state))):
         return ""
-    return (
-        "keeps=False says that its state shares no memory with what it is handed or gives. It keeps a tensor of those."
-    )
+    return "keeps=False says that its state shares no memory with what it is handed, or new parameters. It keeps some."
 
 
 def _other(value: Any) -> Any:
