@@ -159,9 +159,13 @@ class Pipeline:
 
     def context(self, **given: Any) -> Context:
         """The context that update halves are handed."""
-        shown = not given.get("recorded") and any([part is GRAD_NORM for part in self.updates])
-        norms = Norms() if shown else None
+        norms = Norms() if not given.get("recorded") and self._shows_norm else None
         return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
+
+    @cached_property
+    def _shows_norm(self) -> bool:
+        """Whether the norm of gradients is a metric that no transform computes for itself."""
+        return any([part is GRAD_NORM for part in self.updates])
 
     @cached_property
     def reduction(self) -> Reduction:
