@@ -95,6 +95,11 @@ class Attachment:
         if self.home.channels.control is not None:
             together(call, self.home.channels.control.ranks, right)
 
+    def meet_if_sharded(self, call: str, right: str) -> None:
+        """The same, where a rank has parts of parameters that the others gather."""
+        if self.home.units is not None:
+            self.meet(call, right)
+
     def check(self, what: str, inside: bool = False) -> None:
         """Refuse `opt.what()` after `detach` and in a backward; within `averaged` and `gathered`, but for `inside`."""
         if not self.here:

@@ -115,9 +115,8 @@ class OptimizerBase(torch.optim.Optimizer):
         """
         own = self._own
         own.check("gathered", inside=True)
-        if own.home.units is not None:
-            around = "and inside of it `if rank == 0:` around what one rank does alone"
-            own.meet("opt.gathered()", f"with opt.gathered(): on every rank, {around}")
+        around = "and inside of it `if rank == 0:` around what one rank does alone"
+        own.meet_if_sharded("opt.gathered()", f"with opt.gathered(): on every rank, {around}")
         with own.home.gathered():
             yield own.model
 
@@ -152,12 +151,11 @@ class OptimizerBase(torch.optim.Optimizer):
         own = self._own
         own.check("averaged")
         # A rank that computes with averages while another does with parameters would be given some of either.
-        if own.home.units is not None:
-            own.meet("opt.averaged()", "with opt.averaged(): evaluate(model) on every rank")
+        right = "with opt.averaged(): evaluate(model) on every rank"
+        own.meet_if_sharded("opt.averaged()", right)
         with own.averages.during(own.home.settled(), of):
             yield own.model
-            if own.home.units is not None:
-                own.meet("the end of opt.averaged()", "with opt.averaged(): evaluate(model) on every rank, to its end")
+            own.meet_if_sharded("the end of opt.averaged()", f"{right}, to its end")
 
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
