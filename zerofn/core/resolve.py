@@ -51,7 +51,7 @@ def pipeline(
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    parts = tuple([replace_innermost(part, lambda inner, *_: _with_check(inner), layout) for part in parts])
+    parts = tuple([replace_innermost(part, _guarded, layout) for part in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
@@ -79,12 +79,13 @@ def pipeline(
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model)
 
 
-def _with_check(t: Transform) -> Transform:
-    """The same transform, whose update half raises where it returns what does not fit its leaves.
+def _guarded(t: Transform, paths: set[str], where: str) -> Transform:
+    """The same transform, which harms nothing else by what it returns, nor by what it keeps."""
+    return _with_own_state(_with_check(t))
 
-    What it keeps of what it is handed is copied: a gradient is its caller's, who may write into it or add the next one
-    to it, and parameters are written in place. So is its first state, which is written in place too.
-    """
+
+def _with_check(t: Transform) -> Transform:
+    """The same transform, whose update half raises where it returns what does not fit its leaves."""
     if t.update_fn is pass_through:
         return t
     # A group of optimizers leaves alone what it does not train.
@@ -92,8 +93,23 @@ def _with_check(t: Transform) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         returned = t.update_fn(grads, state, params, carry, ctx)
-        out, own = check_returned(t.name, t.facts, returned, grads, params, some)
-        if not t.facts.keeps or own is state or not own:
+        return check_returned(t.name, t.facts, returned, grads, params, some)
+
+    return replace(t, update_fn=update)
+
+
+def _with_own_state(t: Transform) -> Transform:
+    """The same transform, whose state shares no memory: what it keeps of what it is handed is copied.
+
+    A gradient is its caller's, who may write into it or add the next one to it, and parameters are written in place. So
+    is a first state, which is copied too.
+    """
+    if t.update_fn is pass_through or not t.facts.keeps:
+        return t
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        out, own = t.update_fn(grads, state, params, carry, ctx)
+        if own is state or not own:
             return out, own
         made = out.values() if t.facts.optimizes and out else ()
         return out, apart(own, (*grads.values(), *params.values(), *made))
@@ -102,7 +118,7 @@ def _with_check(t: Transform) -> Transform:
         # A tensor of a parameter, of two leaves, or of every state that is made.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, t.init_fn(leaves, layout))
 
-    return replace(t, update_fn=update, init_fn=init) if t.facts.keeps else replace(t, update_fn=update)
+    return replace(t, update_fn=update, init_fn=init)
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
