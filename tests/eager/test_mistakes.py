@@ -11,6 +11,7 @@ import models as zoo
 import pytest
 import torch
 from torch import nn
+from trees import flat
 
 import zerofn as zf
 
@@ -402,14 +403,14 @@ def test_a_failed_step_changes_nothing():
         loss_of(model).backward()
         opt.step()
         opt.zero_grad()
-    before = copy.deepcopy(opt.state_dict())
+    before = flat(copy.deepcopy(opt.state_dict()))
     for _ in range(2):
         loss_of(model).backward()
         with pytest.raises(TypeError, match="a schedule returns a number"):
             opt.step()
-    after = opt.state_dict()
-    assert all(torch.equal(v, after["params"][k]) for k, v in before["params"].items())
-    assert torch.equal(before["step"], after["step"]) and torch.equal(before["micro_step"], after["micro_step"])
+    after = flat(opt.state_dict())
+    # The sums of `accumulate` too: a gradient is not added by a step that raises.
+    assert all(torch.equal(x, after[k]) if isinstance(x, torch.Tensor) else x == after[k] for k, x in before.items())
 
 
 def test_load_state_dict_of_another_pipeline():

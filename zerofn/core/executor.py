@@ -18,7 +18,7 @@ from .._ranges import UPDATE, listener, ranged, told
 from .facts import Scope
 from .held_metrics import report_held, standing
 from .layout import Leaves
-from .segments import Stretch
+from .segments import States, Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
 from .update_context import Context, Prepared
@@ -48,15 +48,26 @@ def run(
     for i, here in enumerate(parts):
         segment = Segment(here, states, params, ctx, signal, emitted)
         ctx = segment.ctx
+        # Asked for before this stretch writes, since a schedule among them may fail.
+        held = _held_metrics(segment.behind, parts[i + 1 :], states, params, ctx) if segment.held else {}
         signal = segment.feed(signal, params)
         segment.close()
         states, emitted = segment.states(emitted)
         if segment.held:
-            report_held(segment.behind, states, params, ctx)
-            for later in parts[i + 1 :]:
-                report_held(later.given, states, params, ctx)
+            for name, x in held.items():
+                ctx.metrics.setdefault(name, x)
             return None, states, False
     return signal, states, emitted
+
+
+def _held_metrics(
+    behind: Sequence[Transform], later: Sequence[Stretch], states: States, params: Leaves, ctx: Context
+) -> dict[str, Tensor]:
+    """The metrics of transforms that a held step does not come to."""
+    ctx = replace(ctx, metrics={})
+    for parts in (behind, *[stretch.given for stretch in later]):
+        report_held(parts, states, params, ctx)
+    return ctx.metrics
 
 
 class Segment:

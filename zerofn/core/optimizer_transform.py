@@ -173,6 +173,8 @@ def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Gi
     own: TransformState = {}
     for count, group in groups:
         leaves = _listed(group, count, given)
+        if given.ctx.donate:
+            given.ctx.written.add(given.ctx.prefix)
         kernel(leaves)
         if leaves.norms and given.ctx.norms is not None:
             given.ctx.norms.add(group, leaves.norms)

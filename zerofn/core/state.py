@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ from .tree import Tree, flatten, register_global
 def counter(x: int = 0) -> Tensor:
     """A counter of the state. It lives on the CPU, so that reading it never waits for a GPU."""
     return torch.tensor(x, dtype=torch.int64)
+
+
+class Fate(Enum):
+    """What has become of the memory of a state."""
+
+    NONE = auto()
+    DONATED = auto()  # the next state is in it
+    TORN = auto()  # the step that wrote into it has raised
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,30 +61,61 @@ class State:
     _shown: Callable[[Any], Any] | None = None
 
     @contextmanager
-    def given_away(self) -> Iterator[None]:
-        """Mark that the memory of this state belongs to the next one, unless the body raises.
+    def given_away(self, written: Collection[str]) -> Iterator[None]:
+        """Mark that the memory of this state belongs to the next one, unless the body raises before it writes.
+
+        Args:
+            written: what the body has begun to write (`Context.written`).
+        """
+        self._mark(Fate.DONATED)
+        try:
+            yield
+        except BaseException:
+            self._mark(Fate.TORN if written else Fate.NONE)
+            raise
+
+    def _mark(self, fate: Fate) -> None:
+        """Mark what has become of its memory.
 
         The mark is an attribute of `micro_step`. Each state has that counter to itself; a batch of states and the
         states that a step under `vmap` is given have one in common.
         """
         mine: Any = innermost(self.micro_step)
-        mine._zerofn_given_away = True
-        try:
-            yield
-        except BaseException:
-            mine._zerofn_given_away = False
-            raise
+        mine._zerofn_fate = fate
 
-    def check_not_donated(self, where: str) -> None:
-        """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler."""
+    def tear(self) -> None:
+        """Mark that a step which wrote into it has raised in the middle."""
+        self._mark(Fate.TORN)
+
+    def mend(self) -> None:
+        """Take that mark off: another state has been copied into its memory."""
+        self._mark(Fate.NONE)
+
+    def check_usable(self, where: str, torn: bool = False) -> None:
+        """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler.
+
+        Args:
+            where: the use, for the message.
+            torn: whether it may be one into which a step had begun to write that raised.
+        """
         mine = self.micro_step if innermost_transform() is None else innermost(self.micro_step)
-        if getattr(mine, "_zerofn_given_away", False):
+        fate = getattr(mine, "_zerofn_fate", Fate.NONE)
+        if fate is Fate.DONATED:
             raise RuntimeError(
                 explain(
                     f"{where} of a state that was donated",
                     "a step with donate=True has written the next state into its memory",
                     "state, metrics = step(state, *batch), and no use of the old one;\n"
                     "zf.make_step(loss_fn, tx), without donate, to keep both",
+                )
+            )
+        if fate is Fate.TORN and not torn:
+            raise RuntimeError(
+                explain(
+                    f"{where} of a state into which a step was writing when it raised",
+                    "some leaves or sums have their new values, the others and the counters their old ones",
+                    "zf.load(directory, like=...) to go back to a checkpoint;\n"
+                    "zf.make_step(loss_fn, tx), without donate, where a step may raise: it leaves its state alone",
                 )
             )
 

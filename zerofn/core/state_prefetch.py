@@ -71,6 +71,8 @@ class Conveyor:
         """The new state where the old one lives; in the same memory when donated."""
         pairs: list[tuple[Tensor, Tensor]] = []
         out = {slot: _home(entry, homes[slot], ctx, pairs) for slot, entry in new.items()}
+        if pairs and ctx.donate:
+            ctx.written.add(ctx.prefix)
         for device in {x.device for _, x in pairs}:
             copy = self._queue("back", device).copy([(t, x) for t, x in pairs if x.device == device])
             ctx.before_the_end(copy.wait_on_host)

@@ -81,6 +81,8 @@ class Context:
         comes: false where the step is held before it reaches this transform; a tensor in a graph or under `vmap`.
         standing: metrics of this transform, by name, for a step that is held before it.
         under_way: functions that wait for copies, filled by `before_the_end`.
+        written: prefixes of the transforms that have begun to write what is donated: of an error that is raised after
+            it the state is neither the old one nor the new. Filled by `own` and `into`.
         prefix: where a nested transform stands, for instance ``"partition.decay."``.
     """
 
@@ -101,15 +103,22 @@ class Context:
     comes: bool | Tensor = True
     standing: Mapping[str, Any] = field(default_factory=dict)
     under_way: list[Callable[[], None]] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
     prefix: str = ""
 
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
-        return x if self.donate else x.clone()
+        if not self.donate:
+            return x.clone()
+        self.written.add(self.prefix)
+        return x
 
     def into(self, old: Tensor, new: Tensor) -> Tensor:
         """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
-        return old.copy_(new) if self.donate else new
+        if not self.donate:
+            return new
+        self.written.add(self.prefix)
+        return old.copy_(new)
 
     def number(self, x: Tensor) -> Any:
         """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""

@@ -64,6 +64,8 @@ def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformSt
     if not members.plain:
         return None
     with beneath_functorch(), torch.no_grad():
+        if ctx.donate_to_kernels:
+            ctx.written.add(ctx.prefix)
         new = {p: members.own(params[p], ctx.donate_to_kernels) for p in grads}
         own = {slot: {p: members.own(old[p], ctx.donate_to_kernels) for p in grads} for slot, old in slots.items()}
         for group in _lists(members, given._replace(params=new, slots=own)):

@@ -122,8 +122,9 @@ class Attachment:
             )
 
     def check_state_dict(self) -> None:
-        """Refuse `opt.state_dict()` where parameters are averages, or a step in backward is half made."""
+        """Refuse `opt.state_dict()` where parameters are averages, or a step is half made."""
         self.averages.refuse("opt.state_dict()")
+        self.home.current.check("opt.state_dict()")
         if self.steps.under_way:
             raise RuntimeError(
                 explain(

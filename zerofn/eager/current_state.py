@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._errors import explain
 from ..core.state import State
 from ..core.transform import TransformState
 
@@ -13,9 +14,30 @@ class CurrentState:
 
     Attributes:
         state: set when the model's first state is made.
+        torn: whether a step was writing into it when it raised. No step is made of it until another is loaded.
     """
 
     state: State
+    torn: bool = False
+
+    def tear(self) -> None:
+        """A step that was writing into the state has raised."""
+        self.torn = True
+        self.state.tear()
+
+    def check(self, where: str) -> None:
+        """Raise a RuntimeError for a use of a torn state."""
+        if self.torn:
+            wrong = f"{where} after a step that raised while it was writing into the state"
+            why = "some leaves or sums have their new values, the others and the counters their old ones"
+            right = "zf.load(directory, like=opt), or opt.load_state_dict(saved), to go back to what was saved;\n"
+            right += "opt.load_state(opt.state) to go on from what is there"
+            raise RuntimeError(explain(wrong, why, right))
+
+    def mend(self) -> None:
+        """Another state has been copied into its memory."""
+        self.torn = False
+        self.state.mend()
 
     def of_transform(self, name: str) -> TransformState:
         """What a transform has in it."""

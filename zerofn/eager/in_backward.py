@@ -111,11 +111,18 @@ class InBackward:
             )
         state = self.current.state
         if self.under_way is None:
+            self.current.check("loss.backward() with in_backward=True")
             self.ctx = self.context()
             leaves = {path: state.leaves[path] for path in state.layout.trained}
             self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
-        stored = state.leaves[path]
-        new = self.under_way.feed({path: grad}, {path: stored}).get(path)
+        stored, ctx = state.leaves[path], self.under_way.ctx
+        ctx.written.clear()
+        try:
+            new = self.under_way.feed({path: grad}, {path: stored}).get(path)
+        except BaseException:
+            if ctx.written:
+                self.current.tear()
+            raise
         if new is not None and new is not stored:
             stored.copy_(new)
         self.done.add(path)

@@ -66,7 +66,8 @@ class Optimizer(OptimizerBase):
                 stepped after each update that was applied, and not otherwise.
 
         Raises:
-            RuntimeError: detached, in the middle of a backward, or the model changed since it was attached.
+            RuntimeError: detached, in the middle of a backward, or the model changed since it was attached; or a step
+                raised while it was writing into the state, and none has been loaded since.
             ValueError: no parameter has a gradient.
         """
         self._own.check("step")

@@ -63,9 +63,11 @@ class StateDicts:
             state, cutting = self.home.settled(), self.pipe.road.cutting
             for mine, theirs in torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting):
                 mine.copy_(theirs)
+            self.home.current.mend()
             return self.groups.load(torch_state_dict.groups_of(self.groups, given["param_groups"]))
         for mine, theirs in pairs(self.of(self.home.settled()), given):
             if isinstance(mine, Tensor):
                 as_local(mine).copy_(as_local(theirs))
+        self.home.current.mend()
         self.home.refresh()
         self.groups.load(given["param_groups"])

@@ -63,6 +63,9 @@ class Steps:
             # What was set may be refused, and what is collected cannot be put back.
             rates, numbers = self.groups.given()
             grads = self.home.micro_step.collect(self.window.forced, partial(as_text, rates, numbers))
+            if self.home.current.torn:
+                # Behind the exchange: of some ranks only, their numbers of steps differ, and all of them have raised.
+                self.home.current.check("opt.step()")
             if early is None:
                 metrics = self._update(grads, weight, rates, numbers)
             else:
@@ -111,12 +114,14 @@ class Steps:
             numbers=numbers,
             micro_step=old.micro_step,
         )
-        new, metrics = apply(self.pipe, grads, old, ctx)
-        if any(map(is_not, new.leaves.values(), old.leaves.values())):
-            with torch.no_grad():
-                for path, x in old.leaves.items():
-                    if new.leaves[path] is not x:
-                        new.leaves[path] = x.copy_(new.leaves[path])
+        try:
+            new, metrics = apply(self.pipe, grads, old, ctx)
+            if any(map(is_not, new.leaves.values(), old.leaves.values())):
+                _store(new.leaves, old.leaves, ctx)
+        except BaseException:
+            if ctx.written:
+                self.home.current.tear()
+            raise
         self.home.current.state = new
         if window.holds:
             self._forget(grads)
@@ -172,3 +177,11 @@ class Steps:
         self._spent = []
         loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
         return loss / self.window.every if scale_wrt_gas else loss
+
+
+@torch.no_grad()
+def _store(new: Leaves, old: Leaves, ctx: Context) -> None:
+    """Copy new parameters that have memory of their own into that of the old ones."""
+    for path, x in old.items():
+        if new[path] is not x:
+            new[path] = ctx.into(x, new[path])

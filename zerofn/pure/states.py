@@ -136,7 +136,7 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
         raise TypeError(
             explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
         )
-    state.check_not_donated(where)
+    state.check_usable(where)
     pipe = pipeline(tx, state.layout, where)
     names = [p.name for p in pipe.parts]
     if list(state.transforms) != names:

@@ -111,7 +111,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
             with torch.no_grad():
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
-            state.check_not_donated("a step")
+            state.check_usable("a step")
         record = records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
@@ -165,7 +165,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
         # Marked before it is written, for a save in another thread.
-        with state.given_away() if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
+        with state.given_away(ctx.written) if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
             new, metrics = apply(pipe, grads, state, ctx)
         return new, {"loss": loss, **metrics, **aux}
 

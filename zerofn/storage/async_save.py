@@ -84,7 +84,7 @@ def check_not_written_since(state: State) -> Callable[[], None]:
     before = writes(tensors)
 
     def check() -> None:
-        state.check_not_donated("zf.save(directory, state)")
+        state.check_usable("zf.save(directory, state)")
         if writes(tensors) != before:
             wrong = "zf.save(directory, state) while something writes into the state, in another thread"
             right = "zf.save(directory, opt) of an attached model; else zf.save(directory, state, wait=False) in the "

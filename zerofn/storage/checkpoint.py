@@ -198,22 +198,23 @@ def _as_json(group: dict[str, Any]) -> dict[str, Any]:
     return tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, group)
 
 
-def state_of(given: Any, where: str) -> State:
+def state_of(given: Any, where: str, torn: bool = False) -> State:
     """The state itself, or that of an attached model's `opt`.
 
     Args:
         given: by the user.
         where: the call, with `{}` for the argument.
+        torn: whether it may be one into which a step had begun to write that raised.
 
     Raises:
         TypeError: it is neither.
-        RuntimeError: a step has taken its memory (`donate=True`).
+        RuntimeError: a step has taken its memory (`donate=True`), or was writing into it when it raised.
     """
     state = given.state if isinstance(given, Optimizer) else given
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
-    state.check_not_donated(where.format("state"))
+    state.check_usable(where.format("state"), torn)
     return state
 
 

@@ -82,7 +82,7 @@ def load(
     """
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
-    state = state_of(like, "zf.load(directory, like={})")
+    state = state_of(like, "zf.load(directory, like={})", torn=True)
     path = absolute_path("zf.load({}, like=state)", directory)
     return _load(directory, path, state, opt, strict, _pipe(state, opt, strict, tx))
 
