@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat.compiler import register_pytree_node
-from .._compat.functorch import innermost, innermost_transform
-from .._errors import bad_leaves, explain
+from .._errors import bad_leaves
 from .html import bars
 from .layout import Layout, Leaves
 from .state_by_parameter import LeafTensors, assign, entries_stay
+from .state_fate import Fate, check_usable, mark
 from .transform import TransformState
 from .tree import Tree, flatten, register_global
 
@@ -24,14 +23,6 @@ from .tree import Tree, flatten, register_global
 def counter(x: int = 0) -> Tensor:
     """A counter of the state. It lives on the CPU, so that reading it never waits for a GPU."""
     return torch.tensor(x, dtype=torch.int64)
-
-
-class Fate(Enum):
-    """What has become of the memory of a state."""
-
-    NONE = auto()
-    DONATED = auto()  # the next state is in it
-    TORN = auto()  # the step that wrote into it has raised
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,29 +58,12 @@ class State:
         Args:
             written: what the body has begun to write (`Context.written`).
         """
-        self._mark(Fate.DONATED)
+        mark(self.micro_step, Fate.DONATED)
         try:
             yield
         except BaseException:
-            self._mark(Fate.TORN if written else Fate.NONE)
+            mark(self.micro_step, Fate.TORN if written else Fate.NONE)
             raise
-
-    def _mark(self, fate: Fate) -> None:
-        """Mark what has become of its memory.
-
-        The mark is an attribute of `micro_step`. Each state has that counter to itself; a batch of states and the
-        states that a step under `vmap` is given have one in common.
-        """
-        mine: Any = innermost(self.micro_step)
-        mine._zerofn_fate = fate
-
-    def tear(self) -> None:
-        """Mark that a step which wrote into it has raised in the middle."""
-        self._mark(Fate.TORN)
-
-    def mend(self) -> None:
-        """Take that mark off: another state has been copied into its memory."""
-        self._mark(Fate.NONE)
 
     def check_usable(self, where: str, torn: bool = False) -> None:
         """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler.
@@ -98,26 +72,7 @@ class State:
             where: the use, for the message.
             torn: whether it may be one into which a step had begun to write that raised.
         """
-        mine = self.micro_step if innermost_transform() is None else innermost(self.micro_step)
-        fate = getattr(mine, "_zerofn_fate", Fate.NONE)
-        if fate is Fate.DONATED:
-            raise RuntimeError(
-                explain(
-                    f"{where} of a state that was donated",
-                    "a step with donate=True has written the next state into its memory",
-                    "state, metrics = step(state, *batch), and no use of the old one;\n"
-                    "zf.make_step(loss_fn, tx), without donate, to keep both",
-                )
-            )
-        if fate is Fate.TORN and not torn:
-            raise RuntimeError(
-                explain(
-                    f"{where} of a state into which a step was writing when it raised",
-                    "some leaves or sums have their new values, the others and the counters their old ones",
-                    "zf.load(directory, like=...) to go back to a checkpoint;\n"
-                    "zf.make_step(loss_fn, tx), without donate, where a step may raise: it leaves its state alone",
-                )
-            )
+        check_usable(self.micro_step, where, torn)
 
     def check_data(self, where: str) -> None:
         """Raise a ValueError for meta tensors: a step would count on and change nothing."""

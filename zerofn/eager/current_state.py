@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._errors import explain
 from ..core.state import State
+from ..core.state_fate import Fate, mark
 from ..core.transform import TransformState
 
 
@@ -23,7 +24,7 @@ class CurrentState:
     def tear(self) -> None:
         """A step that was writing into the state has raised."""
         self.torn = True
-        self.state.tear()
+        mark(self.state.micro_step, Fate.TORN)
 
     def check(self, where: str) -> None:
         """Raise a RuntimeError for a use of a torn state."""
@@ -37,7 +38,7 @@ class CurrentState:
     def mend(self) -> None:
         """Another state has been copied into its memory."""
         self.torn = False
-        self.state.mend()
+        mark(self.state.micro_step, Fate.NONE)
 
     def of_transform(self, name: str) -> TransformState:
         """What a transform has in it."""

@@ -159,15 +159,7 @@ class Steps:
 
     def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """What `opt.backward` does."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                explain(
-                    f"opt.backward({got})",
-                    "it takes a loss of one element that requires a gradient",
-                    "output.backward(gradient): any backward of PyTorch's own is right here",
-                )
-            )
+        _check_loss(loss)
         self.window.average(scale_wrt_gas)
         self.home.micro_step.uncleared.clear(to_none=True)
         for path, spent, count in self._spent:
@@ -185,3 +177,15 @@ def _store(new: Leaves, old: Leaves, ctx: Context) -> None:
     for path, x in old.items():
         if new[path] is not x:
             new[path] = ctx.into(x, new[path])
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            explain(
+                f"opt.backward({got})",
+                "it takes a loss of one element that requires a gradient",
+                "output.backward(gradient): any backward of PyTorch's own is right here",
+            )
+        )
