@@ -189,6 +189,20 @@ def loss_of_many(p, x):
     return sum((x @ w - 1).square().sum() for w in p.values())
 
 
+# Parameters and both moments; of a hold the sums as well, and they are written at the end of the graph. Where the state
+# is written the loss too, which may be an element of it.
+COPIES = {(True, False): 1, (False, False): 120, (False, True): 120, (True, True): 121}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donate, holds", COPIES)
+def test_in_a_graph_the_kernel_writes_a_donated_state_itself_where_nothing_is_chosen_after_it(donate, holds):
+    look, tx = Looking(), zf.chain(*[zf.accumulate(2)] * holds, zf.adamw(0.1))
+    fast = torch.compile(zf.make_step(loss_of_many, tx, donate=donate), fullgraph=True, backend=look)
+    fast(zf.init(tx, many()), batches(1)[0])
+    assert look.calls("clone(") == COPIES[donate, holds]
+
+
 @pytest.mark.parametrize("holds", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make", [zf.adamw, pytest.param(zf.adam, marks=pytest.mark.slow)], ids=lambda make: make.__name__
@@ -210,22 +224,8 @@ def test_many_leaves_are_updated_by_the_fused_kernel_with_its_own_bits(make, hol
         want, state = step(want, x)[0], fast(state, x)[0]
         assert same_bits(state, want)
     assert look.calls("zerofn.fused_adam_") == 1
+    assert look.calls("clone(") == COPIES[True, holds]
     assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
-
-
-# Parameters and both moments; of a hold the sums as well, and they are written at the end of the graph. Where the state
-# is written the loss too, which may be an element of it.
-COPIES = {(True, False): 1, (False, False): 120, (False, True): 120, (True, True): 121}
-
-
-@pytest.mark.parametrize(
-    "donate, holds", [pytest.param(*x, marks=() if x == (True, False) else pytest.mark.slow) for x in COPIES]
-)
-def test_in_a_graph_the_kernel_writes_a_donated_state_itself_where_nothing_is_chosen_after_it(donate, holds):
-    look, tx = Looking(), zf.chain(*[zf.accumulate(2)] * holds, zf.adamw(0.1))
-    fast = torch.compile(zf.make_step(loss_of_many, tx, donate=donate), fullgraph=True, backend=look)
-    fast(zf.init(tx, many()), batches(1)[0])
-    assert look.calls("clone(") == COPIES[donate, holds]
 
 
 @needs_compiler
