@@ -19,7 +19,6 @@ from .leafwise import transform
 from .returned_updates import check_returned
 from .segments import stretch, stretches
 from .transform import Transform, TransformState, nothing_to_prepare
-from .tree import apart
 from .update_context import Context, Prepared
 
 
@@ -180,10 +179,10 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
     check_needs("guest", needs, ("element", "row", "leaf", "tree"), alone)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"inner": apart(transformation.init(dict(leaves)), leaves.values())}
+        return {"inner": transformation.init(dict(leaves))}
 
     name, known = type(transformation).__name__, _arguments_of_update(transformation)
-    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True, keeps=False)
+    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         missing = [(p, "no gradient in this step") for p in params if p not in grads]
@@ -196,8 +195,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             returned = transformation.update(dict(grads), state["inner"], dict(params), **extra)
         # Here and not once they are added to parameters, which would cast them and spread them over leaves.
         out, inner = check_returned(name, facts, returned, grads, params)
-        # It may keep the tensors that it is given, which are written in place afterwards.
-        return dict(out or {}), {"inner": apart(inner, (*params.values(), *grads.values()))}
+        return dict(out or {}), {"inner": inner}
 
     return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
 

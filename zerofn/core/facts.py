@@ -27,8 +27,8 @@ class Facts:
             its own. In a step that does not reach it each is 0, or what its state has under that name.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
         keeps: whether its state may be of tensors that it is handed, or of new parameters that it gives, or first
-            states of one tensor. Such are copied, for which each step compares addresses; `False` is of one that makes
-            its own.
+            states of one tensor, and what it gives parameters of other leaves. Such are copied, for which each step
+            compares addresses; `False` is of one that makes its own.
         holds: it keeps gradients for a later micro-step.
     """
 

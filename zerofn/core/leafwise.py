@@ -16,6 +16,7 @@ from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .facts import Facts
 from .layout import Layout, Leaves
+from .own_memory import own_start
 from .returned_updates import misfit
 from .state import counter
 from .transform import Transform, TransformState
@@ -191,7 +192,8 @@ class _OnLeaves:
         if wrong:
             right = "init=torch.zeros_like, or a dict or tuple of tensors"
             raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
-        return {**counted, "value": {path: apart(made[path], (p,)) for path, p in leaves.items()}}
+        # Leaf by leaf, so that no more than one is in memory twice.
+        return {**counted, "value": {path: own_start(made.pop(path)) for path in leaves}}
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         now = number(state[STEP]) if self.counts else ctx.micro_step

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from .._errors import explain
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
@@ -18,6 +16,7 @@ from .dtypes import Dtypes
 from .facts import OF_PIECES
 from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
+from .own_memory import own_start, own_update
 from .owner_updates import run_at_owners
 from .owners import place_in
 from .partition import replace_innermost
@@ -27,7 +26,6 @@ from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, pass_through
-from .tree import apart, tree_map
 from .update_context import Context
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
@@ -81,7 +79,7 @@ def pipeline(
 
 def _guarded(t: Transform, paths: set[str], where: str) -> Transform:
     """The same transform, which harms nothing else by what it returns, nor by what it keeps."""
-    return _with_own_state(_with_check(t))
+    return _with_own_memory(_with_check(t))
 
 
 def _with_check(t: Transform) -> Transform:
@@ -98,25 +96,16 @@ def _with_check(t: Transform) -> Transform:
     return replace(t, update_fn=update)
 
 
-def _with_own_state(t: Transform) -> Transform:
-    """The same transform, whose state shares no memory: what it keeps of what it is handed is copied.
-
-    A gradient is its caller's, who may write into it or add the next one to it, and parameters are written in place. So
-    is a first state, which is copied too.
-    """
+def _with_own_memory(t: Transform) -> Transform:
+    """The same transform, which shares no memory with what is written behind it (`own_memory`)."""
     if t.update_fn is pass_through or not t.facts.keeps:
         return t
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        out, own = t.update_fn(grads, state, params, carry, ctx)
-        if own is state or not own:
-            return out, own
-        made = out.values() if t.facts.optimizes and out else ()
-        return out, apart(own, (*grads.values(), *params.values(), *made))
+        return own_update(t.facts, t.update_fn(grads, state, params, carry, ctx), state, grads, params)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        # A tensor of a parameter, of two leaves, or of every state that is made.
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, t.init_fn(leaves, layout))
+        return own_start(t.init_fn(leaves, layout))
 
     return replace(t, update_fn=update, init_fn=init)
 

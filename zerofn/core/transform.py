@@ -22,6 +22,7 @@ from .facts import NEEDS, Facts, Scope
 from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
+from .own_memory import own_start, own_update
 from .returned_updates import check_returned
 from .spec import Through
 from .tree import Tree, flatten
@@ -130,7 +131,8 @@ class Transform:
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
         layout, leaves = make_layout(params)
-        return self.init_fn(leaves, layout)
+        state = self.init_fn(leaves, layout)
+        return own_start(state) if self.facts.keeps else state
 
     def update(self, grads: Tree, state: TransformState, params: Tree) -> tuple[Tree, TransformState]:
         """One micro-step of this transform alone: `(grads, state, params) -> (grads | None, state)`.
@@ -149,7 +151,9 @@ class Transform:
             prepared = self.prepare_fn(state, entries, leaves, ctx)
             returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
-        out, own = returned if self.parts else check_returned(self.name, self.facts, returned, entries, leaves)
+        if not self.parts:
+            returned = check_returned(self.name, self.facts, returned, entries, leaves)
+        out, own = own_update(self.facts, returned, state, entries, leaves) if self.facts.keeps else returned
         ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):

@@ -129,9 +129,14 @@ def _keeps(run: _Run) -> str:
     handed: list[Tensor] = []
     *_, (out, state, _) = run.steps(windows=2, handed=handed)
     made = (out or {}).values() if run.t.facts.optimizes else ()
-    if memories((*handed, *made)).isdisjoint(memories(tensors_of(state))):
-        return ""
-    return "keeps=False says that its state shares no memory with what it is handed, or new parameters. It keeps some."
+    if not memories((*handed, *made)).isdisjoint(memories(tensors_of(state))):
+        return "keeps=False says that its state shares no memory with what it is handed, or new parameters. It does."
+    # What it was handed last.
+    params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
+    moved = [x for path, x in (out or {}).items() if x is not params[path]]
+    if not memories(moved).isdisjoint(memories(params.values())):
+        return "keeps=False says that it gives no parameter of another leaf, nor a view of one. It does."
+    return ""
 
 
 def _other(value: Any) -> Any:
