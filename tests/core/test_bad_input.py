@@ -626,6 +626,14 @@ def test_nan_and_shared_memory_in_a_model():
     model[1].weight = nn.Parameter(model[0].weight.data)
     with refuses(ValueError, "1.weight: shares memory with 0.weight", "a.weight = b.weight"):
         zf.attach(model, O)
+    for weight in (torch.ones(2, 1).expand(2, 2), torch.arange(3.0).as_strided((2, 2), (1, 1))):
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(weight)
+        with refuses(ValueError, f"weight: of strides {weight.stride()}: elements share memory", "x.contiguous()"):
+            zf.attach(model, O)
+    # Rows between each other, and none over another.
+    model.weight = nn.Parameter(torch.arange(8.0).as_strided((3, 2), (2, 3)))
+    zf.attach(model, O)
     with refuses(ValueError, "meta device"):
         zf.attach(nn.Linear(2, 2, device="meta"), O)
 

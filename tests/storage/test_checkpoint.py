@@ -315,6 +315,15 @@ def test_dtypes_are_converted_by_hand_only(tmp_path):
     assert torch.equal(state.params["w"], params["w"].to(BF16))
 
 
+def test_a_sparse_state_is_named(tmp_path):
+    def init(leaves, layout):
+        return {"graph": {path: torch.eye(2).to_sparse() for path in leaves}}
+
+    tx = zf.chain(zf.extend.Transform("mine", init_fn=init), zf.sgd(0.1))
+    with pytest.raises(TypeError, match=r"mine/graph/w: is of layout torch\.sparse_coo; keep x\.to_dense\(\)"):
+        zf.save(tmp_path, zf.init(tx, {"w": torch.ones(2)}))
+
+
 def test_wrong_arguments(tmp_path):
     state = zf.init(zf.sgd(0.1), {"w": torch.ones(1)})
     with pytest.raises(TypeError, match=r"zf.save\(directory, dict\)"):

@@ -52,6 +52,23 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
     return {memory(innermost(x)) for x in tensors} - {0}
 
 
+def self_overlapping(x: Tensor) -> bool:
+    """Whether two of its elements are at one place, as of what `expand` gives.
+
+    >>> self_overlapping(torch.ones(2).expand(3, 2)), self_overlapping(torch.ones(3, 2).T)
+    (True, False)
+    """
+    span, doubtful = 0, False
+    for stride, size in sorted([(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]):
+        doubtful |= stride <= span
+        span += stride * (size - 1)
+    if not doubtful:
+        return False
+    # Dimensions may interleave without an overlap: rare, and so counted.
+    places = torch.arange(span + 1).as_strided(x.shape, x.stride())
+    return bool(x.numel()) and places.unique().numel() < x.numel()
+
+
 def all_plain(tensors: Sequence[object]) -> bool:
     """Whether all are of class `Tensor` and have storage: neither `None`, nor sparse, nor batched in any way.
 

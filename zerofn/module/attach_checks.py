@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from .._compat.modules import registered
-from .._compat.tensors import is_wrapper
+from .._compat.tensors import is_wrapper, self_overlapping
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaves
 
@@ -192,7 +192,8 @@ def check_alone(model: nn.Module, over_ranks: bool) -> None:
 
 
 def check_memory(params: dict[str, Tensor]) -> None:
-    """Refuse parameters without memory of their own. Of two over one memory both would be updated."""
+    """Refuse parameters without memory of their own. Of two over one memory both would be updated, and of two elements
+    over one place too."""
     seen: dict[int, str] = {}
     bad = []
     for path, p in params.items():
@@ -202,6 +203,8 @@ def check_memory(params: dict[str, Tensor]) -> None:
             )
         elif p.is_meta:
             bad.append((path, "on the meta device: it has no data yet; zf.materialize(model, tx) makes it"))
+        elif self_overlapping(p):
+            bad.append((path, f"of strides {p.stride()}: elements share memory; nn.Parameter(x.contiguous())"))
         elif p.numel():
             first = seen.setdefault(p.data_ptr(), path)
             if first != path:
