@@ -192,8 +192,12 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("name", MOVING)
-@pytest.mark.parametrize("how", ["compiled", "batched"])
+# Compiling takes four seconds for each.
+EITHER = [("batched", name) for name in MOVING]
+EITHER += [pytest.param("compiled", x, marks=() if i == 0 else pytest.mark.slow) for i, x in enumerate(MOVING)]
+
+
+@pytest.mark.parametrize(("how", "name"), EITHER)
 def test_a_held_step_that_is_computed_and_not_chosen_has_the_same_metrics(name, how):
     """Behind a momentum gradients of a held step are not zero, and yet nothing has come."""
     tx, seen = MOVING[name], []

@@ -173,7 +173,7 @@ def counted(stage):
     return seen, held, sum(sent)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_matrix_is_worked_on_once_and_its_state_lives_there(size):
     for stage in (1, 2, 3):
         found = zf.launch(counted, size, stage, timeout=limit(60))
@@ -213,7 +213,7 @@ def loaded(directory, last, stage):
     return before, list(zf.full_params(tx, state).values())
 
 
-@pytest.mark.parametrize("last", ["muon", "members", "lamb"])
+@pytest.mark.parametrize("last", ["muon", *[pytest.param(x, marks=pytest.mark.slow) for x in ("members", "lamb")]])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
     directory = str(tmp_path / "saved")
     was = zf.launch(saved, 3, directory, last, 3, timeout=limit(60))[0]

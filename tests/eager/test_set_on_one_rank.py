@@ -47,7 +47,7 @@ def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
         assert said.endswith("a scheduler that reads a loss is to read its mean over ranks.") and steps == 1
 
 
-@pytest.mark.parametrize("act", [rate, decay])
+@pytest.mark.parametrize("act", [rate, pytest.param(decay, marks=pytest.mark.slow)])
 def test_on_every_rank_it_is_what_one_process_does(act):
     reference = plain(act)
     for stage in STAGES:

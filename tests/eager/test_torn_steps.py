@@ -10,6 +10,7 @@ from typing import Any
 import models as zoo
 import pytest
 import torch
+from time_limits import limit
 from torch import Tensor, nn
 from trees import flat
 
@@ -225,10 +226,10 @@ def _on_ranks(stage: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero0", marks=pytest.mark.slow), "zero3"])
 def test_on_one_rank_alone(stage):
     """Not one step is made after it, on any rank, and none waits for the others until a time limit."""
-    zero, one = zf.launch(_on_ranks, 2, stage, timeout=120)
+    zero, one = zf.launch(_on_ranks, 2, stage, timeout=limit(60))
     told = r"ranks disagree on the number of steps|this rank waits in all_(reduce|gather) for rank"
     assert one[:2] == ["made", "raised"] and len(one) == 3 and re.match(told, one[2])
     # Where a number of all ranks is needed in the step itself, rank 0 does not come to its end.

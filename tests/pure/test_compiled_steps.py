@@ -255,6 +255,7 @@ def test_the_operator_of_many_leaves_keeps_the_rules_of_torch():
     assert written == [True, True, False, False, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_many_leaves_have_the_formula_where_derivatives_are_recorded():
     look, step = Looking(), zf.make_step(loss_of_many, zf.adamw(0.1, eps=1e-3))
     (x,) = batches(1).double()

@@ -98,7 +98,8 @@ class Monkey:
     setattr = staticmethod(setattr)
 
 
-@pytest.mark.parametrize("stage", FIRST)
+# Where parameters are whole, and where they are cut; the third sends what both do.
+@pytest.mark.parametrize("stage", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.slow), "shard"])
 def test_a_call_on_one_rank_alone_is_refused_there_and_training_goes_on(stage, tmp_path):
     ranks = zf.launch(one_alone_while_others_train, 2, stage, tmp_path, Monkey, timeout=limit(60))
     told, losses, params, last = ranks[0]

@@ -368,7 +368,7 @@ def filled(inside):
     return found
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_functions_of_torch_write_is_right(inside):
     for found in zf.launch(filled, 2, inside, timeout=limit()):
         assert all(found)

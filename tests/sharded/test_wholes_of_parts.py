@@ -183,7 +183,7 @@ def penalties():
     return norm.item(), whole
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_derivatives_of_wholes_count_once(size):
     model = make()
     losses = [loss_of(model, rank) for rank in range(size)]
