@@ -113,10 +113,12 @@ def test_a_step_that_raises(name, at, tmp_path):
         assert same(kept(opt), flat(saved))
     else:
         for use in (opt.step, opt.state_dict):
-            with pytest.raises(RuntimeError, match=r"opt\.\w+\(\) after a step that raised while it was writing"):
+            with pytest.raises(
+                RuntimeError, match=r"opt\.\w+\(\) after a step or a load that raised while it was writing"
+            ):
                 use()
         for given in (opt, opt.state):
-            with pytest.raises(RuntimeError, match="of a state into which a step was writing when it raised"):
+            with pytest.raises(RuntimeError, match="of a state into which a step or a load was writing when it raised"):
                 zf.save(tmp_path / "torn", given)
         assert not (tmp_path / "torn").exists()
         if at % 2:
@@ -149,6 +151,35 @@ def test_one_may_go_on_from_what_is_there():
     assert opt.micro_steps == 2
 
 
+class Bomb(Tensor):
+    """Raises where it is copied from."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is Tensor.copy_:
+            raise KeyboardInterrupt
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("at", ["params", "last"])
+def test_a_load_that_raises_in_the_middle(at):
+    model = net()
+    opt = zf.attach(model, zf.adamw(0.1))
+    one_step(model, opt)
+    saved = _copied(opt.state_dict())
+    one_step(model, opt)
+    broken = _copied(saved)
+    entries = broken["params"] if at == "params" else broken["transforms"]["adamw"]["exp_avg_sq"]
+    entries["last.bias"] = entries["last.bias"].as_subclass(Bomb)
+    with pytest.raises(KeyboardInterrupt):
+        opt.load_state_dict(broken)
+    for use in (opt.step, opt.state_dict):
+        with pytest.raises(RuntimeError, match="after a step or a load that raised while it was writing"):
+            use()
+    opt.load_state_dict(saved)
+    assert same(kept(opt), flat(saved))
+
+
 def test_within_backward():
     raises = Raises()
     model, plain = net(), net()
@@ -160,7 +191,9 @@ def test_within_backward():
     with pytest.raises(ZeroDivisionError):
         backward(model, 1)
     opt.zero_grad()
-    with pytest.raises(RuntimeError, match=r"loss.backward\(\) with in_backward=True after a step that raised"):
+    with pytest.raises(
+        RuntimeError, match=r"loss.backward\(\) with in_backward=True after a step or a load that raised"
+    ):
         backward(model, 1)
     for use in (opt.step, opt.state_dict):
         with pytest.raises(RuntimeError):
@@ -193,7 +226,7 @@ def test_the_pure_route(donate, tmp_path):
     with pytest.raises(ZeroDivisionError):
         step(state, X[1])
     if donate:
-        torn = "of a state into which a step was writing when it raised"
+        torn = "of a state into which a step or a load was writing when it raised"
         for use in (partial(step, state, X[1]), partial(zf.save, tmp_path / "torn", state)):
             with pytest.raises(RuntimeError, match=torn):
                 use()

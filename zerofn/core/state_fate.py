@@ -20,7 +20,7 @@ class Fate(Enum):
 
     NONE = auto()
     DONATED = auto()  # the next state is in it
-    TORN = auto()  # the step that wrote into it has raised
+    TORN = auto()  # the step, or the load, that wrote into it has raised
 
 
 def mark(micro_step: Tensor, fate: Fate) -> None:
@@ -45,7 +45,7 @@ def check_usable(micro_step: Tensor, where: str, torn: bool) -> None:
     if fate is Fate.TORN and not torn:
         raise RuntimeError(
             explain(
-                f"{where} of a state into which a step was writing when it raised",
+                f"{where} of a state into which a step or a load was writing when it raised",
                 "some leaves or sums have their new values, the others and the counters their old ones",
                 "zf.load(directory, like=...) to go back to a checkpoint;\n"
                 "zf.make_step(loss_fn, tx), without donate, where a step may raise: it leaves its state alone",

@@ -61,13 +61,17 @@ class StateDicts:
         """
         if torch_state_dict.is_torch_form(given):
             state, cutting = self.home.settled(), self.pipe.road.cutting
-            for mine, theirs in torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting):
-                mine.copy_(theirs)
-            self.home.current.mend()
+            self._copy(torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting))
             return self.groups.load(torch_state_dict.groups_of(self.groups, given["param_groups"]))
-        for mine, theirs in pairs(self.of(self.home.settled()), given):
-            if isinstance(mine, Tensor):
-                as_local(mine).copy_(as_local(theirs))
-        self.home.current.mend()
+        found = pairs(self.of(self.home.settled()), given)
+        self._copy([(as_local(x), as_local(y)) for x, y in found if isinstance(x, Tensor)])
         self.home.refresh()
         self.groups.load(given["param_groups"])
+
+    def _copy(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy tensors into those of the state, which is torn until all of them are there."""
+        current = self.home.current
+        current.tear()
+        for mine, theirs in found:
+            mine.copy_(theirs)
+        current.mend()

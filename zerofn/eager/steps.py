@@ -59,6 +59,7 @@ class Steps:
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
             )
         self._writes += 1
+        before = self.home.current.state
         try:
             # What was set may be refused, and what is collected cannot be put back.
             rates, numbers = self.groups.given()
@@ -82,6 +83,11 @@ class Steps:
             if self.groups.scheduled:
                 self.groups.show(metrics)
             return metrics
+        except BaseException:
+            if self.home.current.state is not before:
+                # The model's parameters may be those of the step before.
+                self.home.current.tear()
+            raise
         finally:
             self._writes += 1
 
@@ -118,11 +124,11 @@ class Steps:
             new, metrics = apply(self.pipe, grads, old, ctx)
             if any(map(is_not, new.leaves.values(), old.leaves.values())):
                 _store(new.leaves, old.leaves, ctx)
+            self.home.current.state = new
         except BaseException:
             if ctx.written:
                 self.home.current.tear()
             raise
-        self.home.current.state = new
         if window.holds:
             self._forget(grads)
         held = grads.values()
@@ -143,13 +149,9 @@ class Steps:
     def clear(self, to_none: bool) -> None:
         """What `opt.zero_grad` does."""
         if not to_none and self.home.in_backward is not None:
-            raise ValueError(
-                explain(
-                    "opt.zero_grad(set_to_none=False) with in_backward=True",
-                    "a gradient is gone once its leaf is updated, and no zeros can stand in its place",
-                    "opt.zero_grad()",
-                )
-            )
+            wrong = "opt.zero_grad(set_to_none=False) with in_backward=True"
+            why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
+            raise ValueError(explain(wrong, why, "opt.zero_grad()"))
         self.home.micro_step.clear(to_none)
         with torch.DisableTorchFunctionSubclass():
             for p in self.params.values():
