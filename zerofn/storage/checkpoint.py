@@ -168,14 +168,14 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
     placement = state.layout.placement
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    bad = []
-    for e in [*entries(state), *buffers]:
+    own = entries(state)
+    sparse = [e for e in own if isinstance(e.value, Tensor) and e.value.layout is not torch.strided]
+    bad = [(e.key, f"is of layout {e.value.layout}; keep x.to_dense()") for e in sparse]
+    for e in [*own, *buffers]:
         if e.key in tensors or e.key in values:
             bad.append((e.key, "two entries have this name; give the transform another: tx.named('other')"))
         elif isinstance(e.value, Tensor) and e.value.is_meta:
             bad.append((e.key, "is on the meta device and has no data"))
-        elif isinstance(e.value, Tensor) and e.value.layout is not torch.strided:
-            bad.append((e.key, f"is of layout {e.value.layout}; keep x.to_dense()"))
         elif isinstance(e.value, Tensor):
             about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape), **box_order(e)}
             copies = range(placement.copies) if e.owner in placement.apart else [None]
