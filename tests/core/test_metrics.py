@@ -194,7 +194,7 @@ MOVING = {
 
 # Compiling takes four seconds for each.
 EITHER = [("batched", name) for name in MOVING]
-EITHER += [pytest.param("compiled", x, marks=() if i == 0 else pytest.mark.slow) for i, x in enumerate(MOVING)]
+EITHER += [pytest.param("compiled", name, marks=pytest.mark.slow) for name in MOVING]
 
 
 @pytest.mark.parametrize(("how", "name"), EITHER)

@@ -228,6 +228,7 @@ def test_many_leaves_are_updated_by_the_fused_kernel_with_its_own_bits(make, hol
     assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_gradients_that_are_parameters_are_read_before_they_are_written_in_a_graph():
     names = [f"{i:02}" for i in range(32)]

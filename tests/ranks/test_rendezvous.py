@@ -156,7 +156,9 @@ def other_calls(directory, monkey, plain):
     return out
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["launched", "a group of the user's"])
+@pytest.mark.parametrize(
+    "plain", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["launched", "a group of the user's"]
+)
 def test_what_the_others_do_is_named(plain, tmp_path):
     first, second = zf.launch(other_calls, 2, tmp_path, Monkey, plain, init=not plain, timeout=limit(60))
     for out in (first, second):

@@ -46,7 +46,7 @@ def attached_anew(first):
     return said
 
 
-@pytest.mark.parametrize("first", [zf.all_reduce, zf.shard])
+@pytest.mark.parametrize("first", [pytest.param(zf.all_reduce, marks=pytest.mark.slow), zf.shard])
 def test_attaching_anew_on_one_rank_is_told_on_both(first):
     other, mine = zf.launch(attached_anew, 2, first, timeout=limit())
     assert "this rank waits in" in other[0] and "rank 1" in other[0]
