@@ -205,6 +205,74 @@ def test_within_backward():
     assert opt.global_steps == 2
 
 
+@pytest.mark.parametrize("route", ["eager", "donated"])
+def test_sums_that_are_divided_are_written(route):
+    """The window closes in a micro-step that brings one of two leaves no gradient: its sum is divided all the same."""
+    raises, params = Raises(), {"a": torch.ones(3), "b": torch.ones(3)}
+    tx = zf.chain(zf.accumulate(2), raises(), zf.sgd(1.0))
+    if route == "eager":
+        model = nn.ParameterDict(params)
+        opt = zf.attach(model, tx)
+        model["a"].sum().backward()
+        opt.step()
+        opt.zero_grad()
+        model["b"].sum().backward()
+        again = opt.step
+    else:
+        step = zf.make_step(lambda p, key: p[key].sum(), tx, donate=True)
+        state, _ = step(zf.init(tx, params), "a")
+        again = partial(step, state, "b")
+    raises.left = 1
+    with pytest.raises(ZeroDivisionError):
+        again()
+    with pytest.raises(RuntimeError, match=r"or a load that raised while it was writing|or a load was writing"):
+        again()
+
+
+def test_a_watch_that_raises_at_the_end_of_a_step_within_backward():
+    """A leaf without a gradient comes to the watch in `opt.step()`, behind the average that is written."""
+    left = [2]
+
+    def update(grads, state, params, carry, ctx):
+        left[0] -= 1
+        if not left[0]:
+            raise ZeroDivisionError
+        return grads, state
+
+    watch = Transform("watch", needs="element", facts=zf.extend.Facts(watches=True), update_fn=update)
+    model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    opt = zf.attach(model, zf.chain(zf.sgd(0.5), zf.ema(0.5), watch), in_backward=True)
+    model["a"].sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    with pytest.raises(RuntimeError, match="after a step or a load that raised while it was writing"):
+        opt.step()
+
+
+@pytest.mark.parametrize("given_up", ["load_state_dict", "a backward that raised"])
+def test_a_window_that_was_given_up_says_nothing_of_the_next(given_up):
+    """Its losses were divided by the user; those of the next one by the chain."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.sgd(1.0)))
+    saved, x = _copied(opt.state_dict()), torch.ones(1, 1)
+    if given_up == "load_state_dict":
+        opt.backward(model(x).sum(), scale_wrt_gas=False)
+        opt.step()
+        opt.load_state_dict(saved)
+        opt.zero_grad()
+    else:
+        hidden = model(x)
+        hidden.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            opt.backward(hidden.sum(), scale_wrt_gas=False)
+        opt.zero_grad()
+    for _ in range(2):
+        opt.backward(model(x).sum())
+        opt.step()
+    assert model.weight.item() == -1.0
+
+
 def loss_fn(params: Any, x: Tensor) -> Tensor:
     return (params["a"] * x.sum() + params["b"].sum() * x.square().sum()).square().mean()
 

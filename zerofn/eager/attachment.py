@@ -139,6 +139,8 @@ class Attachment:
         """Copy a state dict into the state, and into the model."""
         self.check(call)
         self.dicts.load(state_dict)
+        # How the losses of a window that was given up were divided says nothing of the loaded one.
+        self.steps.window.averaged = None
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

@@ -143,11 +143,16 @@ class InBackward:
                     "loss.backward() before opt.step()",
                 )
             )
-        with torch.no_grad():
-            for leaf in state.layout.trainable:
-                if leaf.path not in self.done:
-                    self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
-        self.settle()
+        try:
+            with torch.no_grad():
+                for leaf in state.layout.trainable:
+                    if leaf.path not in self.done:
+                        self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
+            self.settle()
+        except BaseException:
+            # Leaves have their new values, and counters their old ones.
+            self.current.tear()
+            raise
         transforms, _ = self.under_way.states()
         step = state.step + 1
         self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)

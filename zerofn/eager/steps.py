@@ -162,14 +162,16 @@ class Steps:
     def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """What `opt.backward` does."""
         _check_loss(loss)
+        before = self.window.averaged
         self.window.average(scale_wrt_gas)
         self.home.micro_step.uncleared.clear(to_none=True)
-        for path, spent, count in self._spent:
-            p = self.params[path]
-            if p.grad is not None and p.grad is spent() and version(p.grad) == count:
-                p.grad = None
+        _drop(self._spent, self.params)
         self._spent = []
-        loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
+        try:
+            loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
+        except BaseException:
+            self.window.averaged = before
+            raise
         return loss / self.window.every if scale_wrt_gas else loss
 
 
@@ -191,3 +193,11 @@ def _check_loss(loss: Any) -> None:
                 "output.backward(gradient): any backward of PyTorch's own is right here",
             )
         )
+
+
+def _drop(spent: list[tuple[str, weakref.ref[Tensor], int]], params: dict[str, Any]) -> None:
+    """Drop gradients that a step has used and that nobody has written since."""
+    for path, used, count in spent:
+        p = params[path]
+        if p.grad is not None and p.grad is used() and version(p.grad) == count:
+            p.grad = None

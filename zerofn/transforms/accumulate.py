@@ -123,7 +123,7 @@ class _Window:
             if not concrete(now) or bool(now):
                 whole = sums.get(path, state["sum"][path])
                 # A 0-d leaf would otherwise take the dtype of the weight.
-                out[path] = whole.div_(total) if ctx.donate else (whole / total).to(whole.dtype)
+                out[path] = ctx.own(whole).div_(total) if ctx.donate else (whole / total).to(whole.dtype)
                 # Nothing reads the sum of a closed window, but with `donate` the same is kept as without.
                 sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
         return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
