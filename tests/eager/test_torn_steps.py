@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from trees import flat
 
 import zerofn as zf
 from zerofn.extend import Transform
+from zerofn.testing import assert_trees_equal
 
 
 class Raises:
@@ -77,16 +79,6 @@ def one_step(model: nn.Module, opt: zf.Optimizer) -> None:
     opt.step()
 
 
-def kept(opt: zf.Optimizer) -> dict[str, Any]:
-    return {k: x.clone() if isinstance(x, Tensor) else x for k, x in flat(opt.state_dict()).items()}
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
-    )
-
-
 def values(opt: zf.Optimizer) -> list[Tensor]:
     state = opt.state
     tensors = [x for x in flat(state.transforms).values() if isinstance(x, Tensor)]
@@ -102,7 +94,7 @@ def test_a_step_that_raises(name, at, tmp_path):
     for _ in range(3):
         one_step(model, opt)
         one_step(other, reference)
-    saved, before = {k: x for k, x in _copied(opt.state_dict()).items()}, values(opt)
+    saved, before = copy.deepcopy(opt.state_dict()), values(opt)
     zf.save(tmp_path / "saved", opt)
     opt.zero_grad()
     backward(model, opt.micro_steps)
@@ -110,7 +102,7 @@ def test_a_step_that_raises(name, at, tmp_path):
     with pytest.raises(ZeroDivisionError):
         opt.step()
     if all(map(torch.equal, values(opt), before)):
-        assert same(kept(opt), flat(saved))
+        assert_trees_equal(opt.state_dict(), saved)
     else:
         for use in (opt.step, opt.state_dict):
             with pytest.raises(
@@ -127,13 +119,7 @@ def test_a_step_that_raises(name, at, tmp_path):
             zf.load(tmp_path / "saved", like=opt)
     one_step(model, opt)
     one_step(other, reference)
-    assert same(kept(opt), kept(reference))
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {k: _copied(x) for k, x in tree.items()}
-    return tree.clone() if isinstance(tree, Tensor) else tree
+    assert_trees_equal(opt.state_dict(), reference.state_dict())
 
 
 def test_one_may_go_on_from_what_is_there():
@@ -166,9 +152,9 @@ def test_a_load_that_raises_in_the_middle(at):
     model = net()
     opt = zf.attach(model, zf.adamw(0.1))
     one_step(model, opt)
-    saved = _copied(opt.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
     one_step(model, opt)
-    broken = _copied(saved)
+    broken = copy.deepcopy(saved)
     entries = broken["params"] if at == "params" else broken["transforms"]["adamw"]["exp_avg_sq"]
     entries["last.bias"] = entries["last.bias"].as_subclass(Bomb)
     with pytest.raises(KeyboardInterrupt):
@@ -177,7 +163,7 @@ def test_a_load_that_raises_in_the_middle(at):
         with pytest.raises(RuntimeError, match="after a step or a load that raised while it was writing"):
             use()
     opt.load_state_dict(saved)
-    assert same(kept(opt), flat(saved))
+    assert_trees_equal(opt.state_dict(), saved)
 
 
 def test_within_backward():
@@ -185,7 +171,7 @@ def test_within_backward():
     model, plain = net(), net()
     opt = zf.attach(model, zf.chain(zf.scale_by_adam(), raises(), zf.scale_by_lr(1e-2)), in_backward=True)
     one_step(model, opt)
-    saved = _copied(opt.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
     plain.load_state_dict(model.state_dict())
     raises.left = 2
     with pytest.raises(ZeroDivisionError):
@@ -255,7 +241,7 @@ def test_a_window_that_was_given_up_says_nothing_of_the_next(given_up):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.sgd(1.0)))
-    saved, x = _copied(opt.state_dict()), torch.ones(1, 1)
+    saved, x = copy.deepcopy(opt.state_dict()), torch.ones(1, 1)
     if given_up == "load_state_dict":
         opt.backward(model(x).sum(), scale_wrt_gas=False)
         opt.step()
@@ -300,9 +286,8 @@ def test_the_pure_route(donate, tmp_path):
                 use()
         state = zf.load(tmp_path / "saved", like=state)
     state, _ = step(state, X[1])
-    for mine, theirs in zip(flat(state.transforms).values(), flat(expected.transforms).values(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert all(torch.equal(state.leaves[p], expected.leaves[p]) for p in state.leaves)
+    assert_trees_equal(state.transforms, expected.transforms)
+    assert_trees_equal(state.leaves, expected.leaves)
 
 
 def _on_ranks(stage: str) -> list[str]:

@@ -66,7 +66,7 @@ def self_overlapping(x: Tensor) -> bool:
         return False
     # Dimensions may interleave without an overlap: rare, and so counted.
     places = torch.arange(span + 1).as_strided(x.shape, x.stride())
-    return bool(x.numel()) and places.unique().numel() < x.numel()
+    return places.unique().numel() < x.numel()
 
 
 def all_plain(tensors: Sequence[object]) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from .facts import Facts
 from .layout import Leaves
-from .tree import Tree, apart, tree_map
+from .tree import Tree, apart, clone
 
 
 def own_update(
@@ -41,4 +39,4 @@ def own_update(
 
 def own_start(state: Tree) -> Tree:
     """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made."""
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    return clone(state)

@@ -206,11 +206,21 @@ def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
     return unflatten(spec, [torch.where(pred, n, o) for n, o in zip(news, olds, strict=True)])
 
 
+def clone(tree: Tree) -> Tree:
+    """A tree of copies.
+
+    >>> import torch
+    >>> clone({"w": torch.ones(1)})
+    {'w': tensor([1.])}
+    """
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+
+
 def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """`tree`, with copies of the tensors that share memory with `tensors`, which will be written in place."""
     if torch.compiler.is_compiling():
         # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+        return clone(tree)
     taken = memories(tensors)
     if taken.isdisjoint(memories(tensors_of(tree if type(tree) is dict else {"": tree}))):
         return tree

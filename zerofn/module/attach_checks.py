@@ -192,8 +192,10 @@ def check_alone(model: nn.Module, over_ranks: bool) -> None:
 
 
 def check_memory(params: dict[str, Tensor]) -> None:
-    """Refuse parameters without memory of their own. Of two over one memory both would be updated, and of two elements
-    over one place too."""
+    """Refuse parameters without memory of their own.
+
+    Of two parameters over one memory, or two elements at one place, each would be updated by both gradients.
+    """
     seen: dict[int, str] = {}
     bad = []
     for path, p in params.items():

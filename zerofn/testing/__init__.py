@@ -5,8 +5,9 @@
 >>> check_transform(zf.chain(zf.clip_by_value(1.0), zf.adamw(lr=0.1)))
 """
 
+from ..core.tree import clone
 from .laws import check_transform
-from .trees import assert_trees_close, assert_trees_equal, clone, random_like, sample_params
+from .trees import assert_trees_close, assert_trees_equal, random_like, sample_params
 
 __all__ = [
     "assert_trees_close",

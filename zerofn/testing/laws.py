@@ -15,7 +15,7 @@ from ..core.facts import Scope
 from ..core.layout import make_layout
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Tree, tree_map
+from ..core.tree import Tree, clone, tree_map
 from ..pure.api import update
 from ..pure.states import init
 from ..pure.step import make_step
@@ -23,7 +23,7 @@ from .case import Case, completed, inner, innermost, loss
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 from .facts import check_facts
 from .stations import check_dtypes, check_places
-from .trees import assert_trees_close, assert_trees_equal, clone, difference, random_like, sample_params
+from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
 from .views import check_views
 
 

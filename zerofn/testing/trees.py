@@ -85,16 +85,6 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
-def clone(tree: Tree) -> Tree:
-    """A tree of copies.
-
-    >>> import torch
-    >>> clone({"w": torch.ones(1)})
-    {'w': tensor([1.])}
-    """
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
-
-
 def random_like(tree: Tree, seed: int) -> Tree:
     """Normal numbers in the shapes and dtypes of `tree`, from a generator of their own.
 
