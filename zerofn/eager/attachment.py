@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -135,12 +136,17 @@ class Attachment:
             )
         self.dicts.check_complete()
 
-    def load(self, state_dict: dict[str, Any], call: str) -> None:
-        """Copy a state dict into the state, and into the model."""
+    def load(self, state_dict: dict[str, Any], call: str, more: Callable[[], object] | None = None) -> None:
+        """Copy a state dict into the state, and into the model; `more` does what else belongs to the load."""
         self.check(call)
-        self.dicts.load(state_dict)
-        # How the losses of a window that was given up were divided says nothing of the loaded one.
-        self.steps.window.averaged = None
+
+        def rest() -> None:
+            # How the losses of a window that was given up were divided says nothing of the loaded one.
+            self.steps.window.averaged = None
+            if more is not None:
+                more()
+
+        self.dicts.load(state_dict, rest)
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

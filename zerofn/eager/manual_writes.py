@@ -16,6 +16,7 @@ from ..ranks.collectives import gather_numbers
 from ..ranks.group import Group
 from ..sharded.guarded_parameter import writes
 from ..sharded.write_back import checksum
+from .current_state import CurrentState
 
 
 class WholeParameters:
@@ -24,10 +25,11 @@ class WholeParameters:
     Args:
         params: its parameters by path, in their resident form.
         control: a group for the comparison, of the ranks that have the same whole parameters.
+        current: the state in force.
     """
 
-    def __init__(self, params: Leaves, control: Group):
-        self.params, self.control = params, control
+    def __init__(self, params: Leaves, control: Group, current: CurrentState):
+        self.params, self.control, self.current = params, control, current
         self.note()
 
     def note(self) -> None:
@@ -35,8 +37,11 @@ class WholeParameters:
         self.counts = writes(self.params.values())
 
     def noticed(self) -> bool:
-        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`)."""
-        return writes(self.params.values()) != self.counts
+        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`).
+
+        Not where a step or a load has written half: that is refused as such.
+        """
+        return not self.current.torn and writes(self.params.values()) != self.counts
 
     def compare(self) -> None:
         """Compare the values of all ranks. All ranks call it, if any has noticed a write.

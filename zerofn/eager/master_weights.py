@@ -67,11 +67,13 @@ class MasterWeights:
         self.counts = self._counts()
 
     def carry_over(self) -> None:
-        """Store what was written into copies since.
+        """Store what was written into copies since; nothing of a torn state, whose copies are older than it is.
 
         Raises:
             RuntimeError: something was written without being counted, after steps in which copies were not compared.
         """
+        if self.current.torn:
+            return
         compares, late = self.sampling.next()
         carried: set[str] = set()
         if self._counts() != self.counts:
@@ -92,7 +94,7 @@ class MasterWeights:
     def carry_leaf(self, leaf: Leaf) -> bool:
         """Store what was written into a parameter since, if it is a copy; whether a write was counted."""
         copy = self.copies.get(leaf.path)
-        if copy is None or writes([copy]) == [self.counts[leaf.path]]:
+        if copy is None or self.current.torn or writes([copy]) == [self.counts[leaf.path]]:
             return False
         self._carry(leaf)
         (self.counts[leaf.path],) = writes([copy])

@@ -53,16 +53,16 @@ class MicroStep:
         agreement, units = self.agreement, self.hooks.units
         if agreement.control is None:
             return self._grads()
-        steps, text = int(self.current.state.micro_step), given()
+        steps, text, torn = int(self.current.state.micro_step), given(), self.current.torn
         if units is None:
-            return self._agreed(agreement.marks(steps, boundary, text))
+            return self._agreed(agreement.marks(steps, boundary, text, torn=torn))
         grads: Leaves = {}
         marks: dict[str, int] = {}
 
         def told() -> list[int]:
             # Called again after each collective that this rank joins meanwhile, which may bring gradients.
             nonlocal grads, marks
-            grads, marks = self._grads(), agreement.marks(steps, boundary, text, more=units.rests.marks())
+            grads, marks = self._grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
             return agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)

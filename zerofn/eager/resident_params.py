@@ -117,7 +117,7 @@ class ResidentParams:
             self.undo.append(install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks))
         # Updates within backward write into parts before a step could look at whole parameters.
         equals = channels.equals if context is None else None
-        self.wholes = None if equals is None else WholeParameters(params, equals)
+        self.wholes = None if equals is None else WholeParameters(params, equals, self.current)
         agreement = StepAgreement(channels.control, self.wholes)
         self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -53,25 +54,29 @@ class StateDicts:
         return in_torch_form(own, self.groups, self.paths, purpose)
 
     @torch.no_grad()
-    def load(self, given: dict[str, Any]) -> None:
+    def load(self, given: dict[str, Any], rest: Callable[[], object]) -> None:
         """Copy a state dict of either form into the model's own tensors.
+
+        Args:
+            given: the state dict.
+            rest: what else belongs to the load; called once the model has what is loaded.
 
         Raises:
             ValueError: every missing, unexpected or misshapen entry is named, and nothing is changed.
         """
+        state, current = self.home.settled(), self.home.current
         if torch_state_dict.is_torch_form(given):
-            state, cutting = self.home.settled(), self.pipe.road.cutting
-            self._copy(torch_state_dict.pairs_of(state, self.groups, self.paths, given, cutting))
-            return self.groups.load(torch_state_dict.groups_of(self.groups, given["param_groups"]))
-        found = pairs(self.of(self.home.settled()), given)
-        self._copy([(as_local(x), as_local(y)) for x, y in found if isinstance(x, Tensor)])
-        self.home.refresh()
-        self.groups.load(given["param_groups"])
-
-    def _copy(self, found: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy tensors into those of the state, which is torn until all of them are there."""
-        current = self.home.current
+            found = torch_state_dict.pairs_of(state, self.groups, self.paths, given, self.pipe.road.cutting)
+            groups = torch_state_dict.groups_of(self.groups, given["param_groups"])
+        else:
+            both = pairs(self.of(state), given)
+            found = [(as_local(x), as_local(y)) for x, y in both if isinstance(x, Tensor)]
+            groups = given["param_groups"]
+        # Until all of it is done: what is made from the state, and rates, are those of before.
         current.tear()
         for mine, theirs in found:
             mine.copy_(theirs)
+        self.home.refresh()
+        self.groups.load(groups)
+        rest()
         current.mend()

@@ -16,8 +16,12 @@ from .manual_writes import WholeParameters
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
 SET = "what opt.param_groups sets"
 SET_ALIKE = "Set the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
+TORN = (
+    "whether a step or a load has raised while it was writing into the state; "
+    "Load one and the same on every rank: zf.load(directory, like=opt)."
+)
 NO_MORE = {KEPT: 0, WRITTEN: 0}
-MARKS = (STEPS, CLOSES, DROPPED, SET, *NO_MORE)
+MARKS = (STEPS, TORN, CLOSES, DROPPED, SET, *NO_MORE)
 # Where marks begin among the numbers that a rank sends.
 FIRST = 2
 
@@ -39,6 +43,7 @@ class StepAgreement:
         boundary: bool | None,
         given: str = "",
         dropped: bool = False,
+        torn: bool = False,
         more: dict[str, int] = NO_MORE,
     ) -> dict[str, int]:
         """The numbers that must be equal on all ranks, by name.
@@ -48,11 +53,13 @@ class StepAgreement:
             boundary: what `set_boundary` says.
             given: what `opt.param_groups` sets, as text.
             dropped: whether the step is given up.
+            torn: whether the state is. A load may have raised on some ranks alone, whose counts are as the others'.
             more: what `Rests.marks` tells, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
         has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
-        return {STEPS: steps, CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode()), **more}
+        ours = {STEPS: steps, TORN: int(torn), CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode())}
+        return {**ours, **more}
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """What this rank sends: how many gradients it has, whether whole parameters were written, and marks."""

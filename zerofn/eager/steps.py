@@ -65,7 +65,7 @@ class Steps:
             rates, numbers = self.groups.given()
             grads = self.home.micro_step.collect(self.window.forced, partial(as_text, rates, numbers))
             if self.home.current.torn:
-                # Behind the exchange: of some ranks only, their numbers of steps differ, and all of them have raised.
+                # Behind the exchange: where that of some ranks alone is torn, all of them have raised there.
                 self.home.current.check("opt.step()")
             if early is None:
                 metrics = self._update(grads, weight, rates, numbers)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ def load_safetensors(
         return new
     found, values = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
     check_can_be_written("zf.load_safetensors", found, values)
-    opt.load_state(new)
-    write_buffers(found, values)
+    opt._own.load(opt._own.dicts.of(new), "load_state", partial(write_buffers, found, values))
     return opt.state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -124,8 +125,8 @@ def _write_into(opt: Optimizer, state: State, reading: _Reading) -> State:
         buffers = []
     check_can_be_written("zf.load", buffers, reading.new)
     groups = reading.manifest["param_groups"]
-    opt.load_state(state, groups if reading.strict else groups_by_name(opt, groups))
-    write_buffers(buffers, reading.new)
+    given = opt._own.dicts.of(state, groups if reading.strict else groups_by_name(opt, groups))
+    opt._own.load(given, "load_state", partial(write_buffers, buffers, reading.new))
     return opt.state
 
 
