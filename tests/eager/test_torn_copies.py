@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import Interrupt
 from time_limits import limit
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
 from zerofn.extend import Facts, Transform
@@ -37,20 +37,6 @@ class Late:
             return params, state
 
         return Transform("late", needs="element", facts=Facts(watches=True), update_fn=update)
-
-
-class Interrupt(TorchDispatchMode):
-    """Raises at the n-th operation of torch."""
-
-    def __init__(self, n: int):
-        super().__init__()
-        self.left = n
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return function(*args, **(kwargs or {}))
 
 
 def attached(stage: str, late: Late) -> tuple[nn.Module, zf.Optimizer]:

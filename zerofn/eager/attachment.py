@@ -80,7 +80,7 @@ class Attachment:
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
-        self.averages = AveragedParameters(self.home.refresh)
+        self.averages = AveragedParameters(self.home.current, self.home.refresh)
         self.watch = Watch(model, layout, self.params)
         self.leave = functools.partial(_leave, self.home, self.distributed)
         self.steps = Steps(self.home, self.groups, self.watch)

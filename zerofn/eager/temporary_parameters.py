@@ -81,36 +81,50 @@ class AveragedParameters:
     """Puts averages in the place of an attached model's parameters.
 
     Args:
+        current: the state in force.
         refresh: makes the model's parameters from the stored ones.
 
     Attributes:
         on: whether parameters are averages at the moment.
     """
 
-    def __init__(self, refresh: Callable[[], None]):
-        self.refresh, self.on = refresh, False
+    def __init__(self, current: CurrentState, refresh: Callable[[], None]):
+        self.current, self.refresh, self.on = current, refresh, False
 
     @contextmanager
     def during(self, state: State, of: str | None) -> Iterator[None]:
         """Write averages over the stored parameters, and these back at the end."""
         averages = averages_of(state, of, "opt.averaged({})")
         kept = {path: state.leaves[path].clone() for path in averages}
-        self.on = True
         try:
-            self._write(state, averages)
+            self.on = True
+            _write(state, averages)
+            self.refresh()
             yield
         finally:
-            self._write(state, kept)
-            self.on = False
+            try:
+                self._put_back(state, kept)
+            finally:
+                self.on = False
 
-    @torch.no_grad()
-    def _write(self, state: State, leaves: Leaves) -> None:
-        for path, x in leaves.items():
-            state.leaves[path].copy_(x)
-        self.refresh()
+    def _put_back(self, state: State, kept: Leaves) -> None:
+        """Write parameters back. Where that is interrupted they are stored, and the model may have other values."""
+        try:
+            _write(state, kept)
+            self.refresh()
+        except BaseException:
+            self.current.tear()
+            _write(state, kept)
+            raise
 
     def refuse(self, what: str) -> None:
         """An error where averages would be taken for parameters."""
         if self.on:
             why = "the parameters are averages there, and would be taken for what is trained"
             raise RuntimeError(explain(f"{what} inside of `with opt.averaged():`", why, f"{what} behind it"))
+
+
+@torch.no_grad()
+def _write(state: State, leaves: Leaves) -> None:
+    for path, x in leaves.items():
+        state.leaves[path].copy_(x)
