@@ -47,6 +47,7 @@ class GradientHooks:
 
     Attributes:
         reduced: reduced gradients by path.
+        taken: those that a step was given; empty once it has used them, so that a step which raises may be made again.
         held: gradients, by path, to which other ranks' backward may still add.
         units: gathers sharded parameters on use; set once it is made.
         stream: reduces gradients as they arrive; `None` where they stay, or are used, as they are.
@@ -64,6 +65,7 @@ class GradientHooks:
     ):
         self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
         self.reduced: Leaves = {}
+        self.taken: Leaves = {}
         self.held: Leaves = {}
         self.units: Units | None = None
         self.stream = self._stream(channels)
@@ -97,7 +99,7 @@ class GradientHooks:
 
     def left(self) -> bool:
         """Whether gradients of this micro-step have been taken out of `p.grad` to be reduced."""
-        return self.stream is not None and (bool(self.reduced) or not self.stream.idle)
+        return self.stream is not None and (bool(self.reduced or self.taken) or not self.stream.idle)
 
     def gone(self) -> bool:
         """Whether gradients of this micro-step have been taken out of `p.grad`, to be reduced or used."""
@@ -142,6 +144,7 @@ class GradientHooks:
             self.units.rounds.partial.clear()
         self.held.clear()
         self.reduced.clear()
+        self.taken = {}
 
     def _pass_on(self, path: str, grad: Tensor) -> None:
         if self.stream is not None:

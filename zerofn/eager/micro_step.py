@@ -84,9 +84,14 @@ class MicroStep:
         wholes = self.agreement.wholes
         if stream.settle(marks, wholes is not None and wholes.noticed()) and wholes is not None:
             wholes.compare()
-        grads, hooks.reduced = hooks.reduced, {}
-        rest = self.pipe.road.behind_reduction
-        return self.uncleared.take(self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads)
+        rest, grads = self.pipe.road.behind_reduction, hooks.reduced
+        grads = self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads
+        if hooks.taken:
+            # By a step that has raised; what has arrived since is added, as in torch.
+            old = hooks.taken
+            grads = {**old, **{path: old[path] + g if path in old else g for path, g in grads.items()}}
+        hooks.taken, hooks.reduced = grads, {}
+        return self.uncleared.take(grads)
 
     def _grads(self) -> Leaves:
         """What this rank has in `p.grad`."""
@@ -149,6 +154,7 @@ class MicroStep:
             self.hooks.release()
             if stream is not None and (always or not stream.idle):
                 self.masters.carry_over()
+                stream.broken = False
                 stream.settle(self._dropped())
         finally:
             step.closing = False

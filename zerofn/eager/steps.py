@@ -129,6 +129,9 @@ class Steps:
             if ctx.written:
                 self.home.current.tear()
             raise
+        hooks = self.home.gradient_hooks
+        if hooks.taken:
+            hooks.taken, self.home.micro_step.uncleared.used = {}, True
         if window.holds:
             self._forget(grads)
         held = grads.values()

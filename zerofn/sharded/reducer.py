@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from .._ranges import VIEW, WAIT, ranged
 from ..core.coalesced_views import Like, cut
 from ..core.layout import Leaf
@@ -76,13 +77,15 @@ class Stream:
         self.next = self.rounds = 0
         self.patience = PATIENCE
         self.dropping = False
+        # Whether a `settle` was interrupted, so that nobody knows which gradients are reduced.
+        self.broken = False
         # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
     def idle(self) -> bool:
         """Whether nothing has arrived since the last `settle`."""
-        return not (self.pending or self.rounds or self.next)
+        return not (self.pending or self.rounds or self.next or self.broken)
 
     def arrived(self, path: str, grad: Tensor) -> None:
         """Take a gradient of this rank, which may be written into from now on; send the buckets that it completes."""
@@ -160,9 +163,12 @@ class Stream:
             Whether any rank has noticed something.
 
         Raises:
-            RuntimeError: on every rank, if a number differs; names each rank's value.
+            RuntimeError: on every rank, if a number differs; names each rank's value. Or one before was interrupted.
         """
-        agreement = self.agreement
+        if self.broken:
+            wrong = "opt.step() after one that was interrupted while gradients were being reduced"
+            raise RuntimeError(explain(wrong, "some of them are lost", "opt.zero_grad(), and backward again"))
+        agreement, self.broken = self.agreement, True
         while True:
             while self.rounds < agreement.allowed:
                 self._send()
@@ -172,7 +178,7 @@ class Stream:
                 break
         while self.flying:
             self._land()
-        self.rounds, agreement.allowed = 0, 1
+        self.rounds, agreement.allowed, self.broken = 0, 1, False
         if rows.count(rows[0]) < len(rows):
             check_marks([row[1:] for row in rows], list(marks), self.control)
         return found
@@ -181,7 +187,7 @@ class Stream:
         """Drop what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
         self.pending.clear()
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
-        self.dropping = True
+        self.dropping, self.broken = True, False
         try:
             self.settle(marks)
         finally:

@@ -34,7 +34,7 @@ class UnclearedGradients:
         self.warned = False
 
     def take(self, grads: Leaves) -> Leaves:
-        """The gradients of a step, with zeros where torch has them.
+        """The gradients of a step, with zeros where torch has them. The step says that it has `used` them.
 
         Raises:
             RuntimeError: those of the last step are not cleared.
@@ -47,7 +47,7 @@ class UnclearedGradients:
                     "opt.zero_grad() after opt.step(); or opt.backward(loss), which drops what the last step has used",
                 )
             )
-        self.used = bool(grads)
+        self.used = False
         self.had.update(grads)
         if missing := self.zeros - grads.keys():
             grads = grads | {path: self.zero(path) for path in sorted(missing)}
