@@ -141,10 +141,7 @@ class Steps:
         return metrics
 
     def _forget(self, grads: Leaves) -> None:
-        """Clear gradients that `accumulate` has added up.
-
-        A loop that, as DeepSpeed's, never clears gradients would count them twice.
-        """
+        """Clear gradients that `accumulate` has added up: a loop that never does would count them twice."""
         self.home.micro_step.uncleared.clear(to_none=True)
         for path in grads:
             self.params[path].grad = None

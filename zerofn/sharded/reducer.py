@@ -76,9 +76,7 @@ class Stream:
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
         self.patience = PATIENCE
-        self.dropping = False
-        # Whether a `settle` was interrupted, so that nobody knows which gradients are reduced.
-        self.broken = False
+        self.dropping = self.broken = False  # broken: a `settle` was interrupted, and gradients may be lost
         # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
@@ -163,11 +161,10 @@ class Stream:
             Whether any rank has noticed something.
 
         Raises:
-            RuntimeError: on every rank, if a number differs; names each rank's value. Or one before was interrupted.
+            RuntimeError: on every rank, if a number differs; names each rank's value. One before was interrupted.
         """
         if self.broken:
-            wrong = "opt.step() after one that was interrupted while gradients were being reduced"
-            raise RuntimeError(explain(wrong, "some of them are lost", "opt.zero_grad(), and backward again"))
+            raise _lost()
         agreement, self.broken = self.agreement, True
         while True:
             while self.rounds < agreement.allowed:
@@ -192,6 +189,11 @@ class Stream:
             self.settle(marks)
         finally:
             self.dropping = False
+
+
+def _lost() -> RuntimeError:
+    wrong = "opt.step() after one that was interrupted while gradients were being reduced"
+    return RuntimeError(explain(wrong, "some of them are lost", "opt.zero_grad(), and backward again"))
 
 
 def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:
