@@ -290,6 +290,26 @@ def test_the_pure_route(donate, tmp_path):
     assert_trees_equal(state.leaves, expected.leaves)
 
 
+def test_of_a_donated_state_the_form_is_there(tmp_path):
+    """The step is made, and what it gave is lost, as by Ctrl-C before the assignment."""
+    tx = zf.adamw(1e-2)
+    step = zf.make_step(loss_fn, tx, donate=True)
+    state, _ = step(zf.init(tx, {"a": torch.linspace(-1, 1, 8), "b": torch.linspace(0, 1, 3)}), X[0])
+    saves = zf.Checkpoints(tmp_path)
+    saves.save(state)
+    saved = copy.deepcopy(state.leaves)
+    expected, _ = zf.make_step(loss_fn, tx)(state, X[1])
+    step(state, X[1])
+    with pytest.raises(RuntimeError, match="of a state that was donated"):
+        zf.save(tmp_path / "other", state)
+    with pytest.raises(RuntimeError, match="of a state that was donated"):
+        zf.load(saves.at(1), like=state, strict=False, tx=tx)
+    for loaded in (zf.load(saves.at(1), like=state), saves.load(like=state)):
+        assert_trees_equal(loaded.leaves, saved)
+        after, _ = step(loaded, X[1])
+        assert_trees_equal((after.leaves, after.transforms), (expected.leaves, expected.transforms))
+
+
 def _on_ranks(stage: str) -> list[str]:
     """Rank 1 alone raises behind the first write; a loop that goes on after errors ends on all ranks, and in time."""
     raises, found = Raises(), []

@@ -65,14 +65,13 @@ class State:
             mark(self.micro_step, Fate.TORN if written else Fate.NONE)
             raise
 
-    def check_usable(self, where: str, torn: bool = False) -> None:
-        """Raise a RuntimeError if its memory was given away. Not to be traced by the compiler.
+    def check_usable(self, where: str) -> None:
+        """Raise a RuntimeError if its memory was given away or half written. Not to be traced by the compiler.
 
         Args:
             where: the use, for the message.
-            torn: whether it may be one into which a step had begun to write that raised.
         """
-        check_usable(self.micro_step, where, torn)
+        check_usable(self.micro_step, where)
 
     def check_data(self, where: str) -> None:
         """Raise a ValueError for meta tensors: a step would count on and change nothing."""

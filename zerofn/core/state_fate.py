@@ -29,8 +29,8 @@ def mark(micro_step: Tensor, fate: Fate) -> None:
     mine._zerofn_fate = fate
 
 
-def check_usable(micro_step: Tensor, where: str, torn: bool) -> None:
-    """Raise a RuntimeError if the memory of the state that has this counter was given away, or, unless `torn`, torn."""
+def check_usable(micro_step: Tensor, where: str) -> None:
+    """Raise a RuntimeError if the memory of the state that has this counter was given away, or half written."""
     mine = micro_step if innermost_transform() is None else innermost(micro_step)
     fate = getattr(mine, "_zerofn_fate", Fate.NONE)
     if fate is Fate.DONATED:
@@ -42,7 +42,7 @@ def check_usable(micro_step: Tensor, where: str, torn: bool) -> None:
                 "zf.make_step(loss_fn, tx), without donate, to keep both",
             )
         )
-    if fate is Fate.TORN and not torn:
+    if fate is Fate.TORN:
         raise RuntimeError(
             explain(
                 f"{where} of a state into which a step or a load was writing when it raised",

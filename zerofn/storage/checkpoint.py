@@ -200,13 +200,13 @@ def _as_json(group: dict[str, Any]) -> dict[str, Any]:
     return tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, group)
 
 
-def state_of(given: Any, where: str, torn: bool = False) -> State:
+def state_of(given: Any, where: str, form: bool = False) -> State:
     """The state itself, or that of an attached model's `opt`.
 
     Args:
         given: by the user.
         where: the call, with `{}` for the argument.
-        torn: whether it may be one into which a step had begun to write that raised.
+        form: whether its numbers are not needed: then it may be one that has none any more, or half written ones.
 
     Raises:
         TypeError: it is neither.
@@ -216,7 +216,8 @@ def state_of(given: Any, where: str, torn: bool = False) -> State:
     if not isinstance(state, State):
         wrong = where.format(type(given).__name__)
         raise TypeError(explain(wrong, "it is not a state", where.format("zf.init(tx, params)")))
-    state.check_usable(where.format("state"), torn)
+    if not form:
+        state.check_usable(where.format("state"))
     return state
 
 

@@ -114,7 +114,7 @@ class Checkpoints:
         Raises:
             ValueError: it is of another pipeline or model, as for `zf.load`.
         """
-        placement = state_of(like, "Checkpoints(root).load(like={})").layout.placement
+        placement = state_of(like, "Checkpoints(root).load(like={})", form=True).layout.placement
         settle()
         wait_for_all_ranks("Checkpoints(root).load(like=state)", placement)
         group = checkpoint_group(placement)

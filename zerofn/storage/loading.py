@@ -47,9 +47,10 @@ def load(
     Args:
         directory: of `zf.save`.
         like: a state of the same pipeline and model, `zf.init(tx, params)`, which gives structure, devices and dtypes,
-            on any number of ranks, and is not written. Or an attached model's `opt`, which is written, in place, once
-            everything has been read, with its param_groups and the module's buffers; these stay as they are, with a
-            warning, if the checkpoint has none (that of a state, or of an older version).
+            on any number of ranks, and is not written: with `strict` one that was donated will do. Or an attached
+            model's `opt`, which is written, in place, once everything has been read, with its param_groups and the
+            module's buffers; these stay as they are, with a warning, if the checkpoint has none (that of a state, or
+            of an older version).
         strict: whether it must be a checkpoint of this very pipeline and model. `False` loads what has the same path,
             shape and dtype, when a clip or an average was added; the pipeline makes the rest anew for the parameters
             that were loaded, so that an average begins at them. A leaf for which one tensor of a transform is missing
@@ -65,7 +66,7 @@ def load(
         ValueError: of another pipeline or model (every missing, unexpected, misshapen and mistyped path is named) or
             format version; truncated or changed; with `strict=False`, none of the parameters is in it.
         TypeError: `strict=False` of a state without `tx`, or `tx` without it.
-        RuntimeError: only some ranks call it, as for `save`.
+        RuntimeError: only some ranks call it, as for `save`; with `strict=False`, `like` was donated or half written.
 
     >>> import tempfile, torch, zerofn as zf
     >>> tx, params = zf.adamw(lr=1e-3), {"w": torch.zeros(2)}
@@ -83,7 +84,7 @@ def load(
     """
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
-    state = state_of(like, "zf.load(directory, like={})", torn=True)
+    state = state_of(like, "zf.load(directory, like={})", form=strict)
     path = absolute_path("zf.load({}, like=state)", directory)
     return _load(directory, path, state, opt, strict, _pipe(state, opt, strict, tx))
 
