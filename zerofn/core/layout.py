@@ -14,6 +14,7 @@ from .._compat.compiler import pytree, register_constant
 from .._errors import bad_leaves, explain
 from .parameter_checks import not_a_parameter
 from .row_sharding import span
+from .slot_forms import FormsOfSlots, SlotForm, by_owner
 from .tensor_parallel_leaves import Within
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
 
@@ -63,6 +64,7 @@ class Placement:
         ranges: by path, this rank's range of flattened leaves that are cut in another way than `span` says.
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
+        slots: what transforms keep of leaves, where leaves are cut.
     """
 
     rank: int = 0
@@ -77,6 +79,7 @@ class Placement:
     later: tuple[str, ...] = ()
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
+    slots: tuple[SlotForm, ...] = ()
 
     def of(self, owner: str) -> Placement:
         """How the state of the transform of this name lies over ranks."""
@@ -90,6 +93,14 @@ class Placement:
         found = [(where, ranks) for name, where, ranks in self.owners if name == owner and slot.startswith(where)]
         where, ranks = max(found, key=lambda x: len(x[0]), default=("", None))
         return None if ranks is None else (where, dict(ranks))
+
+    def forms_of(self, owner: str) -> FormsOfSlots:
+        """The forms of what the transform of this name keeps of leaves."""
+        return self._forms.get(owner, {})
+
+    @cached_property
+    def _forms(self) -> dict[str, FormsOfSlots]:
+        return by_owner(self.slots)
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's range of a flattened leaf."""

@@ -28,6 +28,7 @@ from .road import Road, groups_of
 from .segments import Stretch, stretches
 from .spec import Station
 from .state import State, counter
+from .state_slots import with_slots
 from .transform import Transform, TransformState, nothing_to_prepare
 from .update_context import Context, OneProcess, Reduction
 from .view_checks import check_factor, check_forms, check_reading
@@ -189,7 +190,13 @@ class Pipeline:
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
     """The state before any step, of stored parameters (meta tensors too); `transforms` if theirs are made already."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
-    return State(stored, own, counter(), counter(), pipe.layout)
+    cut = pipe.road.cutting or pipe.model
+    return State(stored, own, counter(), counter(), pipe.once(_layout_of_states) if cut else pipe.layout)
+
+
+def _layout_of_states(pipe: Pipeline) -> Layout:
+    """The layout, which knows what of a state lies along leaves."""
+    return with_slots(pipe.layout, pipe.tx.members)
 
 
 def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:

@@ -17,16 +17,18 @@ class LeafTensors(MutableMapping[str, Any]):
 
     A name is that of the slot, `"exp_avg"`; where several transforms have one of that name, each has its transform in
     front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
+    Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, which its slot's name gives besides.
     """
 
     def __init__(self, transforms: Mapping[str, Any], path: str, shown: Callable[[Any], Any] | None = None):
         self._path, self._shown = path, shown
         found = list(_of_leaf(transforms, path, ()))
-        times = Counter(keys[-1] for keys, _ in found)
-        self._tensors = {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
+        # As they were listed once, whole.
+        self._tuples = _by_name([(keys, x) for keys, x in found if isinstance(x, tuple)])
+        self._tensors = _by_name([item for keys, x in found for item in _items(x, keys)])
 
     def __getitem__(self, name: str) -> Any:
-        x = self._tensors[name]
+        x = self._tensors[name] if name in self._tensors else self._tuples[name]
         return x if self._shown is None else self._shown(x)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -60,6 +62,11 @@ class LeafTensors(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def _by_name(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    times = Counter(keys[-1] for keys, _ in found)
+    return {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
 
 
 def entries_stay(wrong: str) -> TypeError:
@@ -101,4 +108,12 @@ def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
         for i, part in enumerate(x):
             yield from _leaves(part, (*above[:-1], f"{above[-1]}.{i}"))
     else:
+        yield above, x
+
+
+def _items(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What a NamedTuple has in it, and anything else itself; nothing of `None`."""
+    if isinstance(x, tuple):
+        yield from (item for keys, y in _leaves(list(x), above) for item in _items(y, keys))
+    elif x is not None:
         yield above, x

@@ -2,72 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
+from ..ranks.dtensor_parameters import is_distributed
 from ..ranks.dtensor_shards import as_dtensors
 from ..ranks.group import Group
+from .entry import Entry
 from .row_sharding import cut_by_rows, rows_between
+from .slot_forms import ALONG, FIXED, form_of
 from .state import State
+from .state_slots import Name, names_in
 from .tensor_parallel_leaves import Within
-from .tree import flatten, tree_keys, unflatten
-
-
-class Entry(NamedTuple):
-    """One tensor of a state, or a plain value in the state of a transform from another library.
-
-    Attributes:
-        owner: the transform, `"params"`, or `""` for the counters of the state itself.
-        slot: what it is to its owner, for instance `"exp_avg"`.
-        path: the leaf it belongs to, or `""`; a tree that is one tensor has a leaf of that path too.
-        value: the tensor as this process holds it.
-        shape: of the whole tensor over all ranks.
-        offset: flat index in the whole of this process's first element; `None` where it holds all of it.
-        of_leaf: whether it belongs to a leaf.
-        at_owner: whether one rank has all of it, the owner of the leaf.
-        elsewhere: whether that is another one than this.
-        within: where the model itself has cut the leaf, how; then elements are counted box by box.
-    """
-
-    owner: str
-    slot: str
-    path: str
-    value: Any
-    shape: tuple[int, ...]
-    offset: int | None = None
-    of_leaf: bool = True
-    at_owner: bool = False
-    elsewhere: bool = False
-    within: Within | None = None
-
-    @property
-    def key(self) -> str:
-        """Its name in a checkpoint.
-
-        >>> Entry("adamw", "exp_avg", "blocks.0.weight", None, ()).key
-        'adamw/exp_avg/blocks.0.weight'
-        """
-        above = [part for part in (self.owner, self.slot) if part]
-        return "/".join([*above, self.path] if self.of_leaf else above)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """What this process keeps of the whole tensor.
-
-        >>> Entry("adamw", "exp_avg", "w", torch.zeros(2), (2, 2), offset=1).part(torch.eye(2))
-        tensor([0., 0.])
-        """
-        if self.offset is None:
-            return whole.reshape(self.shape)
-        mine, low = whole, self.offset
-        if self.within is not None:
-            mine, low = self.within.part(whole), low - self.within.before
-        return mine.reshape(-1)[low : low + self.value.numel()].reshape(self.value.shape)
+from .tree import flatten, unflatten
 
 
 def before(e: Entry) -> int | None:
@@ -81,36 +34,33 @@ def before(e: Entry) -> int | None:
 
 def entries(state: State) -> list[Entry]:
     """Every entry: parameters, transforms in the order of the chain, counters; leaves in the tree's order."""
-    slots: list[tuple[str, str, Mapping[Any, Any]]] = [("params", "", state.leaves)]
-    paths = {leaf.path for leaf in state.layout.leaves}
+    slots: list[tuple[str, str, str, Mapping[Any, Any]]] = [("params", "", "", state.leaves)]
     for owner, own in state.transforms.items():
-        found: dict[str, dict[str | None, Any]] = {}
-        for keys, value in zip(tree_keys(own), flatten(own)[0], strict=True):
-            slot, path = _split(keys, paths)
-            found.setdefault(slot, {})[path] = value
+        found: dict[tuple[str, str], dict[str | None, Any]] = {}
+        for name, value in zip(_names(state, owner), flatten(own)[0], strict=True):
+            found.setdefault((name.slot, name.below), {})[name.path] = value
         # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
         first = {slot: i for i, slot in enumerate(own)}
-        slots += [
-            (owner, slot, found[slot]) for slot in sorted(found, key=lambda s: (first.get(s.split("/")[0], 0), s))
-        ]
-    slots += [("", "step", {None: state.step}), ("", "micro_step", {None: state.micro_step})]
-    return [e for owner, slot, values in slots for e in _slot(state, owner, slot, values)]
+        order = sorted(found, key=lambda s: (first.get(s[0].split("/")[0], 0), *s))
+        slots += [(owner, slot, below, found[slot, below]) for slot, below in order]
+    slots += [("", "step", "", {None: state.step}), ("", "micro_step", "", {None: state.micro_step})]
+    return [e for owner, slot, below, values in slots for e in _slot(state, owner, slot, below, values)]
 
 
-def _split(keys: tuple[str, ...], paths: Collection[str]) -> tuple[str, str | None]:
-    """Slot and leaf of what a transform keeps under `keys`; `None` where it belongs to no leaf."""
-    *above, last = keys
-    return ("/".join(above), last) if above and last in paths else ("/".join(keys), None)
+def _names(state: State, owner: str) -> list[Name]:
+    """The names of what a transform keeps, in the order of `flatten`."""
+    paths = {leaf.path for leaf in state.layout.leaves}
+    return names_in(owner, state.transforms[owner], paths, state.layout.placement)
 
 
-def _slot(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
-    """The entries of one slot. It is sharded if everything in it is flat and as long as this rank's part."""
+def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
+    """The entries of one slot."""
     placement = state.layout.placement
+    found: list[Entry] = []
     if owned := placement.owners_of(owner, slot):
-        of_owners, rest = _parted(values, owned[1])
-        found = list(_at_owners(state, owner, slot, of_owners, *owned))
-        return found + _of_pieces(state, owner, slot, rest) if rest else found
-    return _of_pieces(state, owner, slot, values)
+        of_owners, values = _parted(values, owned[1])
+        found += _at_owners(state, owner, slot, below, of_owners, *owned)
+    return found + _of_pieces(state, owner, slot, below, values) if values else found
 
 
 def _parted(
@@ -121,18 +71,25 @@ def _parted(
     return {path: x for path, x in values.items() if path not in rest}, rest
 
 
-def _of_pieces(state: State, owner: str, slot: str, values: Mapping[str | None, Any]) -> list[Entry]:
+def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
     placement = state.layout.placement.of(owner)
-    spans = {leaf.path: placement.range_of(leaf) for leaf in state.layout.leaves if leaf.path in values}
-    sharded = placement.size > 1 and bool(spans)
-    sharded = sharded and all(_flat(values[path], *span) for path, span in spans.items())
+    leaves = [leaf for leaf in state.layout.leaves if leaf.path in values]
+    spans = {leaf.path: placement.range_of(leaf) for leaf in leaves}
+    flat = {path for path, span in spans.items() if _flat(values[path], *span)}
+    forms = state.layout.placement.forms_of(owner)
     rows = []
-    for leaf in state.layout.leaves:
-        if leaf.path in values:
-            x = values[leaf.path]
-            offset = spans[leaf.path][0] if sharded else None
-            e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), offset)
-            rows.append(e if leaf.within is None or not leaf.within.cut else _of_part(e, leaf.shape, leaf.within))
+    for leaf in leaves:
+        x, form = values[leaf.path], form_of(forms, slot, below, leaf.path)
+        # Of what makes no state of other leaves: a slot is cut if everything in it is as long as this rank's part.
+        along = leaf.path in flat and (form == ALONG if form else len(flat) == len(leaves))
+        sharded = placement.size > 1 and along
+        e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), below=below)
+        if sharded:
+            e = replace(e, offset=spans[leaf.path][0])
+        within = leaf.within if leaf.within is not None and leaf.within.cut and form != FIXED else None
+        e = e if within is None else _of_part(e, leaf.shape, within)
+        cut = placement.size > 1 or within is not None
+        rows.append(replace(e, of_part=cut and e.offset is None and form != FIXED and _is_array(x)))
     if None in values:
         rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
     return rows
@@ -142,19 +99,25 @@ def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:
     """The entry of a leaf that is itself a part; a value of another shape is the same on every rank."""
     if e.offset is None and _shape(e.value) != tuple(shape):
         return e
-    return e._replace(shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
+    return replace(e, shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
 
 
 def _at_owners(
-    state: State, owner: str, slot: str, values: Mapping[str | None, Any], where: str, ranks: Mapping[str, int]
+    state: State,
+    owner: str,
+    slot: str,
+    below: str,
+    values: Mapping[str | None, Any],
+    where: str,
+    ranks: Mapping[str, int],
 ) -> Iterator[Entry]:
     """The entries of a transform that is run on whole leaves: an owner has all of a leaf's, the others nothing."""
     here = state.layout.placement.rank
     for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
-        yield _at_owner(Entry(owner, slot, path, x, _shape(x)), ranks[path] == here)
+        yield _at_owner(Entry(owner, slot, path, x, _shape(x), below=below), ranks[path] == here)
     if None in values:
         e = Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False)
-        # A leaf's own state may be a tree: then the leaf's path stands in the middle.
+        # Beside what belongs to no leaf, the path of one may stand anywhere.
         path = next((part for part in slot.removeprefix(where).split("/") if part in ranks), None)
         yield e if path is None else _at_owner(e, ranks[path] == here)
 
@@ -163,8 +126,8 @@ def _at_owner(e: Entry, here: bool) -> Entry:
     if not isinstance(e.value, Tensor):
         return e
     if here:
-        return e._replace(offset=0, at_owner=True)
-    return e._replace(value=e.value.new_empty(0), offset=e.value.numel(), at_owner=True, elsewhere=True)
+        return replace(e, offset=0, at_owner=True)
+    return replace(e, value=e.value.new_empty(0), offset=e.value.numel(), at_owner=True, elsewhere=True)
 
 
 def _flat(x: Any, low: int, high: int) -> bool:
@@ -176,7 +139,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -> State:
-    """The same state with `fn(entry)` in the place of every entry.
+    """The same state with `fn(entry)` in the place of every entry but `None`.
 
     Args:
         state: of which it is made.
@@ -184,27 +147,23 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
         elsewhere: also in the place of what another rank has, which keeps its shape by default.
     """
     found = entries(state)
-    paths = {leaf.path for leaf in state.layout.leaves}
-    new: dict[tuple[str | None, str, str | None], Any] = {}
+    new: dict[tuple[str | None, Name], Any] = {}
     for i, e in enumerate(found):
         # A transform may have the name "params".
         owner = None if i < len(state.leaves) else e.owner
         value = fn(e)
         if elsewhere or not e.elsewhere:
-            new[owner, e.slot, e.path if e.of_leaf else None] = value
+            new[owner, Name(e.slot, e.path if e.of_leaf else None, e.below)] = None if e.value is None else value
     transforms = {
         owner: unflatten(
             flatten(own)[1],
             # What is elsewhere keeps its shape.
-            [
-                new.get((owner, *_split(keys, paths)), x)
-                for keys, x in zip(tree_keys(own), flatten(own)[0], strict=True)
-            ],
+            [new.get((owner, name), x) for name, x in zip(_names(state, owner), flatten(own)[0], strict=True)],
         )
         for owner, own in state.transforms.items()
     }
-    leaves = {path: new[None, "", path] for path in state.leaves}
-    step, micro_step = new["", "step", None], new["", "micro_step", None]
+    leaves = {path: new[None, Name("", path)] for path in state.leaves}
+    step, micro_step = new["", Name("step")], new["", Name("micro_step")]
     return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
 
 
@@ -236,11 +195,20 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     whole = as_dtensors({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
     out = rebuild(state, lambda _: next(given), elsewhere=True)
-    left = {name: _without_gone(own) for name, own in out.transforms.items()}
+    left = {name: _without_gone(_in_lists(own)) for name, own in out.transforms.items()}
     transforms = {name: {} if own is _GONE else own for name, own in left.items()}
     own = {e.owner for e in found if state.layout.placement.size > 1 and has_unknown_leaf(e)}
     apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**transforms, **apart})
+
+
+def _in_lists(own: Any) -> Any:
+    """A state with lists for tuples of distributed tensors, which torch's checkpoint would pickle on one rank alone."""
+    if isinstance(own, dict):
+        return {key: _in_lists(x) for key, x in own.items()}
+    if not isinstance(own, tuple | list) or not any(map(is_distributed, flatten(own)[0])):
+        return own
+    return [_in_lists(x) for x in own]
 
 
 # In the place of an entry that is to be removed.
@@ -275,4 +243,8 @@ def of_rank(rank: int) -> str:
 
 def has_unknown_leaf(e: Entry) -> bool:
     """Whether it may be of shards of leaves that nothing names, as lists of tensors in states of other libraries."""
-    return not (e.of_leaf or e.at_owner) and isinstance(e.value, Tensor) and e.value.ndim > 0
+    return e.of_part or (not (e.of_leaf or e.at_owner) and _is_array(e.value))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0

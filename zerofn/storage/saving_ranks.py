@@ -11,7 +11,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain
 from ..core.layout import Placement
 from ..core.state import State
-from ..core.state_entries import entries, has_unknown_leaf
+from ..core.state_entries import entries
 from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
 from ..ranks.process_groups import connected, world_group
@@ -74,8 +74,8 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
 def check_replicas(state: State, group: Group) -> None:
     """Raise if tensors that every rank has whole differ between ranks: each is written once.
 
-    Small ones are compared. Where leaves are sharded, so are large ones in lists of another library, which may be
-    shards.
+    Small ones are compared. Where leaves are cut, so are large ones, which may be of pieces: in lists of another
+    library, or of shapes that do not follow the leaf's.
     """
     if group.size == 1:
         return
@@ -84,7 +84,7 @@ def check_replicas(state: State, group: Group) -> None:
         e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
         for e in entries(state)
         if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
-        if 0 < e.value.numel() <= MAX_COMPARED or (placement.size > 1 and has_unknown_leaf(e))
+        if 0 < e.value.numel() <= MAX_COMPARED or placement.size > 1 or e.of_part
     }
     answers = gather_objects(compared, group)
     # Of the keys of all ranks, so that all of them raise: one that went on would wait for the others.

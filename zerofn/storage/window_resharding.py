@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, 
 
 def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
     """Whether a sum belongs to an open window: `accumulate` does not clear the sums of a closed one."""
-    seen = flat.get(e._replace(slot="seen").key)
+    seen = flat.get(replace(e, slot="seen", below="").key)
     return seen is None or bool(seen.any())
 
 

@@ -176,9 +176,9 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
     An entry that is no tensor of a leaf is compared only where its shape is the same in both states.
     """
     leaves = {leaf.path: leaf for leaf in whole.layout.leaves}
-    theirs = {(e.owner, e.slot, e.path): e for e in entries(part) if e.owner != ".pieces"}
+    theirs = {(e.owner, e.slot, e.path, e.below): e for e in entries(part) if e.owner != ".pieces"}
     for e in entries(whole):
-        mine = theirs.pop((e.owner, e.slot, e.path), None)
+        mine = theirs.pop((e.owner, e.slot, e.path, e.below), None)
         name = f"{e.key}[{spans[e.path][0]}:{spans[e.path][1]}]" if e.path in spans and e.of_leaf else e.key
         if mine is None:
             yield name, "missing", e.value

@@ -1,0 +1,252 @@
+"""States in which a leaf has a tree of its own, dicts and tuples: cut with the leaf, and whole again for any ranks."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from time_limits import limit
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from trees import flat
+
+import zerofn as zf
+from zerofn.extend import Transform, transform
+
+
+class Moments(NamedTuple):
+    m: torch.Tensor
+    v: torch.Tensor
+
+
+# How two moments are put into the state of a leaf, and taken out of it.
+FORMS = {
+    "tensor": (lambda m, v: m, lambda s: (s, s)),
+    "dict": (lambda m, v: {"m": m, "v": v}, lambda s: (s["m"], s["v"])),
+    # The names of parameters.
+    "named": (lambda m, v: {"weight": m, "bias": v}, lambda s: (s["weight"], s["bias"])),
+    "tuple": (lambda m, v: (m, v), lambda s: s),
+    "list": (lambda m, v: [m, v], lambda s: s),
+    "fields": (lambda m, v: Moments(m, v), lambda s: (s.m, s.v)),
+    "nested": (lambda m, v: {"x": (m, {"y": [v]})}, lambda s: (s["x"][0], s["x"][1]["y"][0])),
+    "nothing": (lambda m, v: (m, v, None), lambda s: s[:2]),
+    "number": (lambda m, v: {"m": m, "v": v, "n": torch.zeros(())}, lambda s: (s["m"], s["v"])),
+}
+
+
+def moments(form):
+    put, take = FORMS[form]
+
+    @zf.leafwise(init=lambda p: put(torch.zeros_like(p), torch.zeros_like(p)), needs="element")
+    def two(grad, param, state):
+        m, v = take(state)
+        new = 0.5 * m + grad, 0.25 * v + grad * grad
+        return new[0] + 0.125 * new[1], put(*new)
+
+    return two()
+
+
+CHAINS = {
+    "alone": lambda form: [zf.shard(), moments(form)],
+    "beside": lambda form: [zf.reduce_scatter(), zf.accumulate(2), zf.offload(moments(form))],
+    "of some": lambda form: [zf.shard(), zf.masked(zf.chain(moments(form)), lambda path: path != "w")],
+}
+# A leaf has the name of a key in the trees.
+SHAPES = {"m": (5, 3), "v": (4,), "w": (7, 2), "one": (1,)}
+
+
+def made(chain, form):
+    model = nn.ParameterDict({path: torch.ones(shape) for path, shape in SHAPES.items()})
+    return model, zf.attach(model, zf.chain(*CHAINS[chain](form), zf.sgd(2**-4)))
+
+
+def train(model, opt, first, last):
+    """Gradients are whole numbers that 1, 2 and 3 divide, so that means over ranks are exact."""
+    for step in range(first, last):
+        data = {path: 6.0 * (1 + (step + torch.arange(p.numel())) % 5).reshape(p.shape) for path, p in model.items()}
+        sum((p * data[path]).sum() for path, p in model.items()).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def go_on(chain, forms, folder, before, after, first, last):
+    """Train on from one checkpoint, or from nothing, to the next."""
+    for form in forms:
+        model, opt = made(chain, form)
+        if before:
+            zf.load(f"{folder}/{before}/{form}", like=opt)
+        train(model, opt, first, last)
+        zf.save(f"{folder}/{after}/{form}", opt)
+
+
+def whole(folder, name, chain, form):
+    """What one process reads."""
+    _, opt = made(chain, form)
+    zf.load(f"{folder}/{name}/{form}", like=opt)
+    return {k: x for k, x in flat(opt.state_dict()).items() if isinstance(x, torch.Tensor)}
+
+
+def assert_same(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    assert [k for k, x in theirs.items() if not torch.equal(mine[k], x)] == []
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_any_number_of_ranks_loads_what_two_have_saved(chain, tmp_path):
+    folder, forms = str(tmp_path), [*FORMS]
+    go_on(chain, forms, folder, None, "one", 0, 3)
+    go_on(chain, forms, folder, "one", "one on", 3, 5)
+    zf.launch(go_on, 2, chain, forms, folder, None, "two", 0, 3, timeout=limit())
+    zf.launch(go_on, 2, chain, forms, folder, "two", "two on", 3, 5, timeout=limit())
+    zf.launch(go_on, 3, chain, forms, folder, "two", "three on", 3, 5, timeout=limit())
+    zf.launch(go_on, 2, chain, forms, folder, "one", "from one", 3, 5, timeout=limit())
+    go_on(chain, forms, folder, "two", "two alone", 3, 5)
+    for form in forms:
+        one = whole(folder, "one", chain, form)
+        assert sum(bool(x.any()) for k, x in one.items() if "two" in k) >= (3 if form == "tensor" else 6)
+        assert_same(whole(folder, "two", chain, form), one)
+        for name in ("two on", "three on", "two alone", "from one"):
+            assert_same(whole(folder, name, chain, form), whole(folder, "one on", chain, form))
+
+
+def in_formats_of_torch(folder, forms, saves):
+    """By form and format: whether what was saved is what is loaded, and how much of it is not zero."""
+    found = {}
+    for form in forms:
+        model, opt = made("alone", form)
+        other, into = made("alone", form)
+        train(model, opt, 0, 3)
+        truth = everything(model, opt)
+        if saves:
+            dcp.save({"opt": opt.state_dict()}, checkpoint_id=f"{folder}/dcp/{form}")
+            dcp.save({"opt": get_optimizer_state_dict(model, opt)}, checkpoint_id=f"{folder}/parts/{form}")
+            into.load_state_dict(opt.state_dict())
+            found[form, "dict"] = everything(other, into)
+            other, into = made("alone", form)
+            set_optimizer_state_dict(other, into, full_state(model, opt), options=FULL)
+            found[form, "full"] = everything(other, into)
+            other, into = made("alone", form)
+        mine = {"opt": into.state_dict()}
+        if WRITES_TUPLES.isdisjoint([form]) or torch.distributed.get_world_size() > 1:
+            dcp.load(mine, checkpoint_id=f"{folder}/dcp/{form}")
+            into.load_state_dict(mine["opt"])
+            found[form, "dcp"] = everything(other, into)
+        other, into = made("alone", form)
+        mine = {"opt": get_optimizer_state_dict(other, into)}
+        dcp.load(mine, checkpoint_id=f"{folder}/parts/{form}")
+        set_optimizer_state_dict(other, into, mine["opt"])
+        found[form, "parts"] = everything(other, into)
+        found[form, "truth"] = truth
+    return found
+
+
+FULL = StateDictOptions(full_state_dict=True)
+# One process gives tuples, which torch's checkpoint takes for objects, and several give lists.
+WRITES_TUPLES = {"tuple", "fields", "nested", "nothing"}
+
+
+def full_state(model, opt):
+    return get_optimizer_state_dict(model, opt, options=FULL)
+
+
+def everything(model, opt):
+    found = flat(full_state(model, opt)["state"])
+    return {k: x.clone() for k, x in found.items() if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_formats_of_torch(tmp_path):
+    forms = [*FORMS]
+    two = zf.launch(in_formats_of_torch, 2, str(tmp_path), forms, True, timeout=limit())
+    three = zf.launch(in_formats_of_torch, 3, str(tmp_path), forms, False, timeout=limit())
+    one = zf.launch(in_formats_of_torch, 1, str(tmp_path), forms, False, timeout=limit())
+    for form in forms:
+        truth = one[0][form, "truth"]
+        assert len([x for x in truth.values() if x.ndim and x.any()]) == len(SHAPES) * (1 if form == "tensor" else 2)
+        assert {tuple(x.shape) for x in truth.values() if x.any() and x.ndim} == set(SHAPES.values())
+        for rank in (*two, *three, *one):
+            for (of, how), found in rank.items():
+                if of == form:
+                    assert found.keys() == truth.keys(), (form, how)
+                    assert [k for k, x in truth.items() if not torch.equal(found[k], x)] == [], (form, how)
+
+
+@transform
+def of_six(keys=False):
+    """Six numbers of each leaf, which follow no element of it: as many as half of the leaf has."""
+
+    def init(leaves, layout):
+        return {"six": {path: {"x": torch.zeros(6)} if keys else torch.zeros(6) for path in leaves}}
+
+    def update(grads, state, params, carry, ctx):
+        def more(x):
+            return {"x": x["x"] + torch.arange(6.0)} if keys else x + torch.arange(6.0)
+
+        return grads, {"six": {path: more(state["six"][path]) for path in grads}}
+
+    return Transform("of_six", needs="element", init_fn=init, update_fn=update)
+
+
+@zf.leafwise(init=lambda p: torch.zeros(*p.shape, 2), needs="element")
+def pairs(grad, param, state):
+    """Two numbers for each element, in one tensor."""
+    return grad, state + torch.stack([grad, grad * grad], -1)
+
+
+def one_step(tx, folder, shape=(4, 3)):
+    model = nn.ParameterDict({"w": torch.ones(shape)})
+    opt = zf.attach(model, zf.chain(zf.shard(), tx, zf.sgd(0.5)))
+    (model["w"] * torch.arange(float(model["w"].numel())).reshape(shape)).sum().backward()
+    opt.step()
+    zf.save(folder, opt)
+    return flat(opt.state_dict()["transforms"])
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_as_long_as_a_piece_and_of_no_piece(keys, tmp_path):
+    folder = str(tmp_path / "c")
+    for found in zf.launch(one_step, 2, of_six(keys), folder, timeout=limit()):
+        (mine,) = [x for k, x in found.items() if "six" in k]
+        assert type(mine) is torch.Tensor and torch.equal(mine, torch.arange(6.0))
+    model = nn.ParameterDict({"w": torch.ones(4, 3)})
+    opt = zf.attach(model, zf.chain(zf.shard(), of_six(keys), zf.sgd(0.5)))
+    zf.load(folder, like=opt)
+    (six,) = [x for k, x in flat(opt.state.transforms).items() if "six" in k]
+    assert torch.equal(six, torch.arange(6.0))
+    assert torch.equal(model["w"].detach().flatten(), 1 - 0.5 * torch.arange(12.0))
+
+
+def test_numbers_of_pieces_in_another_form_are_refused(tmp_path):
+    def refused(folder):
+        # More numbers than are compared where nothing is cut.
+        model = nn.ParameterDict({"w": torch.ones(4096, 3)})
+        opt = zf.attach(model, zf.chain(zf.shard(), pairs(), zf.sgd(0.5)))
+        (model["w"] * torch.arange(4096.0).reshape(-1, 1)).sum().backward()
+        opt.step()
+        with pytest.raises(ValueError, match=r"(?s)what should be equal on every rank is not.*pairs/value/w"):
+            zf.save(folder, opt)
+        mine = opt.state_dict()["transforms"]["pairs"]
+        again = opt.state.transforms["pairs"]["value"]["w"].clone()
+        # A rank's own, under its name.
+        assert [*mine] == [f"rank{torch.distributed.get_rank()}"]
+        opt.load_state_dict(opt.state_dict())
+        return torch.equal(opt.state.transforms["pairs"]["value"]["w"], again) and bool(again.any())
+
+    assert zf.launch(refused, 2, str(tmp_path / "c"), timeout=limit()) == [True, True]
+
+
+def test_an_init_that_asks_for_numbers(tmp_path):
+    @zf.leafwise(init=lambda p: {"at": p + float(p.sum() > 1e9)}, needs="element")
+    def from_start(grad, param, state):
+        return grad + param - state["at"], state
+
+    folder = str(tmp_path / "c")
+    zf.launch(one_step, 2, from_start(), folder, (5, 3), timeout=limit())
+    model = nn.ParameterDict({"w": torch.zeros(5, 3)})
+    opt = zf.attach(model, zf.chain(zf.shard(), from_start(), zf.sgd(0.5)))
+    zf.load(folder, like=opt)
+    assert torch.equal(opt.state[model["w"]]["at"], torch.ones(5, 3))
