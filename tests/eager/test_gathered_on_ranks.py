@@ -93,3 +93,52 @@ def test_what_would_be_undone_at_its_end_is_refused(ranks, name):
 
 def test_a_model_that_cannot_be_attached_stays_as_it_was(ranks):
     assert all(same for *_, same in ranks)
+
+
+WRITTEN = {
+    "shard": lambda: (zf.shard(),),
+    "shard, masters": lambda: (zf.shard(), zf.precision(param_dtype=torch.bfloat16)),
+    "reduce_scatter": lambda: (zf.reduce_scatter(),),
+    "all_reduce, masters": lambda: (zf.all_reduce(), zf.precision(param_dtype=torch.bfloat16)),
+    "precision": lambda: (zf.precision(param_dtype=torch.bfloat16),),
+}
+
+
+def left(stage, error):
+    """What is stored after a write inside that an error, or none, leaves; and after a step behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    opt = zf.attach(model, zf.chain(*WRITTEN[stage](), zf.adamw(0.1)))
+    try:
+        with opt.gathered():
+            with torch.no_grad():
+                model[0].bias.fill_(7.0)
+                model[2].weight[1] = 0.5
+            if error == "a gradient":
+                model(X).float().sum().backward()
+            if error:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert error
+    found = []
+    for _ in range(2):
+        opt.zero_grad()
+        found += [x.tolist() for x in zf.full_params(opt.tx, opt.state).values()]
+        found.append(model(X).float().tolist())
+        model(X).float().square().mean().backward()
+        opt.step()
+    return found
+
+
+def writes_kept(stages, errors):
+    return [[left(stage, error) for error in errors] for stage in stages]
+
+
+def test_what_is_written_is_stored_by_an_exception_too():
+    """At every stage, as where parameters are whole; the exception is the one that was raised."""
+    over_ranks = [stage for stage in WRITTEN if stage != "precision"]
+    ranks = zf.launch(writes_kept, 2, over_ranks, (None, "after the write"), timeout=limit())
+    for found in (*ranks, writes_kept(list(WRITTEN), (None, "after the write", "a gradient"))):
+        for plain, *others in found:
+            assert plain[1] == [7.0] * 5 and plain[2][1] == [0.5] * 5
+            assert all(other == plain for other in others)

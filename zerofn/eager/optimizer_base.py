@@ -107,7 +107,8 @@ class OptimizerBase(torch.optim.Optimizer):
     def gathered(self) -> Iterator[nn.Module]:
         """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
 
-        On several ranks under `shard` every rank enters it, and one may then do inside what it likes.
+        On several ranks under `shard` every rank enters it, and one may then do inside what it likes. What is written
+        inside is stored at every stage, also where an exception leaves it, as by FSDP and DeepSpeed.
 
         Raises:
             RuntimeError: only some ranks came, as for `zf.save`; inside, where parameters were gathered, of a step, of

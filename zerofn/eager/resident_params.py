@@ -161,19 +161,32 @@ class ResidentParams:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Full parameters in the model. What is written to them inside is stored afterwards."""
+        """Full parameters in the model. What is written to them inside is stored afterwards, by an exception too."""
         if self.is_full:
             # Within another one, which stores what is written.
             yield
             return
         if self.units is None and self.pipe.road.exact:
-            yield
-            self.masters.carry_over()
+            try:
+                yield
+            finally:
+                self.masters.carry_over()
             return
-        with _suspended(self), full_parameters(self.pipe, self.params, self.current) as written:
-            yield
-        if written:
+        written: set[str] = set()
+        try:
+            with _suspended(self), full_parameters(self.pipe, self.params, self.current) as written:
+                yield
+        finally:
+            if written:
+                self._refresh_whole()
+
+    def _refresh_whole(self) -> None:
+        """Refresh what was stored by hand; of an interrupt copies are behind it."""
+        try:
             self.refresh()
+        except BaseException:
+            self.current.tear()
+            raise
 
     def leave(self) -> None:
         """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""

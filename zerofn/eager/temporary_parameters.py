@@ -22,6 +22,8 @@ from .resident_form import put
 def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
     """Put full parameters in the place of shards or copies, and store those that have changed at the end.
 
+    By an exception too, as where parameters are whole, and as FSDP's and DeepSpeed's do.
+
     Args:
         pipe: the pipeline of the model.
         params: its parameters by path.
@@ -35,24 +37,38 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
     # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
-    for path, full in fulls.items():
-        put(pipe, params[path], full, None)
     written: set[str] = set()
+    made: list[str] = []
+    inside = False
     try:
+        for path, full in fulls.items():
+            put(pipe, params[path], full, None)
+        inside = True
         yield written
-        written |= _store(pipe, params, current.state.leaves, before)
     finally:
-        for path, p in params.items():
-            put(pipe, p, parts[path], "the end of opt.gathered()")
-        if pipe.gathering is not None:
-            _check_gradients(params, grads)
+        try:
+            if inside:
+                written |= _store(pipe, params, current.state.leaves, before)
+        except BaseException:
+            current.tear()
+            raise
+        finally:
+            for path, p in params.items():
+                put(pipe, p, parts[path], "the end of opt.gathered()")
+            made = [] if pipe.gathering is None else _drop_gradients(params, grads)
+    _check_gradients(made)
 
 
-def _check_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> None:
-    """Refuse gradients from inside, which are whole and of this rank alone."""
+def _drop_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> list[str]:
+    """Drop gradients from inside, which are whole and of this rank alone; their paths."""
     made = [path for path, p in params.items() if (g := read(p)) is not None and g is not before[path]]
     for path in made:
         write(params[path], None)
+    return made
+
+
+def _check_gradients(made: list[str]) -> None:
+    """Refuse gradients from inside."""
     if made:
         raise RuntimeError(
             explain(
