@@ -26,9 +26,9 @@ class Facts:
         reports: metrics of the whole gradient that it reports, which the pipeline then does not compute; and counts of
             its own. In a step that does not reach it each is 0, or what its state has under that name.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
-        keeps: whether its state may be of tensors that it is handed, or of new parameters that it gives, or first
-            states of one tensor, and what it gives parameters of other leaves. Such are copied, for which each step
-            compares addresses; `False` is of one that makes its own.
+        keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
+            is handed or with one another, and updates with parameters of other leaves. Such are copied, for which
+            each step compares addresses; `False` is of one that makes its own.
         holds: it keeps gradients for a later micro-step.
     """
 

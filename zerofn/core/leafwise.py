@@ -16,11 +16,11 @@ from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .facts import Facts
 from .layout import Layout, Leaves
-from .own_memory import own_start
+from .own_memory import own_start, own_update
 from .returned_updates import misfit
 from .state import counter
 from .transform import Transform, TransformState
-from .tree import apart, flatten
+from .tree import flatten
 from .update_context import Context, Prepared
 
 P = ParamSpec("P")
@@ -147,7 +147,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         return Transform(
             made.name,
             needs=needs,
-            # What its function keeps is copied by leaf, where it is called.
+            # It copies what its function keeps itself: first states leaf by leaf.
             facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None, keeps=False),
             init_fn=made.init,
             prepare_fn=made.prepare,
@@ -209,7 +209,7 @@ class _OnLeaves:
             found[STEP] = now
         return Prepared(carry=found, state={STEP: state[STEP] + 1} if self.counts else {})
 
-    def update(self, grads: Leaves, state: TransformState, params: Leaves, options: dict[str, Any], ctx: Context):
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, options: Any, ctx: Context) -> Any:
         out: Leaves = {}
         stateful, kept, wrong = self.start is not None, dict(state.get("value", {})), []
         for path, g in grads.items():
@@ -220,13 +220,12 @@ class _OnLeaves:
             if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                 wrong.append((path, reason))
                 continue
-            out[path] = apart(returned[0].to(p.dtype) if self.optimizes else returned[0], (p,))
+            out[path] = returned[0].to(p.dtype) if self.optimizes else returned[0]
             if stateful:
-                # A new parameter may be written in place too.
-                kept[path] = apart(returned[1], (g, p, out[path]) if self.optimizes else (g, p))
+                kept[path] = returned[1]
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
-        return out, {"value": kept} if stateful else {}
+        return own_update(self.optimizes, (out, {"value": kept} if stateful else {}), state, grads, params)
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:

@@ -6,37 +6,146 @@ the other, and so are states, by a step or when another one is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from .facts import Facts
+import torch
+from torch import Tensor
+
+from .._compat.tensors import memories, self_overlapping
 from .layout import Leaves
-from .tree import Tree, apart, clone
-
-
-def own_update(
-    facts: Facts, returned: tuple[Leaves | None, Any], state: Any, grads: Leaves, params: Leaves
-) -> tuple[Leaves | None, Any]:
-    """What an update half returned, with copies of what shares memory.
-
-    Args:
-        facts: of the transform.
-        returned: updates, `None` where it holds, and a state.
-        state: what it was handed, which shares none.
-        grads: what it was handed.
-        params: stored parameters of these leaves.
-    """
-    out, own = returned
-    if out and out is not grads:
-        # A parameter that stays as it is may be returned. That of another leaf is written before it is read.
-        moved = {path: x for path, x in out.items() if x is not params.get(path)}
-        if moved and (found := apart(moved, params.values())) is not moved:
-            out = {**out, **found}
-    if own is state or not own:
-        return out, own
-    made = out.values() if facts.optimizes and out else ()
-    return out, apart(own, (*grads.values(), *params.values(), *made))
+from .tree import Tree, apart, clone, flatten, tensors_of, tree_keys, unflatten
+from .update_context import Context, Prepared
 
 
 def own_start(state: Tree) -> Tree:
     """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made."""
     return clone(state)
+
+
+def own_prepared(
+    prepared: Prepared, shown: int, state: Mapping[str, Any], grads: Leaves | None, params: Leaves, ctx: Context
+) -> Prepared:
+    """What a transform decides before it sees leaves, with copies of what shares memory.
+
+    Args:
+        prepared: what its `prepare_fn` returned.
+        shown: how many metrics there were before it.
+        state: what it was handed, as are `grads`, `params` and `ctx`.
+    """
+    carry, new, close = prepared.carry, prepared.state, prepared.close
+    if carry is not None and (ctx.donate or ctx.donate_to_kernels):
+        # A leaf is updated after others have been written.
+        carry = apart({"": carry}, params.values())[""]
+    if new:
+        new = _distinct(dict(new), state, (*(grads or {}).values(), *params.values()))
+    given = state, new, grads or {}, params
+    own_reports(ctx, shown, *given)
+
+    def closing() -> None:
+        before = len(ctx.metrics)
+        close()  # type: ignore[misc]
+        own_reports(ctx, before, *given)
+
+    return replace(prepared, carry=carry, state=new, close=close and closing)
+
+
+def own_update(
+    optimizes: bool,
+    returned: tuple[Leaves | None, Any],
+    state: Any,
+    grads: Leaves,
+    params: Leaves,
+    carry: Any = None,
+) -> tuple[Leaves | None, Any]:
+    """What an update half returned, with copies of what shares memory.
+
+    Args:
+        optimizes: whether updates are new parameters.
+        returned: updates, `None` where it holds, and a state.
+        state: what it was handed, which shares none.
+        grads: what it was handed.
+        params: stored parameters of these leaves.
+        carry: what it was handed, which may be another leaf's.
+    """
+    out, own = returned
+    others = (*grads.values(), *params.values(), *tensors_of({"": carry}))
+    if out and optimizes:
+        # A parameter that stays as it is, or was written in place, may be returned.
+        out = _distinct(out, params, (*others, *tensors_of(state)))
+    elif out and out is not grads:
+        # That of another leaf is written before it is read.
+        moved = {path: x for path, x in out.items() if x is not params.get(path)}
+        if moved and (found := apart(moved, params.values())) is not moved:
+            out = {**out, **found}
+    if own is state or not own:
+        return out, own
+    made = out.values() if optimizes and out else ()
+    return out, _distinct(own, state, (*others, *made))
+
+
+def own_reports(ctx: Context, shown: int, *given: Mapping[str, Any]) -> None:
+    """Copy what metrics behind the first `shown` share with these trees: they are read after those are written."""
+    for name in list(ctx.metrics)[shown:]:
+        ctx.metrics[name] = apart({"": ctx.metrics[name]}, [x for tree in given for x in tensors_of(tree)])[""]
+
+
+def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor]) -> Any:
+    """New entries in place of old ones, with copies of what shares memory with others, or with one another.
+
+    What is at its place in `old` already may stay. No tensor has two elements at one place, as an expanded one has.
+
+    Args:
+        new: nested dicts of tensors or trees of them.
+        old: what they replace, and what stays beside them.
+        others: tensors that are written later, or by others.
+    """
+    if torch.compiler.is_compiling():
+        # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
+        return clone(new)
+    given = tensors_of(new)
+    if not given:
+        return new
+    fresh, beside = tensors_of(_moved(new, old)), _beside(new, old)
+    every, taken = memories([*given, *beside]), memories(others)
+    # As a rule each has a storage, none of them another's: found without a call in Python for each tensor.
+    alone = len(every) == len(given) + len(beside) and taken.isdisjoint(memories(fresh))
+    if alone and not any(map(_overlaps, fresh)):
+        return new
+    was = dict(zip(tree_keys(old), flatten(old)[0], strict=True))
+    values, spec = flatten(new)
+    moved = [i for i, keys in enumerate(tree_keys(new)) if _is_tensor(x := values[i]) and x is not was.get(keys)]
+    at_home = set(range(len(values))).difference(moved)
+    seen = taken | memories([*beside, *[values[i] for i in at_home if _is_tensor(values[i])]])
+    for i in moved:
+        if _overlaps(values[i]) or not seen.isdisjoint(memories([values[i]])):
+            values[i] = values[i].clone()
+        seen |= memories([values[i]])
+    return unflatten(spec, values)
+
+
+def _beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of `old` in whose places there is nothing new."""
+    found = tensors_of({key: x for key, x in old.items() if key not in new})
+    for key, x in new.items():
+        if isinstance(x, dict) and isinstance(was := old.get(key), dict):
+            found += _beside(x, was)
+    return found
+
+
+def _moved(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not at its place in `old` already."""
+    found = {key: x for key, x in new.items() if x is not old.get(key)}
+    for key, x in found.items():
+        if isinstance(x, dict) and isinstance(was := old.get(key), dict):
+            found[key] = _moved(x, was)
+    return found
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def _overlaps(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_contiguous() and self_overlapping(x)

@@ -16,7 +16,7 @@ from .dtypes import Dtypes
 from .facts import OF_PIECES
 from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
-from .own_memory import own_start, own_update
+from .own_memory import own_prepared, own_reports, own_start, own_update
 from .owner_updates import run_at_owners
 from .owners import place_in
 from .partition import replace_innermost
@@ -25,8 +25,8 @@ from .returned_updates import check_returned
 from .road import Road, groups_of
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
-from .transform import Transform, TransformState, pass_through
-from .update_context import Context
+from .transform import Transform, TransformState, no_state, nothing_to_prepare, pass_through
+from .update_context import Context, Prepared
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
@@ -98,16 +98,30 @@ def _with_check(t: Transform) -> Transform:
 
 def _with_own_memory(t: Transform) -> Transform:
     """The same transform, which shares no memory with what is written behind it (`own_memory`)."""
-    if t.update_fn is pass_through or not t.facts.keeps:
+    if not t.facts.keeps:
         return t
-
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        return own_update(t.facts, t.update_fn(grads, state, params, carry, ctx), state, grads, params)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return own_start(t.init_fn(leaves, layout))
 
-    return replace(t, update_fn=update, init_fn=init)
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        shown = len(ctx.metrics)
+        return own_prepared(t.prepare_fn(state, grads, params, ctx), shown, state, grads, params, ctx)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        shown = len(ctx.metrics)
+        returned = t.update_fn(grads, state, params, carry, ctx)
+        out, own = own_update(t.facts.optimizes, returned, state, grads, params, carry)
+        own_reports(ctx, shown, state, own or {}, grads, params)
+        return out, own
+
+    # What does nothing is known by its functions, and is not run.
+    return replace(
+        t,
+        init_fn=t.init_fn if t.init_fn is no_state else init,
+        prepare_fn=t.prepare_fn if t.prepare_fn is nothing_to_prepare else prepare,
+        update_fn=t.update_fn if t.update_fn is pass_through else update,
+    )
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:

@@ -22,7 +22,7 @@ from .facts import NEEDS, Facts, Scope
 from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
-from .own_memory import own_start, own_update
+from .own_memory import own_prepared, own_start, own_update
 from .returned_updates import check_returned
 from .spec import Through
 from .tree import Tree, flatten
@@ -149,11 +149,15 @@ class Transform:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
             prepared = self.prepare_fn(state, entries, leaves, ctx)
+            if self.facts.keeps:
+                prepared = own_prepared(prepared, 0, state, entries, leaves, ctx)
             returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
         if not self.parts:
             returned = check_returned(self.name, self.facts, returned, entries, leaves)
-        out, own = own_update(self.facts, returned, state, entries, leaves) if self.facts.keeps else returned
+        out, own = returned
+        if self.facts.keeps:
+            out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
         ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):

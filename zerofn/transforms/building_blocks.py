@@ -133,7 +133,9 @@ def add_decayed_weights(weight_decay: float) -> Transform:
         inner, end = rest[0].config, rest[1]
         return adam_of(end.name, end.config["lr"], inner["betas"], inner["eps"], weight_decay, decoupled=False), 2
 
-    return Transform("add_decayed_weights", needs="element", facts=Facts(directs=True), update_fn=update, joins=joins)
+    return Transform(
+        "add_decayed_weights", needs="element", facts=Facts(directs=True, keeps=False), update_fn=update, joins=joins
+    )
 
 
 @transform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..extend import Context, Leaves, Transform, TransformState, transform
+from ..extend import Context, Facts, Leaves, Transform, TransformState, transform
 
 
 @transform
@@ -27,4 +27,4 @@ def centralize() -> Transform:
             for path, g in grads.items()
         }, state
 
-    return Transform("centralize", needs="row", update_fn=update)
+    return Transform("centralize", needs="row", facts=Facts(keeps=False), update_fn=update)

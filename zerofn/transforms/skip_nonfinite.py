@@ -69,5 +69,5 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
-    facts = Facts(reports=frozenset([SKIPPED_STEPS]))
+    facts = Facts(reports=frozenset([SKIPPED_STEPS]), keeps=False)
     return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
