@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.extend import COUNT, Facts, Prepared, Transform, counter, transform
+from zerofn.extend import COUNT, Facts, Prepared, Transform, concrete, counter, transform
 from zerofn.testing import check_transform
 
 
@@ -31,6 +31,66 @@ def keeps_what_it_is_handed(grads, state, params, carry, ctx):
     return grads, {"kept": {path: g.view(-1).view_as(g) for path, g in grads.items()}}
 
 
+def begins_as_the_gradient(grads, state, params, carry, ctx):
+    """As torch's SGD: a momentum is the first gradient itself, and another tensor afterwards."""
+    first = state[COUNT] == 0
+    if not concrete(first):
+        kept = {path: torch.where(first, g, 0.9 * state["kept"][path] + g) for path, g in grads.items()}
+    else:
+        kept = {path: g if first else 0.9 * state["kept"][path] + g for path, g in grads.items()}
+    return {path: x * 1 for path, x in kept.items()}, {"kept": kept, COUNT: state[COUNT] + 1}
+
+
+def keeps_the_third(grads, state, params, carry, ctx):
+    third = state[COUNT] == 2
+    now = {path: g if concrete(third) and third else g * 1 for path, g in grads.items()}
+    return dict(grads), {"kept": now, COUNT: state[COUNT] + 1}
+
+
+def zeros_and_a_count(leaves, layout):
+    return {**zeros(leaves, layout), COUNT: counter()}
+
+
+def drifts(grads, state, params, carry, ctx):
+    return {path: g + 0.1 * (params[path] - state["kept"][path]) for path, g in grads.items()}, {
+        "kept": {path: params[path] * 1 for path in grads}
+    }
+
+
+def one_for_all(leaves, layout):
+    one = torch.zeros(1)
+    return {"kept": dict.fromkeys(leaves, one)}
+
+
+def adds_one(grads, state, params, carry, ctx):
+    return grads, {"kept": {path: state["kept"][path] + 1 for path in grads}}
+
+
+def keeps_twice(grads, state, params, carry, ctx):
+    kept = {path: 0.9 * state["kept"][path] + g for path, g in grads.items()}
+    return {path: g + state["again"][path] for path, g in grads.items()}, {"kept": kept, "again": dict(kept)}
+
+
+def zeros_twice(leaves, layout):
+    return {"kept": zeros(leaves, layout)["kept"], "again": zeros(leaves, layout)["kept"]}
+
+
+def keeps_as_it_prepares(state, grads, params, ctx):
+    return Prepared(state={"kept": dict(params)})
+
+
+def gives_a_view(grads, state, params, carry, ctx):
+    return {path: params[path].view(-1).view_as(g) for path, g in grads.items()}, state
+
+
+def gives_what_it_is_given(grads, state, params, carry, ctx):
+    return dict(grads), {}
+
+
+def gives_gradients(grads, state, params, carry, ctx):
+    return {path: g if params[path].numel() == 1 else params[path] - 0.1 * g for path, g in grads.items()}, state
+
+
 def of_two(leaves, layout):
     return {COUNT: counter()}
 
@@ -39,6 +99,8 @@ def every_second(state, grads, params, ctx):
     count = (state[COUNT] + 1) % 2
     return Prepared(state={COUNT: count}, emit=bool(count == 0))
 
+
+OWN = Facts(keeps=False)
 
 LIARS: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizes": ("it gives gradients", dict(facts=Facts(optimizes=True), update_fn=keeps_gradients)),
@@ -56,6 +118,38 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
         "keeps=False",
         dict(facts=Facts(keeps=False), init_fn=zeros, update_fn=keeps_what_it_is_handed),
     ),
+    "keeps the first": (
+        "its state after micro-step 1 does",
+        dict(facts=OWN, init_fn=zeros_and_a_count, update_fn=begins_as_the_gradient),
+    ),
+    "keeps the third": (
+        "its state after micro-step 3 does",
+        dict(facts=OWN, init_fn=zeros_and_a_count, update_fn=keeps_the_third),
+    ),
+    "keeps parameters": (
+        "its first state does",
+        dict(facts=OWN, init_fn=lambda leaves, layout: {"kept": dict(leaves)}, update_fn=drifts),
+    ),
+    "keeps as it prepares": (
+        "its state after micro-step 1 does",
+        dict(facts=OWN, init_fn=zeros, prepare_fn=keeps_as_it_prepares, update_fn=gives_what_it_is_given),
+    ),
+    "begins with one tensor": (
+        "no memory at two places; its first state does",
+        dict(facts=OWN, needs="leaf", init_fn=one_for_all, update_fn=adds_one),
+    ),
+    "keeps one tensor twice": (
+        "no memory at two places; its state after micro-step 1 does",
+        dict(facts=OWN, init_fn=zeros_twice, update_fn=keeps_twice),
+    ),
+    "gives a parameter": (
+        "it gives no parameter of another leaf, nor a view of one. It does, in micro-step 1.",
+        dict(facts=OWN, needs="leaf", update_fn=gives_a_view),
+    ),
+    "gives a gradient for a parameter": (
+        "it gives no gradient, and no parameter of another leaf, nor a view of one. It does, in micro-step 1.",
+        dict(facts=Facts(optimizes=True, keeps=False), needs="leaf", update_fn=gives_gradients),
+    ),
     "rate": ("rate=0.1", dict(facts=Facts(optimizes=True, rate=0.1), update_fn=descends)),
     "settable": ("'zeta'", dict(facts=Facts(optimizes=True, settable=(("zeta", 1.0),)), update_fn=descends)),
 }
@@ -63,7 +157,7 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @transform
 def liar(kind: str) -> Transform:
-    return Transform("liar", needs="element", **LIARS[kind][1])
+    return Transform("liar", **{"needs": "element", **LIARS[kind][1]})
 
 
 @pytest.mark.parametrize("kind", LIARS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from .trees import random_like
 
 # How far parameters are moved to tell new parameters, which move along, from gradients, which do not.
 SHIFT = 1.0
+# So many windows are looked at for what a transform keeps in some step.
+WINDOWS = 6
+NO = "keeps=False says that"
 
 
 def check_facts(t: Transform, state: State) -> None:
@@ -126,16 +129,31 @@ def _weights(run: _Run) -> str:
 def _keeps(run: _Run) -> str:
     if run.t.facts.keeps:
         return ""
+    first = run.t.init_fn(dict(run.leaves), run.layout)
+    if why := _kept("first state", first, run.leaves.values()):
+        return why
     handed: list[Tensor] = []
-    *_, (out, state, _) = run.steps(windows=2, handed=handed)
-    made = (out or {}).values() if run.t.facts.optimizes else ()
-    if not memories((*handed, *made)).isdisjoint(memories(tensors_of(state))):
-        return "keeps=False says that its state shares no memory with what it is handed, or new parameters. It does."
-    # What it was handed last.
-    params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
-    moved = [x for path, x in (out or {}).items() if x is not params[path]]
-    if not memories(moved).isdisjoint(memories(params.values())):
-        return "keeps=False says that it gives no parameter of another leaf, nor a view of one. It does."
+    # A buffer may begin as the gradient itself, and be another one afterwards.
+    for i, (out, state, _) in enumerate(run.steps(windows=WINDOWS, handed=handed), 1):
+        made = (out or {}).values() if run.t.facts.optimizes else ()
+        if why := _kept(f"state after micro-step {i}", state, (*handed, *made)):
+            return why
+        # What it was handed last.
+        params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
+        moved = [x for path, x in (out or {}).items() if x is not params[path]]
+        if not memories(moved).isdisjoint(memories(handed if run.t.facts.optimizes else params.values())):
+            more = "no gradient, and " if run.t.facts.optimizes else ""
+            return f"{NO} it gives {more}no parameter of another leaf, nor a view of one. It does, in micro-step {i}."
+    return ""
+
+
+def _kept(which: str, state: TransformState, others: Iterable[Tensor]) -> str:
+    """What of memory that is not its own a state has."""
+    own = tensors_of(state)
+    if not memories(others).isdisjoint(memories(own)):
+        return f"{NO} its state shares no memory with what it is handed, or new parameters; its {which} does."
+    if len(memories(own)) < len([x for x in own if memories([x])]):
+        return f"{NO} its state has no memory at two places; its {which} does."
     return ""
 
 
