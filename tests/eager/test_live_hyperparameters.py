@@ -1,5 +1,6 @@
 """Weight decay, betas and momentum set through `opt.param_groups` in training: torch's numbers, at every stage."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
+from zerofn.testing import assert_trees_equal
 
 
 def net() -> nn.Module:
@@ -156,3 +158,43 @@ def test_a_rate_that_is_a_tensor_is_not_shared_with_the_optimizer_whose_state_wa
     # As a scheduler of torch does.
     other.param_groups[0]["lr"].fill_(0.25)
     assert float(opt.param_groups[0]["lr"]) == 0.5
+
+
+BAD = {
+    "text": ("lr", "x", r"param_groups/1: lr is a number, and 'x' is a str"),
+    "none": ("lr", None, r"param_groups/1: lr is a number, and None is"),
+    "negative": ("lr", -1.0, r"param_groups/1: lr must lie in \[0, inf\)"),
+    "a row": ("lr", torch.ones(2), r"param_groups/1: lr is a number"),
+    "betas": ("betas", 5, r"param_groups/1: adamw\(betas=5\) is refused"),
+    "weight_decay": ("weight_decay", "x", r"param_groups/1: adamw\(weight_decay='x'\) is refused"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_group_that_cannot_be_loaded_changes_nothing(name: str):
+    key, value, why = BAD[name]
+    model = net()
+    opt = zf.attach(model, zf.partition({"a": zf.sgd(0.1), "b": zf.adamw(1e-2)}, lambda path: "ab"["2" in path]))
+    train(model, opt, 0, 2)
+    saved = copy.deepcopy(opt.state_dict())
+    train(model, opt, 2, 4)
+    before = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][1][key] = value
+    with pytest.raises(ValueError, match=why):
+        opt.load_state_dict(saved)
+    assert_trees_equal(opt.state_dict(), before)
+    train(model, opt, 4, 5)
+    assert opt.global_steps == 5
+
+
+@pytest.mark.parametrize("rate", ["x", None])
+def test_nor_does_one_of_torch(rate: Any):
+    model, other = net(), net()
+    opt, theirs = zf.attach(model, zf.adamw(1e-2)), torch.optim.AdamW(other.parameters())
+    train(model, opt, 0, 2)
+    train(other, theirs, 0, 1)
+    saved, before = theirs.state_dict(), copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["lr"] = rate
+    with pytest.raises(ValueError, match="param_groups/0: lr is a number"):
+        opt.load_state_dict(saved)
+    assert_trees_equal(opt.state_dict(), before)

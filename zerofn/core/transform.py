@@ -148,16 +148,12 @@ class Transform:
         if wrong:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
-            prepared = self.prepare_fn(state, entries, leaves, ctx)
-            if self.facts.keeps:
-                prepared = own_prepared(prepared, 0, state, entries, leaves, ctx)
+            prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), 0, state, entries, leaves, ctx)
             returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
         if not self.parts:
             returned = check_returned(self.name, self.facts, returned, entries, leaves)
-        out, own = returned
-        if self.facts.keeps:
-            out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
+        out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
         ctx.settle()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from numbers import Integral, Real
 from operator import is_
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._errors import explain
-from ..core.arguments import learning_rate
+from .._errors import bad_leaves, explain
+from ..core.arguments import learning_rate, misfit
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
@@ -84,6 +85,23 @@ class _GroupOptimizer:
             self.checked = now
         return {k: now[k] for k, x in self.settable.items() if not _same(now[k], x)}
 
+    def given_by(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The hyperparameters that a saved group gives; JSON knows no tuples."""
+        values = {k: saved.get(k, x) for k, x in self.settable.items()}
+        return {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
+
+    def misfit(self, saved: dict[str, Any]) -> str | None:
+        """Why a saved group cannot be loaded; `None` if it can."""
+        t, given = self.transform, self.given_by(saved)
+        if t.facts.rate is not None and (why := misfit("lr", saved.get("lr"), 0.0, math.inf)):
+            return why
+        try:
+            if t.factory is not None and not all(_same(given[k], x) for k, x in self.settable.items()):
+                t.factory(**{**t.config, **given})
+        except (TypeError, ValueError) as error:
+            return str(error).splitlines()[0] + " is refused"
+        return None
+
 
 class ParamGroups:
     """The groups of one attached model, and who owns their learning rates.
@@ -138,6 +156,14 @@ class ParamGroups:
             if callable(optimizer.transform.facts.rate) and optimizer.prefix + "lr" in metrics:
                 group["lr"] = optimizer.rate = float(metrics[optimizer.prefix + "lr"])
 
+    def check(self, saved: list[dict[str, Any]]) -> None:
+        """Raise a ValueError for groups of a `state_dict` that `load` cannot take: the next step would refuse them."""
+        both = enumerate(zip(self.optimizers, saved, strict=True))
+        found = [(f"param_groups/{i}", optimizer.misfit(there)) for i, (optimizer, there) in both]
+        if bad := [(group, why) for group, why in found if why]:
+            right = "numbers, as opt.state_dict() has them; opt.param_groups[0]['lr'] = 1e-3 before or behind the load"
+            raise ValueError(bad_leaves("load_state_dict: these groups cannot be set", bad, right))
+
     def load(self, saved: list[dict[str, Any]]) -> None:
         """Go on with the rates of a `state_dict`, and with what schedulers had put beside them.
 
@@ -148,9 +174,7 @@ class ParamGroups:
             # A copy of a tensor: schedulers write into it, and it may be that of another optimizer.
             group["lr"] = optimizer.rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
             group.update(_others(there))
-            # JSON knows no tuples.
-            given = {k: there.get(k, x) for k, x in optimizer.settable.items()}
-            group.update({k: tuple(x) if isinstance(x, list) else x for k, x in given.items()})
+            group.update(optimizer.given_by(there))
 
     def _refuse_params(self) -> NoReturn:
         """Groups have other parameters: which there are, and what updates each, the pipeline says."""

@@ -62,7 +62,7 @@ class StateDicts:
             rest: what else belongs to the load; called once the model has what is loaded.
 
         Raises:
-            ValueError: every missing, unexpected or misshapen entry is named, and nothing is changed.
+            ValueError: every missing, unexpected or misshapen entry is named, or a group, and nothing is changed.
         """
         state, current = self.home.settled(), self.home.current
         if torch_state_dict.is_torch_form(given):
@@ -72,6 +72,7 @@ class StateDicts:
             both = pairs(self.of(state), given)
             found = [(as_local(x), as_local(y)) for x, y in both if isinstance(x, Tensor)]
             groups = given["param_groups"]
+        pass
         # Until all of it is done: what is made from the state, and rates, are those of before.
         current.tear()
         for mine, theirs in found:

@@ -201,7 +201,7 @@ def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str
     """Of each group the rate, and what schedulers have put there: hyperparameters are the chain's."""
     left_out = {NUMBERS, "params", *BESIDE, *HYPERPARAMETERS}
     return [
-        {"lr": g["lr"], **{k: v for k, v in g.items() if k not in left_out and k not in optimizer.transform.config}}
+        {"lr": g.get("lr"), **{k: v for k, v in g.items() if k not in left_out and k not in optimizer.transform.config}}
         for g, optimizer in zip(given, groups.optimizers, strict=True)
     ]
 
