@@ -72,7 +72,7 @@ class StateDicts:
             both = pairs(self.of(state), given)
             found = [(as_local(x), as_local(y)) for x, y in both if isinstance(x, Tensor)]
             groups = given["param_groups"]
-        pass
+        self.groups.check(groups)
         # Until all of it is done: what is made from the state, and rates, are those of before.
         current.tear()
         for mine, theirs in found:
