@@ -16,6 +16,7 @@ from .executor import Segment, finish, run
 from .facts import Facts, Scope, most
 from .layout import Layout, Leaves
 from .leafwise import transform
+from .opaque_states import open_state
 from .returned_updates import check_returned
 from .segments import stretch, stretches
 from .transform import Transform, TransformState, nothing_to_prepare
@@ -156,7 +157,8 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             than one rank. On one rank, and under `all_reduce` on any number, it is right.
 
     Raises:
-        TypeError: no such object, or its `update` takes other arguments.
+        TypeError: no such object, or its `update` takes other arguments. Its state has tensors in an object that is no
+            node of a tree, such as a dataclass that is not registered with optree.
         ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update is left out, is no real
             tensor, or has another shape or device; every such leaf is named.
 
@@ -179,7 +181,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
     check_needs("guest", needs, ("element", "row", "leaf", "tree"), alone)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"inner": transformation.init(dict(leaves))}
+        return {"inner": open_state(name, transformation.init(dict(leaves)))}
 
     name, known = type(transformation).__name__, _arguments_of_update(transformation)
     extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
@@ -195,7 +197,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             returned = transformation.update(dict(grads), state["inner"], dict(params), **extra)
         # Here and not once they are added to parameters, which would cast them and spread them over leaves.
         out, inner = check_returned(name, facts, returned, grads, params)
-        return dict(out or {}), {"inner": inner}
+        return dict(out or {}), {"inner": open_state(name, inner)}
 
     return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
 
