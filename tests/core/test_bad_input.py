@@ -698,3 +698,21 @@ def test_transform_called_as_a_metric():
     state, metrics = zf.update(tx, grads(), zf.init(tx, params()))
     assert torch.equal(state.params["b"], -torch.ones(2))
     assert float(metrics["grad_norm"]) == 6.0
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused(layout):
+    told = r"(?s)not every leaf is a parameter\n  rows: a nested tensor, .*x\.to_padded_tensor\(0\.0\), or its rows"
+    with pytest.raises(TypeError, match=told):
+        zf.init(zf.sgd(0.1), {"w": torch.ones(2), "rows": nested(layout)})
+    model = nn.Module()
+    model.w, model.rows = nn.Parameter(torch.ones(2)), nn.Parameter(nested(layout))
+    with pytest.raises(TypeError, match=told):
+        zf.attach(model, zf.sgd(0.1))
+    for x in (nested(layout).to_padded_tensor(0.0), *nested(layout).unbind()):
+        assert zf.init(zf.sgd(0.1), {"w": x}).params["w"].equal(x)

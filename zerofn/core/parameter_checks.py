@@ -32,6 +32,8 @@ def not_a_parameter(leaf: Any) -> str | None:
     if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
         return "not initialised yet, as of a lazy module; run the model once on a batch before"
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            return "a nested tensor, of rows of several lengths; give x.to_padded_tensor(0.0), or its rows, x.unbind()"
         if leaf.is_complex():
             return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
         if not leaf.is_floating_point():
