@@ -19,7 +19,7 @@ from .facts import OF_PIECES
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .partition import replace_innermost
 from .slot_forms import ALONG, FIXED, OTHER, SlotForm
-from .transform import Transform, TransformState
+from .transform import Transform, TransformState, no_state
 from .tree import Tree, flatten, tree_keys
 
 # How much longer the second leaf is: more than a block of elements that share a number.
@@ -79,7 +79,8 @@ def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
     for t in complete(tuple(members)):
 
         def note(inner: Transform, paths: set[str], where: str, name: str = t.name) -> Transform:
-            found.append((name, inner, paths, where))
+            if inner.init_fn is not no_state:
+                found.append((name, inner, paths, where))
             return inner
 
         replace_innermost(t, note, layout)
@@ -89,16 +90,24 @@ def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
 
 def _forms(owner: str, t: Transform, paths: set[str], where: str, layout: Layout) -> list[SlotForm]:
     """The forms of the slots of one transform; none if it makes no state of such leaves."""
-    leaves = [leaf for leaf in layout.trainable if leaf.path in paths]
-    # Lengths that an `init` which asks for the numbers can be given are few.
-    for device, less, more in (("meta", None, LONGER), ("cpu", 2, 5)):
-        two = [{leaf.path: _sample(leaf, t, length, device) for leaf in leaves} for length in (less, more)]
-        try:
-            with torch.random.fork_rng(devices=[]):
-                short, long = (t.init_fn(dict(given), layout) for given in two)
-        except Exception:
-            continue  # what it raises of the leaves themselves is raised where their state is made
-        return _compared(owner, where, (short, long), two)
+    by_kind: dict[Any, list[Leaf]] = {}
+    for leaf in layout.trainable:
+        if leaf.path in paths:
+            by_kind.setdefault((leaf.shape, leaf.dtype, leaf.path.rpartition(".")[2]), []).append(leaf)
+    kinds = list(by_kind.values())
+    # A model has many leaves of few kinds: one of each is asked for, all where `init` needs what is not among those.
+    for groups in (kinds, [[leaf] for leaves in kinds for leaf in leaves]):
+        # Lengths that an `init` which asks for the numbers can be given are few.
+        for device, less, more in (("meta", None, LONGER), ("cpu", 2, 5)):
+            two = [{leaf.path: _sample(leaf, t, length, device) for leaf, *_ in groups} for length in (less, more)]
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    short, long = (t.init_fn(dict(given), layout) for given in two)
+            except Exception:
+                continue  # what it raises of the leaves themselves is raised where their state is made
+            if set(map(type, short.values())) == {Tensor}:
+                return []  # counters, of no leaf
+            return _compared(owner, where, (short, long), two, {leaves[0].path: leaves for leaves in groups})
     return []
 
 
@@ -111,8 +120,13 @@ def _sample(leaf: Leaf, t: Transform, length: int | None, device: str) -> Tensor
 
 
 def _compared(
-    owner: str, where: str, states: tuple[TransformState, TransformState], leaves: list[Leaves]
+    owner: str,
+    where: str,
+    states: tuple[TransformState, TransformState],
+    leaves: list[Leaves],
+    alike: dict[str, list[Leaf]],
 ) -> list[SlotForm]:
+    """The forms of slots from states of leaves of two lengths; `alike` are the leaves that each stands for."""
     paths = leaves[0].keys()
     named = [dict(zip(names_in(owner, x, paths, Placement()), flatten(x)[0], strict=True)) for x in states]
     found: dict[tuple[str, str], dict[str, str]] = {}
@@ -121,7 +135,8 @@ def _compared(
             shapes = [_shape(x), _shape(named[1].get(name))]
             of_leaf = [tuple(given[name.path].shape) for given in leaves]
             form = ALONG if shapes == of_leaf else FIXED if shapes[0] == shapes[1] else OTHER
-            found.setdefault((where + name.slot, name.below), {})[name.path] = form
+            of_kind = {leaf.path: form for leaf in alike[name.path]}
+            found.setdefault((where + name.slot, name.below), {}).update(of_kind)
     forms = []
     for (slot, below), by_path in found.items():
         for form in dict.fromkeys(by_path.values()):
