@@ -129,10 +129,11 @@ def first_states(
         RuntimeError: on the others.
     """
     states: dict[str, TransformState] = {}
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         states = init_transforms(pipe, stored)
-    except Exception as error:
+    except BaseException as error:
+        # Ctrl-C too: the others wait for this rank.
         failure = error
     bad = tell(failure is not None)
     if failure is None and bad:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._compat import autograd
 from .._errors import explain
-from ..core.layout import make_layout
+from ..core.layout import Leaves, make_layout
 from ..core.parameter_checks import parameters_of
 from ..core.resolve import pipeline
 from ..core.transform import Transform
@@ -28,6 +28,7 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
+from .leaving import Leaving, give_up
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams, Start, from_values
 from .state_dict_formats import StateDicts
@@ -53,11 +54,12 @@ class Attachment:
         self.model, self.here = model, True
         self.distributed = DistributedModel(model, named)
         self.distributed.check_attached(in_backward, start is not from_values)
+        self.params: Leaves = {}
         self.distributed.enter()
         try:
             self._bind(parameters_of(model) if self.distributed.named else named, tx, in_backward, start)
-        except BaseException:
-            self.distributed.leave()
+        except BaseException as error:
+            self.give_up(error)
             raise
 
     def _bind(self, named: dict[str, nn.Parameter], tx: Transform, in_backward: bool, start: Start) -> None:
@@ -76,15 +78,31 @@ class Attachment:
             context = (lambda: self.steps.context()) if in_backward else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
             self.home = ResidentParams(model, pipe, self.params, context, unchanged, start, forms)
+            try:
+                self.home.settle()
+            except BaseException as error:
+                # Before the groups are closed.
+                give_up(self.home, error)
+                raise
         self.pipe = self.home.pipe
+        self.averages = AveragedParameters(self.home.current, self.home.refresh)
+        self.watch = Watch(model, layout, self.params)
+        self.leave = functools.partial(_leave, Leaving(self.home), self.distributed)
+        self.steps = Steps(self.home, self.groups, self.watch)
+        self.dicts = StateDicts(self.home, self.groups)
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
-        self.averages = AveragedParameters(self.home.current, self.home.refresh)
-        self.watch = Watch(model, layout, self.params)
-        self.leave = functools.partial(_leave, self.home, self.distributed)
-        self.steps = Steps(self.home, self.groups, self.watch)
-        self.dicts = StateDicts(self.home, self.groups)
+
+    def give_up(self, error: BaseException) -> None:
+        """Put the model back because of an error in `attach`."""
+        self.here = False
+        home = getattr(self, "home", None)
+        if home is not None:
+            give_up(home, error)
+        for p in self.params.values():
+            vars(p).pop("_zerofn_owner", None)
+        self.distributed.leave()
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
@@ -154,15 +172,15 @@ class Attachment:
         if self.here:
             self.home.micro_step.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
-            for p in self.params.values():
-                del p._zerofn_owner  # type: ignore[attr-defined]
             self.leave()
+            for p in self.params.values():
+                vars(p).pop("_zerofn_owner", None)
             self.here = False
 
 
-def _leave(home: ResidentParams, distributed: DistributedModel) -> None:
+def _leave(home: Leaving, distributed: DistributedModel) -> None:
     """Make the model plain again, with the classes of parameters that it had."""
-    home.leave()
+    home()
     distributed.leave()
 
 

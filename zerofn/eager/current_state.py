@@ -21,6 +21,11 @@ class CurrentState:
     state: State
     torn: bool = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a first state."""
+        return hasattr(self, "state")
+
     def tear(self) -> None:
         """A step or a load that was writing into the state has raised, or begins to write."""
         self.torn = True

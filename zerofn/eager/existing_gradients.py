@@ -24,6 +24,10 @@ class ExistingGradients:
     def __init__(self, pipe: Pipeline, params: Leaves):
         self.pipe, self.params = pipe, params
         self.grads: Leaves = {}
+
+    def take(self) -> None:
+        """Take them out."""
+        pipe, params = self.pipe, self.params
         if pipe.gathering is not None:
             self.grads = {path: g.detach() for path, p in params.items() if (g := read(p)) is not None}
             for path in self.grads:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -44,6 +43,7 @@ class GradientHooks:
         channels: its process groups.
         in_backward: uses gradients as they arrive, if they are to be.
         carry: stores what was written by hand into a parameter that is a copy.
+        undo: is given what takes the hooks off.
 
     Attributes:
         reduced: reduced gradients by path.
@@ -52,7 +52,6 @@ class GradientHooks:
         units: gathers sharded parameters on use; set once it is made.
         stream: reduces gradients as they arrive; `None` where they stay, or are used, as they are.
         forms: dtype and shape of reduced gradients by path.
-        undo: takes the hooks off.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class GradientHooks:
         channels: Channels,
         in_backward: InBackward | None,
         carry: Callable[[Leaf], object],
+        undo: list[Callable[[], object]],
     ):
         self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
         self.reduced: Leaves = {}
@@ -71,14 +71,13 @@ class GradientHooks:
         self.stream = self._stream(channels)
         kept = () if self.stream is None else pipe.layout.trainable
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
-        self.undo: list[Callable[[], Any]] = []
         if self.stream is None and self.in_backward is None:
             return
         # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
         mine: weakref.ref[GradientHooks] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
             hook = functools.partial(_hand_over, mine, leaf.path)
-            self.undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+            undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
     def _stream(self, channels: Channels) -> Stream | None:
         """What puts gradients into buckets and reduces them, where the first update half is a reduction."""

@@ -36,11 +36,16 @@ class Optimizer(OptimizerBase):
         for name in HOOKS_OF.values():
             setattr(self, name, OrderedDict())
         self._tx = tx
-        self._own = own = Attachment(model, tx, in_backward, start)
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
-        own.belongs_to(self)
-        self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
+        try:
+            self._own = own = Attachment(model, tx, in_backward, start)
+            own.belongs_to(self)
+            self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
+        except BaseException as error:
+            if hasattr(self, "_own"):
+                self._own.give_up(error)
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -7,6 +7,7 @@ again after an update. Under `shard` its parameters are flat shards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from ..core.rank_agreement import agree_on_start
 from ..core.state import State
 from ..core.update_context import Context
 from ..module.attach_checks import check_memory
-from ..module.boundary import ModelBoundary
+from ..module.boundary import ModelBoundary, take_back
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_boundary
 from ..module.parameter_guards import gathering_of, label
@@ -27,7 +28,7 @@ from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
 from ..sharded.unit_assignment import split
 from ..sharded.unit_plans import UnitPlans
-from .channels import open_channels
+from .channels import Channels, open_channels
 from .current_state import CurrentState
 from .existing_gradients import ExistingGradients, first_states
 from .gradient_hooks import GradientHooks
@@ -35,7 +36,7 @@ from .in_backward import InBackward
 from .manual_writes import WholeParameters
 from .master_weights import MasterWeights
 from .micro_step import MicroStep
-from .resident_form import make_whole, move_out, to_resident
+from .resident_form import put, to_resident
 from .sharded_state_views import ShardedStateViews
 from .step_agreement import StepAgreement
 from .temporary_parameters import full_parameters
@@ -49,11 +50,21 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
     """A `Start` of parameters that have their first values: each rank takes its part of them."""
     check_memory(params)
     agree_on_start(pipe, params, "zf.attach(model, tx)")
-    return lambda: {leaf.path: to_resident(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+
+    def settle() -> dict[str, Tensor]:
+        before = {path: p.data for path, p in params.items()}
+        try:
+            return {leaf.path: to_resident(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
+        except BaseException:
+            for path, x in before.items():
+                put(pipe, params[path], x, "zf.attach failed")
+            raise
+
+    return settle
 
 
 class ResidentParams:
-    """The parameters of one attached model, its state, and the hooks on both.
+    """The parameters of one attached model, its state, and the hooks on both. The model is changed by `settle`.
 
     Args:
         model: the model.
@@ -69,6 +80,8 @@ class ResidentParams:
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
         units: gathers sharded parameters on use; `None` where they are not sharded.
         undo: takes off what was put on the model; the last one first.
+        stored: parameters as they are stored at first; none before that.
+        hooked: whether the model is attached to the end.
     """
 
     def __init__(
@@ -81,40 +94,51 @@ class ResidentParams:
         start: Start,
         forms: Mapping[str, Form],
     ):
+        self.context, self.unchanged, self.start, self.forms = context, unchanged, start, forms
         self.current, self.is_full = CurrentState(), False
         # Views that read a state change with a held step, too.
-        unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
+        self.unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
         # Before parameters are changed: it refuses pipelines that cannot run in backward.
         self.in_backward = None if context is None else InBackward(pipe, self.current, context)
-        buffers = dtypes_of_buffers(model, pipe.dtypes)
+        self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         # With the views that read a state as they are: there is none yet.
-        settle = start(unread, params)
-        self.channels = channels = open_channels(pipe)
+        self.make = start(self.unread, params)
+        self.channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
-        existing = ExistingGradients(pipe, params)
-        stored = settle()
-        try:
-            states = first_states(pipe, stored, channels.control, existing)
-        except Exception:
-            if start is from_values:
-                # Nothing is hooked yet. One that is materialized was on the meta device, and might not fit whole.
-                make_whole(unread, params, stored, "zf.attach failed")
-                move_out(pipe, params, self.grad_dtypes)
-                existing.put_back()
-            raise
-        self.current.state = first_state(pipe, stored, states)
+        self.dtypes = {path: p.dtype for path, p in params.items()}
+        self.undo: list[Callable[[], object]] = []
+        self.stored: dict[str, Tensor] = {}
+        self.hooked, self.units = False, None
+        self.existing = ExistingGradients(pipe, params)
+
+    def settle(self) -> None:
+        """Give parameters their resident form, make the first state, and hook the model. `leaving` takes it back."""
+        pipe, params, channels = self.pipe, self.params, self.channels
+        self.existing.take()
+        self.stored = self.make()
+        states = first_states(pipe, self.stored, channels.control, self.existing)
+        self.current.state = first_state(pipe, self.stored, states)
+        self._hook(self.model, pipe, params, channels)
+        self.hooked = True
+        self.existing.grads.clear()
+        self.stored = {}
+
+    def _hook(self, model: nn.Module, pipe: Pipeline, params: dict[str, Tensor], channels: Channels) -> None:
+        context, forms = self.context, self.forms
         self.masters = MasterWeights(pipe, params, self.current, context is None)
-        self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, self.masters.carry_leaf)
+        carry = self.masters.carry_leaf
+        self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, carry, self.undo)
         # Buffers before modules are hooked, which look at the dtypes of their buffers.
-        self.undo: list[Callable[[], Any]] = [*hooks.undo, cast_buffers(model, buffers)]
+        cast_buffers(model, self.buffers, self.undo)
         self.units, blocks = _units(self)
         hooks.units = self.units
         self.boundary: ModelBoundary | None = None
         if forms or needs_boundary(pipe):
-            self.boundary = ModelBoundary(pipe, self.scale, self.units, model, unchanged, forms)
-            self.undo.append(install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks))
+            self.boundary = ModelBoundary(pipe, self.scale, self.units, model, self.unchanged, forms)
+            self.undo.append(functools.partial(take_back, self.boundary.undo))
+            install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks)
         # Updates within backward write into parts before a step could look at whole parameters.
         equals = channels.equals if context is None else None
         self.wholes = None if equals is None else WholeParameters(params, equals, self.current)
@@ -123,7 +147,8 @@ class ResidentParams:
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         self.state_views = ShardedStateViews(gathering)
-        self.undo += label(model, pipe, params, gathering, self.units, self.in_backward is not None, asks, forms)
+        early = self.in_backward is not None
+        label(self.undo, model, pipe, params, gathering, self.units, early, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -187,21 +212,6 @@ class ResidentParams:
         except BaseException:
             self.current.tear()
             raise
-
-    def leave(self) -> None:
-        """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""
-        self.masters.carry_over()
-        if self.gradient_hooks.stream is not None:
-            self.micro_step.forget(always=True)
-        if self.units is not None:
-            # A gather that was begun for nobody ends before its channel is closed.
-            self.units.gathered.drop()
-            self.units.suspended = self.units.left = True
-        make_whole(self.pipe, self.params, self.current.state.leaves, "opt.detach()")
-        for action in reversed(self.undo):
-            action()
-        self.undo.clear()
-        move_out(self.pipe, self.params, self.grad_dtypes)
 
 
 def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:

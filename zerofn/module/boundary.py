@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,6 +27,13 @@ from .output_graph import RETURNED, SHOWN, OutputTracker
 from .parameter_views import ParameterViews
 
 
+def take_back(actions: list[Callable[[], object]]) -> None:
+    """Call what undoes something, the last one first. One that is interrupted, as by Ctrl-C, is called again."""
+    while actions:
+        actions[-1]()
+        actions.pop()
+
+
 class ModelBoundary:
     """The boundary of one attached model.
 
@@ -44,7 +50,7 @@ class ModelBoundary:
         blocks: ids of the modules whose graphs are walked when a call ends.
         end_hooks, show_hooks: by id of a module, the numbers of the hook that ends its calls, and of the hook before
             the user's, which gives them an outer output.
-        undo: takes hooks and views off again.
+        undo: takes hooks and views off again, the last one first.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class ModelBoundary:
         self.blocks: set[int] = set()
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
-        self.undo = ExitStack()
+        self.undo: list[Callable[[], object]] = []
 
     def repeating(self, module: nn.Module | None = None) -> bool:
         """Whether a backward repeats a part of a call, and not the whole call of `module`.

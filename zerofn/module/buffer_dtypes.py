@@ -20,13 +20,12 @@ def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype
 
 
 @torch.no_grad()
-def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> Callable[[], None]:
-    """Exchange buffers for casts of them, as `module.to(dtype)` does; what is returned undoes it.
+def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: list[Callable[[], object]]) -> None:
+    """Exchange buffers for casts of them, as `module.to(dtype)` does; what is put into `undone` undoes it.
 
     Not cast where they are looked up, since a write of forward into such a copy would be lost.
     """
     casts = [(x, x.to(wanted[name])) for name, x in model.named_buffers() if x.dtype != wanted.get(name, x.dtype)]
-    _replace(model, {id(old): new for old, new in casts})
 
     @torch.no_grad()
     def undo() -> None:
@@ -38,7 +37,8 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> Callabl
                 old.copy_(torch.where(same, old, new.to(old.dtype)))
         _replace(model, {id(new): old for old, new in casts if old.shape == new.shape})
 
-    return undo
+    undone.append(undo)
+    _replace(model, {id(old): new for old, new in casts})
 
 
 def _replace(model: nn.Module, others: Mapping[int, Tensor]) -> None:

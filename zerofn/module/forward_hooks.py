@@ -97,10 +97,8 @@ def needs_boundary(pipe: Pipeline) -> bool:
     return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
 
-def install(
-    model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], blocks: list[nn.Module]
-) -> Callable[[], None]:
-    """Hook a model, and give it views of its parameters in forward; what is returned undoes it.
+def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], blocks: list[nn.Module]) -> None:
+    """Hook a model, and give it views of its parameters in forward; `boundary.undo` undoes it.
 
     Args:
         model: its modules are hooked.
@@ -113,15 +111,15 @@ def install(
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
         if names:
-            register_in(module, ParameterViewDict(plain, names, boundary, _buffers_dtype(module)))
-            boundary.undo.callback(_restore, module, plain)
+            views = ParameterViewDict(plain, names, boundary, _buffers_dtype(module))
+            boundary.undo.append(functools.partial(_restore, module, plain))
+            register_in(module, views)
         pre = _PreForwardHook(boundary, module)
-        boundary.undo.callback(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
+        boundary.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in boundary.blocks:
-            boundary.undo.callback(module.register_forward_hook(Hook(functools.partial(_end_block, boundary))).remove)
+            boundary.undo.append(module.register_forward_hook(Hook(functools.partial(_end_block, boundary))).remove)
     # Before any hook of the user's, which sees outputs in the dtype that they have outside.
     _add_end_hook(boundary, model)
-    return boundary.undo.close
 
 
 def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> None:
@@ -137,9 +135,10 @@ def _has_user_hooks(boundary: ModelBoundary, module: nn.Module) -> bool:
 
 
 def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
-    handle = module.register_forward_hook(Hook(functools.partial(_end_call, boundary)), always_call=True)
-    boundary.undo.callback(handle.remove)
-    boundary.end_hooks[id(module)] = handle.id
+    handles: list[Any] = []
+    boundary.undo.append(lambda: [handle.remove() for handle in handles])
+    handles.append(module.register_forward_hook(Hook(functools.partial(_end_call, boundary)), always_call=True))
+    boundary.end_hooks[id(module)] = handles[0].id
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
@@ -149,9 +148,11 @@ def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def _restore(module: nn.Module, plain: dict) -> None:
-    plain.clear()
-    plain.update(dict(registered(module)[0]))
-    register_in(module, plain)
+    now = registered(module)[0]
+    if now is not plain:
+        plain.clear()
+        plain.update(dict(now))
+        register_in(module, plain)
 
 
 def _begin_call(
@@ -254,7 +255,7 @@ def _order_user_hooks(boundary: ModelBoundary, module: nn.Module) -> None:
     if id(module) not in boundary.show_hooks:
         handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, boundary)))
         boundary.show_hooks[id(module)] = handle.id
-        boundary.undo.callback(handle.remove)
+        boundary.undo.append(handle.remove)
     hooks.move_to_end(boundary.show_hooks[id(module)], last=False)
     hooks.move_to_end(boundary.end_hooks[id(module)])
 

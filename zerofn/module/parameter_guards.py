@@ -26,6 +26,7 @@ PREPARED = "_is_accelerate_prepared"
 
 
 def label(
+    undo: list[Callable[[], object]],
     model: nn.Module,
     pipe: Pipeline,
     params: Leaves,
@@ -34,10 +35,11 @@ def label(
     in_backward: bool,
     asks: Asks,
     forms: Mapping[str, Form],
-) -> list[Callable[[], None]]:
-    """Guard the parameters of a model, and its state dicts; what is returned undoes it.
+) -> None:
+    """Guard the parameters of a model, and its state dicts.
 
     Args:
+        undo: is given what undoes it, each before it is done.
         model: the model.
         pipe: its pipeline.
         params: its parameters by path.
@@ -50,7 +52,7 @@ def label(
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", CLIPPING_FUNCTIONS
     elif not pipe.step_groups and not forms:
-        return []
+        return
     elif pipe.road.late:
         why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", CLIPPING_FUNCTIONS
     elif pipe.road.after_update:
@@ -61,10 +63,14 @@ def label(
             CLIPPING_BY_NORM if forms else (),
         )
     guard = {"why": why, "refused": refused, "asks": asks}
-    undo = [_hide_from_accelerate(model)] if pipe.step_groups else []
-    undo += [_as_dtensor(path, params[path], form, units, guard) for path, form in forms.items() if path in params]
+    if pipe.step_groups:
+        _put(undo, model, PREPARED, Prepared())
+    for path in forms.keys() & params.keys():
+        _as_dtensor(undo, path, params[path], forms[path], units, guard)
     if units is None or gathering is None:
-        return undo + [tell(p, Partial, path=path, **guard) for path, p in params.items() if path not in forms]
+        for path in params.keys() - forms.keys():
+            tell(undo, params[path], Partial, path=path, **guard)
+        return
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
     for leaf in pipe.layout.leaves:
         path, p = leaf.path, params[leaf.path]
@@ -72,10 +78,13 @@ def label(
             continue
         whole, is_whole = functools.partial(units.gather_alone, path), lambda: units.suspended
         of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
-        undo.append(tell(p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **guard))
+        tell(undo, p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **guard)
         if isinstance(p, ShardedParameter):
-            undo.append(wrap_existing_hooks(p))
-    return undo + hook_state_dicts(model, params, pipe, units, forms, pieces) + [_hide_from_ddp(model)]
+            wrap_existing_hooks(p, undo)
+    hook_state_dicts(model, params, pipe, units, forms, pieces, undo)
+    # DistributedDataParallel is to ignore all parameters: it would copy the first rank's parts to all ranks. It then
+    # refuses a model that has no parameters for it. No list, in which `leaked_tensors` would look for tensors.
+    _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 
 def gathering_of(units: Units) -> Gathering:
@@ -83,7 +92,9 @@ def gathering_of(units: Units) -> Gathering:
     return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
-def _as_dtensor(path: str, p: Tensor, form: Form, units: Units | None, guard: dict[str, Any]) -> Callable[[], None]:
+def _as_dtensor(
+    undo: list[Callable[[], object]], path: str, p: Tensor, form: Form, units: Units | None, guard: dict[str, Any]
+) -> None:
     """Let a local parameter be the DTensor that it was, to whoever asks."""
 
     def whole() -> Tensor:
@@ -91,18 +102,13 @@ def _as_dtensor(path: str, p: Tensor, form: Form, units: Units | None, guard: di
         return form.wrap(p if units is None or units.suspended else units.gather_alone(path).clone())
 
     in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
-    return tell(p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **guard)
+    tell(undo, p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **guard)
 
 
-def _hide_from_ddp(model: nn.Module) -> Callable[[], None]:
-    """Keep DistributedDataParallel from copying the first rank's parts to all ranks: it is to ignore all parameters.
-
-    It then refuses a model that has no parameters for it.
-    """
-    # No list, in which `leaked_tensors` would look for tensors before and after each call.
-    names: Any = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    setattr(model, IGNORED_BY_DDP, names)
-    return functools.partial(delattr, model, IGNORED_BY_DDP)
+def _put(undo: list[Callable[[], object]], model: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of a model for as long as it is attached."""
+    undo.append(lambda: vars(model).pop(name, None))
+    setattr(model, name, value)
 
 
 class Prepared:
@@ -125,8 +131,3 @@ class Prepared:
                 )
             )
         return True
-
-
-def _hide_from_accelerate(model: nn.Module) -> Callable[[], None]:
-    setattr(model, PREPARED, Prepared())
-    return lambda: vars(model).pop(PREPARED, None)

@@ -181,17 +181,17 @@ def _of_hooks(p: ShardedParameter) -> Origin:
     return Origin("what a hook is given", p.path, True, p.pieces, p.full)
 
 
-def wrap_existing_hooks(p: ShardedParameter) -> Callable[[], None]:
-    """Give parts to hooks from before `attach`, as to later ones; what is returned gives all plain gradients again."""
-    hooks = gradient_hooks(p)
-    hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
+def wrap_existing_hooks(p: ShardedParameter, undone: list[Callable[[], object]]) -> None:
+    """Give parts to hooks from before `attach`, as to later ones; `undone` is given what ends it."""
 
     def undo() -> None:
         # Later ones too.
         hooks = gradient_hooks(p)
         hooks.update((number, hook.hook) for number, hook in hooks.items() if isinstance(hook, Handed))
 
-    return undo
+    undone.append(undo)
+    hooks = gradient_hooks(p)
+    hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
 
 
 def _looks(name: str, attribute: str) -> bool:

@@ -120,8 +120,9 @@ def hook_state_dicts(
     units: Units,
     forms: Mapping[str, Form],
     pieces: Mapping[str, tuple[Piece, ...]],
-) -> list[Callable[[], None]]:
-    """Let a sharded model give guarded parts, and take full tensors; what is returned undoes it.
+    undo: list[Callable[[], object]],
+) -> None:
+    """Let a sharded model give guarded parts, and take full tensors.
 
     Args:
         model: its parameters are this rank's parts.
@@ -130,6 +131,7 @@ def hook_state_dicts(
         units: tells whether parameters are full ones for a while.
         forms: by path, which DTensor a parameter was before it was attached.
         pieces: by path, this rank's pieces.
+        undo: is given what undoes it.
     """
     parts = StateDictParts(pipe, forms, pieces)
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
@@ -149,10 +151,8 @@ def hook_state_dicts(
             if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
                 state[prefix + name] = parts.from_full(x, leaf)
 
-    undo: list[Callable[[], None]] = []
     for module in model.modules():
         own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
         if own:
             undo.append(module.register_state_dict_post_hook(Hook(functools.partial(give, own))).remove)
             undo.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(take, own))).remove)
-    return undo

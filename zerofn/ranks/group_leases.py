@@ -44,6 +44,6 @@ def lease() -> Iterator[Lease]:
     try:
         with held_by(opened):
             yield opened
-    except Exception:
+    except BaseException:
         opened.close(tuple(range(world()[1])), BRIEFLY)
         raise

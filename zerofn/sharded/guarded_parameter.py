@@ -261,8 +261,10 @@ def writes(tensors: Collection[Tensor]) -> list[Writes]:
             return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
 
 
-def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]:
-    """Change the class of a parameter in place, as `torch.nn.parameter` does for lazy modules; the result undoes it.
+def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[Partial], **attributes: Any) -> None:
+    """Change the class of a parameter in place, as `torch.nn.parameter` does for lazy modules.
+
+    What is put into `undone` undoes it, whether the change has come to its end or not.
 
     A parameter of a class of the user's gets a class that is both. It is left as it is where the user's class has a
     `__torch_function__`: a tensor has only one.
@@ -270,14 +272,15 @@ def tell(p: Tensor, cls: type[Partial], **attributes: Any) -> Callable[[], None]
     plain: Any = type(p)
     if plain is not nn.Parameter:
         if not isinstance(p, nn.Parameter) or plain.__torch_function__ is not nn.Parameter.__torch_function__:
-            return lambda: None
+            return
         cls = type(f"{cls.__name__}{plain.__name__}", (cls, plain), {})
-    p.__class__ = cls
-    vars(p).update(attributes, plain=plain)
 
     def undo() -> None:
         p.__class__ = plain
         for name in (*attributes, "plain", "lent", "adopted"):
             vars(p).pop(name, None)
 
-    return undo
+    undone.append(undo)
+    # Before the class, whose methods look at them.
+    vars(p).update(attributes, plain=plain)
+    p.__class__ = cls
