@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zerofn as zf
+from zerofn.extend import flatten
 
 
 @dataclass
@@ -127,7 +128,10 @@ def test_the_code_of_the_messages():
     )
     for wrap in (Known, Own, lambda d: Names(before=d)):
         for clone in (False, True):
-            numbers, _ = trained(Drift(wrap, clone=clone))
+            numbers, opt = trained(Drift(wrap, clone=clone))
+            _, again = trained(Drift(wrap, clone=clone), 1)
+            again.load_state_dict(opt.state_dict())
+            assert flatten(again.state.transforms)[0][0].tolist() == flatten(opt.state.transforms)[0][0].tolist()
             # By hand: 1, 0.8, then less half of the way each time.
             assert numbers == pytest.approx([0.5275, 0.5275], abs=1e-6)
 

@@ -175,6 +175,25 @@ def test_formats_of_torch(tmp_path):
                     assert [k for k, x in truth.items() if not torch.equal(found[k], x)] == [], (form, how)
 
 
+def from_older(folder):
+    """State dicts as they were: what a rank has of trees under its name, and flat."""
+    model, opt = made("alone", "nested")
+    train(model, opt, 0, 3)
+    new, rank = opt.state_dict(), torch.distributed.get_rank()
+    assert all(isinstance(x, list) for leaf in new["transforms"]["two"]["value"].values() for x in leaf.values())
+    older = {**new, "transforms": {**new["transforms"], "two": {f"rank{rank}": opt.state.transforms["two"]}}}
+    other, into = made("alone", "nested")
+    into.load_state_dict(older)
+    return everything(other, into), everything(model, opt)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_older_dicts(tmp_path):
+    for found, truth in zf.launch(from_older, 2, str(tmp_path), timeout=limit()):
+        assert any(x.any() for x in found.values())
+        assert_same(found, truth)
+
+
 @transform
 def of_six(keys=False):
     """Six numbers of each leaf, which follow no element of it: as many as half of the leaf has."""
@@ -234,6 +253,10 @@ def test_numbers_of_pieces_in_another_form_are_refused(tmp_path):
         # A rank's own, under its name.
         assert [*mine] == [f"rank{torch.distributed.get_rank()}"]
         opt.load_state_dict(opt.state_dict())
+        # As they were once, under one name on all ranks.
+        older = opt.state_dict()
+        older["transforms"] = {**older["transforms"], "pairs": mine[next(iter(mine))]}
+        opt.load_state_dict(older)
         return torch.equal(opt.state.transforms["pairs"]["value"]["w"], again) and bool(again.any())
 
     assert zf.launch(refused, 2, str(tmp_path / "c"), timeout=limit()) == [True, True]

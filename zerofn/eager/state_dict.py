@@ -10,9 +10,11 @@ from torch import Tensor
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.state_entries import over_ranks
+from ..core.state_entries import of_rank, over_ranks
+from ..core.tree import flatten, tree_keys
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.dtensor_shards import as_local, coordinate_of, mesh_of, placed_like
+from ..ranks.backend import world
+from ..ranks.dtensor_shards import as_local, as_part_of, coordinate_of, mesh_of, placed_like
 from .param_groups import OWN, packed
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
@@ -40,7 +42,8 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
     Raises:
         ValueError: every missing, unexpected or misshapen entry is named.
     """
-    mine, theirs = _flat(_required(own)), _flat(_required(given))
+    mine = _flat(_required(own))
+    theirs = _under_names_of(mine, _flat(_required(given)), of_rank(world()[0]))
     if isinstance(given, dict) and given.get("format") == FLAT_CUTS:
         theirs = {k: placed_like(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
     for k, x in mine.items():
@@ -80,6 +83,19 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
     return [(a, theirs[k]) for k, a in mine.items()]
 
 
+def _under_names_of(mine: dict[str, Any], theirs: dict[str, Any], rank: str) -> dict[str, Any]:
+    """What is given, under the names of ours: older dicts have other states of transforms under the names of ranks."""
+    found = {}
+    for key, x in theirs.items():
+        name = key
+        if key not in mine and key.startswith("transforms/"):
+            _, owner, below = [*key.split("/", 2), ""][:3]
+            other = [f"transforms/{owner}/{below.removeprefix(f'{rank}/')}", f"transforms/{owner}/{rank}/{below}"]
+            name = next((k for k in other if k in mine), key)
+        found[name] = x if name == key else as_part_of(mine[name], x)
+    return found
+
+
 def _cut_flat(mine: Any, theirs: Any) -> bool:
     both = isinstance(mine, Tensor) and isinstance(theirs, Tensor) and None not in (mesh_of(mine), mesh_of(theirs))
     return both and mine.ndim > 1 and theirs.shape == (mine.numel(),)
@@ -105,7 +121,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}{name}/").items()}
     if isinstance(tree, list | tuple) and not isinstance(tree, Tensor):
         return {k: v for i, sub in enumerate(tree) for k, v in _flat(sub, f"{prefix}{i}/").items()}
-    return {prefix.rstrip("/"): tree}
+    values = [] if isinstance(tree, Tensor) else flatten(tree)[0]
+    if not values or values[0] is tree:
+        return {prefix.rstrip("/"): tree}
+    # A class that is registered as a node.
+    return {prefix + "/".join(keys): x for keys, x in zip(tree_keys(tree), values, strict=True)}
 
 
 def _cut_otherwise(a: Any, b: Any) -> bool:

@@ -34,6 +34,16 @@ def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def as_part_of(like: Any, x: Any) -> Any:
+    """This rank's part as a DTensor like another one, which has as many elements here; anything else unchanged."""
+    if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):
+        return x
+    from torch.distributed.tensor import DTensor
+
+    rows, where = x.view(like.to_local().shape), (like.device_mesh, like.placements)
+    return DTensor.from_local(rows, *where, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def placed_like(x: Any, like: Any) -> Tensor:
     """A DTensor in the shape and with the placements of another; all ranks call it."""
     from torch.distributed.tensor import distribute_tensor
