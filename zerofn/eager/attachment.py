@@ -28,7 +28,7 @@ from ..module.backward_hooks import check_inner_hooks
 from ..module.dtensor_model import DistributedModel
 from ..ranks.group_leases import lease
 from ..ranks.rendezvous import together
-from .leaving import Leaving, give_up
+from .leaving import give_up, leave
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams, Start, from_values
 from .state_dict_formats import StateDicts
@@ -87,7 +87,7 @@ class Attachment:
         self.pipe = self.home.pipe
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
         self.watch = Watch(model, layout, self.params)
-        self.leave = functools.partial(_leave, Leaving(self.home), self.distributed)
+        self.leave = functools.partial(_leave, self.home, [], self.distributed)
         self.steps = Steps(self.home, self.groups, self.watch)
         self.dicts = StateDicts(self.home, self.groups)
         if self.home.channels.control is not None:
@@ -178,9 +178,9 @@ class Attachment:
             self.here = False
 
 
-def _leave(home: Leaving, distributed: DistributedModel) -> None:
+def _leave(home: ResidentParams, steps: list[Callable[[], object]], distributed: DistributedModel) -> None:
     """Make the model plain again, with the classes of parameters that it had."""
-    home()
+    leave(home, steps)
     distributed.leave()
 
 

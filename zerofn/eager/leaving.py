@@ -12,36 +12,29 @@ from .resident_form import make_whole, move_out, put
 from .resident_params import ResidentParams, from_values
 
 
-class Leaving:
-    """Takes an attached model apart, step by step. What was interrupted, as by Ctrl-C, goes on when it is called again.
+def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
+    """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks.
 
     Args:
         home: of the model.
+        steps: empty at first. What was interrupted, as by Ctrl-C, goes on with those that are left in it.
     """
+    if not home.left:
+        steps += _steps(home)[::-1]
+        home.left = True
+    take_back(steps)
 
-    def __init__(self, home: ResidentParams):
-        self.home = home
-        self.steps: list[Callable[[], object]] = []
-        self.begun = False
 
-    def __call__(self) -> None:
-        """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks."""
-        if not self.begun:
-            self.steps += self._steps()[::-1]
-            self.begun = True
-        take_back(self.steps)
-
-    def _steps(self) -> list[Callable[[], object]]:
-        home = self.home
-        whole = functools.partial(make_whole, home.pipe, home.params, home.current.state.leaves, "opt.detach()")
-        steps: list[Callable[[], object]] = [home.masters.carry_over]
-        if home.gradient_hooks.stream is not None:
-            steps.append(functools.partial(home.micro_step.forget, always=True))
-        if home.units is not None:
-            # A gather that was begun for nobody ends before its channel is closed.
-            steps.append(home.units.gathered.drop)
-        out = functools.partial(move_out, home.pipe, home.params, home.grad_dtypes)
-        return [*steps, functools.partial(_end_units, home), whole, functools.partial(take_back, home.undo), out]
+def _steps(home: ResidentParams) -> list[Callable[[], object]]:
+    steps: list[Callable[[], object]] = [home.masters.carry_over]
+    if home.gradient_hooks.stream is not None:
+        steps.append(functools.partial(home.micro_step.forget, always=True))
+    if home.units is not None:
+        # A gather that was begun for nobody ends before its channel is closed.
+        steps.append(home.units.gathered.drop)
+    whole = functools.partial(make_whole, home.pipe, home.params, home.current.state.leaves, "opt.detach()")
+    out = functools.partial(move_out, home.pipe, home.params, home.grad_dtypes)
+    return [*steps, functools.partial(_end_units, home), whole, functools.partial(take_back, home.undo), out]
 
 
 def _end_units(home: ResidentParams) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from .sharded_state_views import ShardedStateViews
 from .step_agreement import StepAgreement
 from .temporary_parameters import full_parameters
 
+_DATA, _DTYPE = attrgetter("data"), attrgetter("dtype")
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.
 Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
@@ -52,7 +54,7 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
     agree_on_start(pipe, params, "zf.attach(model, tx)")
 
     def settle() -> dict[str, Tensor]:
-        before = {path: p.data for path, p in params.items()}
+        before = dict(zip(params, map(_DATA, params.values()), strict=True))
         try:
             return {leaf.path: to_resident(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
         except BaseException:
@@ -81,7 +83,7 @@ class ResidentParams:
         units: gathers sharded parameters on use; `None` where they are not sharded.
         undo: takes off what was put on the model; the last one first.
         stored: parameters as they are stored at first; none before that.
-        hooked: whether the model is attached to the end.
+        hooked, left: whether the model is attached to the end, and whether it has begun to be a plain one again.
     """
 
     def __init__(
@@ -107,10 +109,10 @@ class ResidentParams:
         self.channels = open_channels(pipe)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
-        self.dtypes = {path: p.dtype for path, p in params.items()}
+        self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
         self.undo: list[Callable[[], object]] = []
         self.stored: dict[str, Tensor] = {}
-        self.hooked, self.units = False, None
+        self.hooked, self.left, self.units = False, False, None
         self.existing = ExistingGradients(pipe, params)
 
     def settle(self) -> None:
