@@ -142,3 +142,39 @@ def test_what_is_written_is_stored_by_an_exception_too():
         for plain, *others in found:
             assert plain[1] == [7.0] * 5 and plain[2][1] == [0.5] * 5
             assert all(other == plain for other in others)
+
+
+def differentiated(stages):
+    """Gradients and a second derivative of this rank's own loss, by parameters as they are inside."""
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        opt = zf.attach(model, zf.chain(*stage, zf.sgd(0.1)))
+        with opt.gathered():
+            params = list(model.parameters())
+            grads = torch.autograd.grad(model(X).square().mean(), params, create_graph=True)
+            twice = torch.autograd.grad(sum(g.square().sum() for g in grads), params)
+        found.append([x.detach().clone() for x in (*grads, *twice)])
+        told = ""
+        try:
+            with opt.gathered():
+                model(X).square().mean().backward()
+        except RuntimeError as error:
+            told = str(error)
+        opt.zero_grad()
+        assert (told != "") == (stage == [zf.shard()])
+        assert not told or "the backward outside of it; torch.autograd.grad(loss, parameters) inside" in told
+    return found
+
+
+def test_a_model_is_differentiated_inside_as_a_plain_one():
+    found = zf.launch(differentiated, 2, [[], [zf.reduce_scatter()], [zf.shard()]], timeout=limit())
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    params = list(plain.parameters())
+    grads = torch.autograd.grad(plain(X).square().mean(), params, create_graph=True)
+    twice = torch.autograd.grad(sum(g.square().sum() for g in grads), params)
+    for of_stage in (x for of_rank in found for x in of_rank):
+        for x, expected in zip(of_stage, (*grads, *twice), strict=True):
+            assert torch.equal(x, expected)

@@ -82,7 +82,8 @@ class Units:
         """A full parameter, differentiable; with `keep` the same tensor until its unit is freed."""
         i, j = self.plans.place[path]
         if self.suspended:
-            stored = self.params[path].detach()
+            with torch.DisableTorchFunctionSubclass():
+                stored = self.params[path].view_as(self.params[path])
             return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
         if functorch_active():
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
