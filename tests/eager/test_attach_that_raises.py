@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -122,8 +123,7 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", [*TRACED])
-def test_interrupted_at_any_line(name: str):
+def interrupted_attach(name: str) -> None:
     """The model is as it was, while a traceback keeps all that there was; and the cell that is run again is right."""
     first, early = TRACED[name]
     expected, before, kept = None, look(net()), []
@@ -148,8 +148,7 @@ def test_interrupted_at_any_line(name: str):
     raise AssertionError("it has no end")
 
 
-@pytest.mark.parametrize("name", [*TRACED])
-def test_a_detach_that_is_interrupted_is_called_again(name: str):
+def detach_interrupted_and_called_again(name: str) -> None:
     first, early = TRACED[name]
     expected = None
     for n in range(1, 2000, 7):
@@ -170,6 +169,13 @@ def test_a_detach_that_is_interrupted_is_called_again(name: str):
             assert n > 50
             return
     raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("name", [*TRACED])
+@pytest.mark.parametrize("program", [interrupted_attach, detach_interrupted_and_called_again])
+def test_interrupted_at_any_line(program: Callable[[str], None], name: str):
+    """In a process of its own: an interrupt in the line that leaves a `with` of torch leaves its mode on."""
+    zf.launch(program, 1, name, timeout=limit())
 
 
 def interrupted_detach() -> list[Any]:
