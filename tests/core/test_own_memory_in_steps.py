@@ -181,8 +181,18 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("route", [*ROUTES, "in backward"])
-@pytest.mark.parametrize("program", PROGRAMS)
+# A compiler takes seconds for each program.
+SLOW = {(program, "compiled donated") for program in PROGRAMS if program != "states that change places"}
+
+
+@pytest.mark.parametrize(
+    "program, route",
+    [
+        pytest.param(program, route, marks=pytest.mark.slow if (program, route) in SLOW else ())
+        for program in PROGRAMS
+        for route in [*ROUTES, "in backward"]
+    ],
+)
 def test_a_tensor_of_anothers_is_as_good_as_a_copy(program, route):
     found, expected = (_numbers(PROGRAMS[program], c, route) for c in (_itself, torch.clone))
     if isinstance(expected, str):

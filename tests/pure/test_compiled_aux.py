@@ -55,7 +55,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-SOON = {("computed", True, True), ("views", True, False)}
+SOON = {("views", True, False)}
 CASES = itertools.product(KINDS, (False, True), (False, True))
 
 

@@ -147,7 +147,9 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x in ("both", "unroll") else ()) for x in TRANSFORMED]
+)
 def test_torch_func_over_a_compiled_step_runs_it_uncompiled_or_is_refused_by_name(name):
     torch._dynamo.reset()
     tx = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(0.1))

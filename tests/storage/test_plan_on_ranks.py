@@ -12,7 +12,7 @@ from zerofn.ranks.open_groups import opened  # inside
 
 BF16 = torch.bfloat16
 WINDOW = 3
-# Beside gradients and parameters ranks send a number for each of the four leaves, and five that must be equal among them.
+# Beside gradients and parameters ranks send a number for each of the four leaves, and five that must be equal.
 FEW = 72
 
 

@@ -95,7 +95,7 @@ def assert_same(mine, theirs):
     assert [k for k, x in theirs.items() if not torch.equal(mine[k], x)] == []
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", ["alone", *[pytest.param(x, marks=pytest.mark.slow) for x in CHAINS if x != "alone"]])
 def test_any_number_of_ranks_loads_what_two_have_saved(chain, tmp_path):
     folder, forms = str(tmp_path), [*FORMS]
     go_on(chain, forms, folder, None, "one", 0, 3)
