@@ -8,7 +8,9 @@ lies along it. What this rank has of a state would tell less: anything may happe
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,10 @@ from .slot_forms import ALONG, FIXED, OTHER, SlotForm
 from .transform import Transform, TransformState, no_state
 from .tree import Tree, flatten, tree_keys
 
+# A length that no other tensor is likely to have; few rows of a wide leaf.
+SHORT = 11
 # How much longer the second leaf is: more than a block of elements that share a number.
-LONGER = 2**20
+LONG = 2**20
 
 
 class Name(NamedTuple):
@@ -49,6 +53,8 @@ def names_in(owner: str, own: Tree, paths: Collection[str], placement: Placement
     >>> [tuple(name) for name in names_in("mine", own, {"w"}, Placement())]
     [('step', None, ''), ('value', 'w', 'm'), ('value', 'w', 'w')]
     """
+    if (found := _names_by_path(own, paths)) is not None:
+        return found
     keys = tree_keys(own)
     beside: dict[tuple[str, ...], bool] = {}
     for here in keys:
@@ -56,6 +62,22 @@ def names_in(owner: str, own: Tree, paths: Collection[str], placement: Placement
             beside[here[:i]] = beside.get(here[:i], True) and here[i] in paths
     known = placement.forms_of(owner)
     return [_name(here, paths, beside, known) for here in keys]
+
+
+def _names_by_path(own: Tree, paths: Collection[str]) -> list[Name] | None:
+    """The names of the usual state, of tensors and of dicts of tensors by path; `None` of any other."""
+    if type(own) is not dict or set(map(type, own)) != {str}:
+        return None
+    found = []
+    for slot in sorted(own):
+        x = own[slot]
+        if type(x) is Tensor:
+            found.append(Name(slot))
+        elif type(x) is dict and set(map(type, x.values())) == {Tensor} and all([path in paths for path in x]):
+            found += [Name(slot, path) for path in sorted(x)]
+        else:
+            return None
+    return found
 
 
 def _name(
@@ -90,53 +112,80 @@ def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
 
 def _forms(owner: str, t: Transform, paths: set[str], where: str, layout: Layout) -> list[SlotForm]:
     """The forms of the slots of one transform; none if it makes no state of such leaves."""
-    by_kind: dict[Any, list[Leaf]] = {}
-    for leaf in layout.trainable:
-        if leaf.path in paths:
-            by_kind.setdefault((leaf.shape, leaf.dtype, leaf.path.rpartition(".")[2]), []).append(leaf)
-    kinds = list(by_kind.values())
-    # A model has many leaves of few kinds: one of each is asked for, all where `init` needs what is not among those.
-    for groups in (kinds, [[leaf] for leaves in kinds for leaf in leaves]):
-        # Lengths that an `init` which asks for the numbers can be given are few.
-        for device, less, more in (("meta", None, LONGER), ("cpu", 2, 5)):
-            two = [{leaf.path: _sample(leaf, t, length, device) for leaf, *_ in groups} for length in (less, more)]
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    short, long = (t.init_fn(dict(given), layout) for given in two)
-            except Exception:
-                continue  # what it raises of the leaves themselves is raised where their state is made
-            if set(map(type, short.values())) == {Tensor}:
-                return []  # counters, of no leaf
-            return _compared(owner, where, (short, long), two, {leaves[0].path: leaves for leaves in groups})
-    return []
+    leaves = [leaf for leaf in layout.trainable if leaf.path in paths]
+    # A tensor without memory takes torch fifty times as long to make as a small one.
+    short = _tried(t, leaves, layout, "cpu", SHORT) or _tried(t, leaves, layout, "meta", SHORT)
+    if short is None or set(map(type, short.state.values())) == {Tensor}:
+        # What it raises of the leaves themselves is raised where their state is made; counters are of no leaf.
+        return []
+    kinds: dict[Any, list[str]] = {}
+    for leaf in leaves:
+        kinds.setdefault((leaf.shape, leaf.dtype, short.of_leaf(leaf.path)), []).append(leaf.path)
+    # Many leaves are of few kinds: one of each is asked for, all where `init` needs another one.
+    firsts = {of_kind[0]: of_kind for of_kind in kinds.values()}
+    long = _tried(t, [leaf for leaf in leaves if leaf.path in firsts], layout, "meta", LONG)
+    if long is None:
+        firsts = {leaf.path: [leaf.path] for leaf in leaves}
+        # Of an `init` that asks for the numbers.
+        long = _tried(t, leaves, layout, "meta", LONG) or _tried(t, leaves, layout, "cpu", 2 * SHORT)
+    return [] if long is None else _compared(owner, where, short, long, firsts)
 
 
-def _sample(leaf: Leaf, t: Transform, length: int | None, device: str) -> Tensor:
+@dataclass(frozen=True)
+class _Tried:
+    """The state of leaves of one length.
+
+    Attributes:
+        leaves: the leaves by path.
+        state: theirs.
+        shapes: of each tensor of a leaf.
+    """
+
+    leaves: Leaves
+    state: TransformState
+    shapes: dict[Name, tuple[int, ...] | None]
+
+    @cached_property
+    def _by_path(self) -> dict[str | None, list[tuple[str, str, tuple[int, ...] | None]]]:
+        found: dict[str | None, list[tuple[str, str, tuple[int, ...] | None]]] = {}
+        for name, shape in self.shapes.items():
+            found.setdefault(name.path, []).append((name.slot, name.below, shape))
+        return found
+
+    def of_leaf(self, path: str) -> tuple[Any, ...]:
+        """The slots of a leaf, and their shapes."""
+        return tuple(self._by_path.get(path, ()))
+
+
+def _tried(t: Transform, leaves: Sequence[Leaf], layout: Layout, device: str, length: int) -> _Tried | None:
+    """The first state of leaves of another length; `None` where `init` raises."""
+    given = {leaf.path: _sample(leaf, t, length, device) for leaf in leaves}
+    try:
+        # What is made without a word on its device has no memory either.
+        with torch.random.fork_rng(devices=[]), torch.device(device) if device == "meta" else nullcontext():
+            state = t.init_fn(dict(given), layout)
+    except Exception:
+        return None
+    names = names_in("", state, given.keys(), Placement())
+    return _Tried(given, state, {name: _shape(x) for name, x in zip(names, flatten(state)[0], strict=True)})
+
+
+def _sample(leaf: Leaf, t: Transform, length: int, device: str) -> Tensor:
     """A leaf of another length as `init` might be handed a part of it: flat, or with more rows."""
     flat = t.needs in OF_PIECES
     n, row = (leaf.numel, ()) if flat or not leaf.shape else (leaf.shape[0], leaf.shape[1:])
-    of_length = n + 1 if length is None else length if length < LONGER else 2 * n + length
-    return torch.zeros((of_length, *row), dtype=leaf.dtype, device=device)
+    return torch.zeros((2 * n + LONG if length == LONG else length, *row), dtype=leaf.dtype, device=device)
 
 
-def _compared(
-    owner: str,
-    where: str,
-    states: tuple[TransformState, TransformState],
-    leaves: list[Leaves],
-    alike: dict[str, list[Leaf]],
-) -> list[SlotForm]:
-    """The forms of slots from states of leaves of two lengths; `alike` are the leaves that each stands for."""
-    paths = leaves[0].keys()
-    named = [dict(zip(names_in(owner, x, paths, Placement()), flatten(x)[0], strict=True)) for x in states]
+def _compared(owner: str, where: str, short: _Tried, long: _Tried, alike: dict[str, list[str]]) -> list[SlotForm]:
+    """The forms of slots; `alike` are the leaves that each of the long ones stands for."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for name, x in named[0].items():
-        if name.path is not None:
-            shapes = [_shape(x), _shape(named[1].get(name))]
-            of_leaf = [tuple(given[name.path].shape) for given in leaves]
+    for name, shape in short.shapes.items():
+        if name.path in alike:
+            shapes = [shape, long.shapes.get(name)]
+            of_leaf = [tuple(given.leaves[name.path].shape) for given in (short, long)]
             form = ALONG if shapes == of_leaf else FIXED if shapes[0] == shapes[1] else OTHER
-            of_kind = {leaf.path: form for leaf in alike[name.path]}
-            found.setdefault((where + name.slot, name.below), {}).update(of_kind)
+            found.setdefault((where + name.slot, name.below), {}).update(dict.fromkeys(alike[name.path], form))
     forms = []
     for (slot, below), by_path in found.items():
         for form in dict.fromkeys(by_path.values()):
