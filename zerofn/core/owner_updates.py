@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import is_shape_only
+from .._errors import explain
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
 from .transform import Transform, TransformState, no_state
-from .tree import tree_map
+from .tree import tree_keys, tree_map
 from .update_context import Context
 from .views import Wire
 
@@ -78,7 +79,9 @@ def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
         own: TransformState = {}
         try:
             # The form of the state of leaves that other ranks own.
-            everywhere, own = part.init_fn(metas, layout), part.init_fn({**here, **wholes}, layout)
+            everywhere = part.init_fn(metas, layout)
+            _check_names(part, everywhere, owned)
+            own = part.init_fn({**here, **wholes}, layout)
         except Exception as error:
             # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
             failure = error
@@ -115,22 +118,68 @@ def _expanded(x: Any, device: torch.device) -> Any:
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
 
-def _entries_of(state: TransformState, own: set[str], paths: set[str]) -> TransformState:
+def _entries_of(state: Any, own: set[str], paths: set[str], below: bool = False) -> Any:
     """The same state, whose entries by path are only those of the leaves in `own`.
 
     What is by path lies below a name: that of an entry may be that of a leaf.
     """
-    found: TransformState = {}
-    for name, entry in state.items():
-        if isinstance(entry, dict) and entry.keys() <= paths:
-            found[name] = {path: x for path, x in entry.items() if path in own}
-        else:
-            found[name] = _entries_of(entry, own, paths) if isinstance(entry, dict) else entry
-    return found
+    if isinstance(state, tuple | list):
+        return _items(state, [_entries_of(x, own, paths, below) for x in state])
+    if not isinstance(state, dict):
+        return state
+    if below and state.keys() <= paths:
+        return {path: x for path, x in state.items() if path in own}
+    return {name: _entries_of(entry, own, paths, True) for name, entry in state.items()}
 
 
 def _overlaid(old: Any, new: Any) -> Any:
     """A state with the entries that another one has."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **{key: _overlaid(old[key], x) if key in old else x for key, x in new.items()}}
+    if isinstance(old, tuple | list) and type(old) is type(new) and len(old) == len(new):
+        return _items(new, list(map(_overlaid, old, new)))
     return new
+
+
+def _items(like: Any, items: list[Any]) -> Any:
+    """A tuple, a list or a NamedTuple of other items; the same one where nothing is another."""
+    if all(x is y for x, y in zip(like, items, strict=True)):
+        return like
+    return like._make(items) if hasattr(like, "_make") else type(like)(items)
+
+
+def _check_names(part: Transform, state: TransformState, paths: set[str]) -> None:
+    """Refuse a state in which nobody could tell what belongs to a leaf; `state` has the form of all ranks'."""
+    for slot, entry in state.items():
+        _check_below(part, entry, paths, f"{slot!r}")
+
+
+def _check_below(part: Transform, x: Any, paths: set[str], where: str) -> None:
+    if isinstance(x, dict):
+        mixed = [k for k, y in x.items() if k in paths and not isinstance(y, dict | tuple | list)]
+        named = [k for k, y in x.items() if k not in paths and _keys(y) & paths]
+        if mixed and named:
+            wrong = f"{part.name}: a state whose entry {where} has {mixed[0]!r} beside {named[0]!r}"
+            why = (
+                f"{named[0]!r} is by path, and {mixed[0]!r} is the path of a parameter too: what has the name of one\n"
+                "is kept by the owner of that parameter alone"
+            )
+            raise ValueError(
+                explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
+            )
+        if not x.keys() <= paths:
+            for key, y in x.items():
+                _check_below(part, y, paths, f"{where}[{key!r}]")
+    elif isinstance(x, tuple | list):
+        for i, y in enumerate(x):
+            _check_below(part, y, paths, f"{where}[{i}]")
+    elif not isinstance(x, Tensor) and _keys(x) & paths:
+        wrong = f"{part.name}: a state by path in the {type(x).__name__} of its entry {where}"
+        why = "each owner keeps the entries of its own leaves, which are found in dicts, tuples and lists"
+        raise ValueError(
+            explain(wrong, why, f"return grads, {{{where.split('[')[0]}: {{path: ... for path in grads}}}}")
+        )
+
+
+def _keys(tree: Any) -> set[str]:
+    return {key for keys in tree_keys(tree) for key in keys}

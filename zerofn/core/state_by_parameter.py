@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -18,11 +19,23 @@ class LeafTensors(MutableMapping[str, Any]):
     A name is that of the slot, `"exp_avg"`; where several transforms have one of that name, each has its transform in
     front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
     Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, which its slot's name gives besides.
+
+    Args:
+        transforms: their states, by name.
+        path: of the leaf.
+        paths: of all leaves.
+        shown: what to give of a tensor; itself by default.
     """
 
-    def __init__(self, transforms: Mapping[str, Any], path: str, shown: Callable[[Any], Any] | None = None):
+    def __init__(
+        self,
+        transforms: Mapping[str, Any],
+        path: str,
+        paths: AbstractSet[str],
+        shown: Callable[[Any], Any] | None = None,
+    ):
         self._path, self._shown = path, shown
-        found = list(_of_leaf(transforms, path, ()))
+        found = list(_of_leaf(transforms, path, paths, ()))
         # As they were listed once, whole.
         self._tuples = _by_name([(keys, x) for keys, x in found if isinstance(x, tuple)])
         self._tensors = _by_name([item for keys, x in found for item in _items(x, keys)])
@@ -88,15 +101,29 @@ def assign(mine: LeafTensors, given: Any) -> None:
         mine[name] = x
 
 
-def _of_leaf(own: Mapping[Any, Any], path: str, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _of_leaf(
+    own: Any, path: str, paths: AbstractSet[str], above: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """What a transform's state has under `path`, with the keys that lead there: transform, members, slot."""
+    if isinstance(own, tuple | list):
+        for i, x in enumerate(own):
+            if isinstance(x, Mapping | tuple | list):
+                yield from _of_leaf(x, path, paths, (*above[:-1], f"{above[-1]}.{i}"))
+        return
     # The outermost keys are slots, or labels of members, of which one may be a leaf's path as well.
-    if len(above) > 1 and path in own:
+    by_path = len(above) > 1 and bool(own) and own.keys() <= paths
+    if by_path and path in own:
         yield from _leaves(own[path], above)
         return
+    # Beside other names a path may be a name too, of entries by path.
+    mixed = len(above) > 1 and not by_path
+    leaves = {k for k, x in own.items() if mixed and k in paths and not (isinstance(x, Mapping) and x.keys() <= paths)}
+    if path in leaves:
+        yield from _leaves(own[path], above)
     for key, x in own.items():
-        if isinstance(x, Mapping):
-            yield from _of_leaf(x, path, (*above, str(key)))
+        # What is a tuple below a path is of that leaf.
+        if key not in leaves and (isinstance(x, Mapping) or (not by_path and isinstance(x, tuple | list))):
+            yield from _of_leaf(x, path, paths, (*above, str(key)))
 
 
 def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -195,20 +195,27 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
     whole = as_dtensors({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
     out = rebuild(state, lambda _: next(given), elsewhere=True)
-    left = {name: _without_gone(_in_lists(own)) for name, own in out.transforms.items()}
+    paths = {leaf.path for leaf in state.layout.leaves}
+    left = {name: _without_gone(_in_lists(own, paths)) for name, own in out.transforms.items()}
     transforms = {name: {} if own is _GONE else own for name, own in left.items()}
     own = {e.owner for e in found if state.layout.placement.size > 1 and has_unknown_leaf(e)}
     apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**transforms, **apart})
 
 
-def _in_lists(own: Any) -> Any:
-    """A state with lists for tuples of distributed tensors, which torch's checkpoint would pickle on one rank alone."""
+def _in_lists(own: Any, paths: set[str]) -> Any:
+    """A state with lists for tuples that differ over ranks, which torch's checkpoint would pickle on one rank alone.
+
+    Those are tuples of distributed tensors, or of dicts by path.
+    """
     if isinstance(own, dict):
-        return {key: _in_lists(x) for key, x in own.items()}
-    if not isinstance(own, tuple | list) or not any(map(is_distributed, flatten(own)[0])):
+        return {key: _in_lists(x, paths) for key, x in own.items()}
+    if not isinstance(own, tuple | list):
         return own
-    return [_in_lists(x) for x in own]
+    by_path = any(isinstance(x, dict) and x and x.keys() <= paths for x in own)
+    if not by_path and not any(map(is_distributed, flatten(own)[0])):
+        return own
+    return [_in_lists(x, paths) for x in own]
 
 
 # In the place of an entry that is to be removed.
@@ -220,8 +227,11 @@ def _without_gone(own: Any) -> Any:
     if isinstance(own, dict):
         left = {key: y for key, x in own.items() if (y := _without_gone(x)) is not _GONE}
         return left if left or not own else _GONE
-    gone = isinstance(own, tuple | list) and own and all(_without_gone(x) is _GONE for x in own)
-    return _GONE if gone else own
+    if not isinstance(own, tuple | list) or not any(x is _GONE for x in flatten(own)[0]):
+        return own
+    items = [_without_gone(x) for x in own]
+    # What stands in a list keeps its place.
+    return _GONE if all(x is _GONE for x in items) else [{} if x is _GONE else x for x in items]
 
 
 def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

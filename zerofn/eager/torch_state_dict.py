@@ -24,6 +24,8 @@ from ..core.row_sharding import cut_by_rows
 from ..core.state import State
 from ..core.state_by_parameter import LeafTensors
 from ..core.state_entries import Entry, of_rank, rebuild
+from ..core.tree import flatten, tree_keys
+from ..kernels.rounding import FORMAT_ENTRY
 from ..ranks.dtensor_shards import as_local, in_full, mesh_of
 from ..ranks.group import Group
 from .param_groups import HYPERPARAMETERS, ParamGroups, packed
@@ -77,20 +79,21 @@ def in_torch_form(
         paths: `id(parameter)` to path.
         purpose: what it is for.
     """
+    held = {path: LeafTensors(own["transforms"], path, set(paths.values())) for path in paths.values()}
     state: dict[int, dict[str, Any]] = {}
     listed: list[dict[str, Any]] = []
     for group, optimizer in zip(groups.groups, groups.optimizers, strict=True):
         numbers = range(len(state), len(state) + len(group["params"]))
         for number, p in zip(numbers, group["params"], strict=True):
-            kept = LeafTensors(own["transforms"], paths[id(p)])
+            kept = held[paths[id(p)]]
             state[number] = {_theirs(name, kept): x.float() if name == COUNT else x for name, x in kept.items()}
         told = {k: v for k, v in optimizer.transform.config.items() if isinstance(v, int | float | tuple)}
         listed.append({**told, **packed(group), "params": list(numbers)})
-    numbers = dict(_counters(own, set(paths.values())))
+    numbers = _counters(own, held)
     if purpose is Purpose.TO_LOAD:
         # Of what other ranks alone are given, torch loads no key that is not here.
         listed = [{**dict.fromkeys(BESIDE), **group} for group in listed]
-        numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items() if not x.ndim}
+        numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items()}
     if purpose is Purpose.FULL:
         # Of full ones it loads none that its own optimizers do not have.
         listed = [{k: x for k, x in group.items() if k != "name"} for group in listed]
@@ -121,7 +124,7 @@ def pairs_of(
         wrong = f"load_state_dict of groups of {lengths[1]} parameters into groups of {lengths[0]}"
         why = "parameters are told by their place in the groups, and the groups are those of zf.partition"
         raise ValueError(explain(wrong, why, "the chain of that checkpoint, with the groups of that checkpoint"))
-    places, where = rebuild(state, lambda e: e).transforms, state.layout.placement
+    places, where, every = rebuild(state, lambda e: e).transforms, state.layout.placement, set(paths.values())
     alike = cutting[0].ranks if len(cutting) == 1 and not where.ranges else None
     found: list[tuple[Tensor, Tensor]] = []
     bad: list[tuple[str, str]] = []
@@ -131,7 +134,7 @@ def pairs_of(
         # Names may stand in another order.
         keys = own if set(own) == set(theirs["params"]) else theirs["params"]
         for path, key in zip(own, keys, strict=True):
-            kept, there = LeafTensors(places, path), given["state"].get(key, {})
+            kept, there = LeafTensors(places, path, every), given["state"].get(key, {})
             names = {_theirs(name, kept): name for name in kept}
             label = path if key == path else f"{path} ({key})"
             # Of a leaf that another rank owns there may be nothing, or the same as on all ranks.
@@ -147,10 +150,11 @@ def pairs_of(
                     bad.append((f"{label}: {name}", f"{_what(new)} instead of {_what(place)}"))
                 else:
                     found += pair
+    more = _numbers_of(state, given, every, max(counts), bad)
     if bad:
         right = "a checkpoint of the same optimizer; zf.load(directory, like, strict=False) of one by zf.save"
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
-    return found + _numbers_of(state, given, set(paths.values()), max(counts))
+    return found + more
 
 
 def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[Tensor, Tensor]] | None:
@@ -182,19 +186,34 @@ def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
     return (torch.Size(x.shape), x.value.dtype) if isinstance(x, Entry) else (x.shape, x.dtype)
 
 
-def _numbers_of(state: State, given: Mapping[str, Any], paths: set[str], most: float) -> list[tuple[Tensor, Tensor]]:
-    """Counters of whole transforms with those given, or with the most updates that a leaf has had."""
+def _numbers_of(
+    state: State, given: Mapping[str, Any], paths: set[str], most: float, bad: list[tuple[str, str]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Counters of whole transforms with those given, or with the most updates that a leaf has had.
+
+    What is missing or misshapen is put into `bad`.
+    """
     of_mine = f"/{of_rank(state.layout.placement.rank)}/"
-    numbers = {key.replace(of_mine, "/"): x for key, x in (given["param_groups"][0].get(NUMBERS) or {}).items()}
+    told = given["param_groups"][0].get(NUMBERS)
+    numbers = {key.replace(of_mine, "/"): torch.as_tensor(x) for key, x in (told or {}).items()}
     own = {"transforms": state.transforms, STEP: state.step, "micro_step": state.micro_step}
     found = []
-    for key, x in _counters(own, paths):
-        if key in numbers and (x.ndim or float(numbers[key]) != UNSET):
-            found.append((x, torch.as_tensor(numbers[key])))
-        elif key.rpartition("/")[2] in COUNTED:
+    for key, x in _counters(own, {path: LeafTensors(state.transforms, path, paths) for path in paths}).items():
+        new, last = numbers.get(key), key.rpartition("/")[2]
+        if new is not None and (new.shape != x.shape or mesh_of(new) is not None):
+            bad.append((key, f"{_what(new)} instead of {_what(x)}"))
+        elif new is not None and (not _unset(new) or torch.equal(new.to(x), x)):
+            found.append((x, new))
+        elif last in COUNTED and not x.ndim:
             # Of `torch.optim` itself: it counts by leaf alone.
             found.append((x, torch.tensor(most)))
+        elif told and last != FORMAT_ENTRY:
+            bad.append((key, "missing"))
     return found
+
+
+def _unset(x: Tensor) -> bool:
+    return x.numel() > 0 and bool((x == UNSET).all())
 
 
 def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -210,18 +229,33 @@ def _theirs(name: str, kept: LeafTensors) -> str:
     return STEP if name == COUNT and STEP not in kept else name
 
 
-def _counters(own: Mapping[str, Any], paths: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Numbers that belong to no leaf, by dotted key."""
-    yield from ((name, own[name]) for name in COUNTED)
-    yield from _numbers(own["transforms"], "transforms", paths)
+def _counters(own: Mapping[str, Any], held: Mapping[str, LeafTensors]) -> dict[str, Tensor]:
+    """All that belongs to no leaf, by key.
+
+    Raises:
+        ValueError: of a state some tensors would be left out.
+    """
+    of_leaves = {id(x) for kept in held.values() for x in kept.values()}
+    found = {name: own[name] for name in COUNTED}
+    rest = [(key, x) for key, x in _numbers(own["transforms"], "transforms") if id(x) not in of_leaves]
+    found.update(rest)
+    told = of_leaves | {id(x) for x in found.values()}
+    keys, every = tree_keys(own["transforms"]), flatten(own["transforms"])[0]
+    lost = ["/".join(k) for k, x in zip(keys, every, strict=True) if isinstance(x, Tensor) and id(x) not in told]
+    if lost:
+        wrong = f"get_optimizer_state_dict(model, opt) with a state of {', '.join(lost)}"
+        why = "torch's form has states by parameter and numbers, and what these belong to has no name there"
+        right = "zf.save(directory, opt) and zf.load(directory, like=opt), or opt.state_dict()"
+        raise ValueError(explain(wrong, why, right))
+    return found
 
 
-def _numbers(tree: Any, above: str, paths: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _numbers(tree: Any, above: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         yield above, tree
-    elif isinstance(tree, Mapping) and not paths & set(tree):
-        for key, x in tree.items():
-            yield from _numbers(x, f"{above}/{key}", paths)
+    elif isinstance(tree, Mapping | tuple | list):
+        for key, x in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _numbers(x, f"{above}/{key}")
 
 
 def _what(x: Any) -> str:
