@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -137,6 +138,17 @@ def keeps_what_is_carried(c: Copy) -> Transform:
     return Transform("carries", Scope.TREE, init_fn=first, prepare_fn=prepare, update_fn=update)
 
 
+def holds_by_its_flag(c: Copy) -> Transform:
+    """Whether anything goes on is a tensor, one of its own state; behind it a momentum must stay as it is."""
+
+    def prepare(state, grads, params, ctx):
+        ctx.report("my flag", c(state["open"]))
+        return Prepared(state={"open": ~state["open"]}, emit=c(state["open"]))
+
+    first = lambda leaves, layout: {"open": torch.tensor(True)}  # noqa: E731
+    return Transform("holds", Scope.TREE, needs="number", init_fn=first, prepare_fn=prepare)
+
+
 def reports_a_parameter(c: Copy) -> Transform:
     def prepare(state, grads, params, ctx):
         ctx.report("my t", c(params["t"]))
@@ -175,6 +187,7 @@ PROGRAMS = {
     "two states of one tensor": prepares_one_state,
     "a parameter carried": carries_a_parameter,
     "a gradient kept by way of the carry": keeps_what_is_carried,
+    "a flag of its own": holds_by_its_flag,
     "metrics that are parameters": reports_a_parameter,
     "gradients for parameters": lambda c: takes(c=c),
     "one tensor for two parameters": ties,
@@ -274,3 +287,46 @@ def test_states_that_an_update_made_of_one_tensor_are_loaded_apart(made):
     opt.load_state_dict(copy.deepcopy(other.state_dict()))
     found = tensors(opt.state.transforms[made().name])
     assert [x.unique().tolist() for x in found] == [[i + 1.0] for i in range(len(found))]
+
+
+@pytest.mark.parametrize("route", ["pure", "donated", "eager"])
+def test_what_stands_behind_a_flag_stays_where_that_is_false(route):
+    """Three steps, of which the second goes no further: the numbers of two steps of momentum."""
+    held = run(zf.chain(holds_by_its_flag(_itself), zf.sgd(0.1, momentum=0.9)), route)[-1]
+    tx = zf.sgd(0.1, momentum=0.9)
+    step, state = zf.make_step(loss, tx), zf.init(tx, start())
+    for _ in range(2):
+        state, _ = step(state, torch.tensor([1.0, 2.0, -1.0]))
+    for i, path in enumerate(start()):
+        assert torch.equal(held[f"state {i}"], state.params[path])
+
+
+def test_a_state_that_is_returned_is_differentiated_by_unroll():
+    """Gradients of the step before; `unroll` makes its steps again from states that begin a graph."""
+
+    def update(grads, state, params, carry, ctx):
+        return state["last"], {"last": dict(grads)}
+
+    delayed = Transform("delayed", init_fn=lambda leaves, _: {"last": zeros(leaves)}, update_fn=update)
+    tx = zf.chain(delayed, zf.sgd(0.1))
+    step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), tx)
+
+    def after(s):
+        state, _ = zf.unroll(step, zf.init(tx, {"w": torch.ones(2) * s}), [torch.ones(2)] * 4, every=2)
+        return state.params["w"].sum()
+
+    # Every gradient is 2 w: w, w, 0.8 w, 0.6 w, 0.44 w, of two elements.
+    assert torch.func.grad(after)(torch.tensor(1.3)).item() == pytest.approx(0.88, abs=1e-6)
+
+
+@dataclass
+class Kept:
+    """No node of a tree."""
+
+    last: dict[str, Tensor]
+
+
+def test_a_state_in_a_class_that_trees_do_not_look_into_is_refused():
+    made = Transform("mine", init_fn=lambda leaves, layout: {"kept": Kept(leaves)}, update_fn=lambda g, s, *_: (g, s))
+    with pytest.raises(TypeError, match=r"mine, whose state is or has a Kept, with a tensor at kept\.last\.a"):
+        zf.init(zf.chain(made, zf.sgd(0.1)), start())

@@ -196,7 +196,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         else:
             returned = transformation.update(dict(grads), state["inner"], dict(params), **extra)
         # Here and not once they are added to parameters, which would cast them and spread them over leaves.
-        out, inner = check_returned(name, facts, returned, grads, params)
+        out, inner = check_returned(name, facts, returned, grads, params, held=state["inner"])
         return dict(out or {}), {"inner": open_state(name, inner)}
 
     return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)

@@ -1,4 +1,4 @@
-"""States of other libraries in classes that trees do not look into: refused where they have tensors.
+"""States in classes that trees do not look into: refused where they have tensors.
 
 Nobody would copy, save, load or move those: a parameter that is kept in one is written by the next step.
 """
@@ -29,7 +29,7 @@ MANY = 10_000
 
 
 def open_state(name: str, state: Tree) -> Tree:
-    """The state of the guest `name`; a `TypeError` where it has tensors in an object that is no node of a tree."""
+    """The state of the transform `name`; a `TypeError` where it has tensors in an object that is no node of a tree."""
     if torch.compiler.is_compiling():
         return state
     values = flatten(state)[0]
@@ -38,7 +38,7 @@ def open_state(name: str, state: Tree) -> Tree:
     for keys, x in zip(tree_keys(state), values, strict=True):
         if not isinstance(x, Tensor) and (inside := _way_to_a_tensor(x)) is not None:
             at = ".".join([*keys, *inside])
-            wrong = f"guest({name}(...)) whose state is or has a {type(x).__name__}, with a tensor at {at}"
+            wrong = f"{name}, whose state is or has a {type(x).__name__}, with a tensor at {at}"
             why = (
                 "a state is a tree of tensors, and trees do not look into this class: a parameter that is kept there\n"
             )

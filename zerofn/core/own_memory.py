@@ -48,7 +48,11 @@ def own_prepared(
         close()  # type: ignore[misc]
         own_reports(ctx, before, *given)
 
-    return replace(prepared, carry=carry, state=new, close=close and closing)
+    emit = prepared.emit
+    if isinstance(emit, Tensor) and not ctx.recorded:
+        # Behind what holds nothing is run, and so nothing written.
+        emit = bool(emit.item())
+    return replace(prepared, carry=carry, state=new, emit=emit, close=close and closing)
 
 
 def own_update(

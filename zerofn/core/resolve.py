@@ -16,6 +16,7 @@ from .dtypes import Dtypes
 from .facts import OF_PIECES
 from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
+from .opaque_states import open_state
 from .own_memory import own_prepared, own_reports, own_start, own_update
 from .owner_updates import run_at_owners
 from .owners import place_in
@@ -91,7 +92,7 @@ def _with_check(t: Transform) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         returned = t.update_fn(grads, state, params, carry, ctx)
-        return check_returned(t.name, t.facts, returned, grads, params, some)
+        return check_returned(t.name, t.facts, returned, grads, params, some, state)
 
     return replace(t, update_fn=update)
 
@@ -102,7 +103,7 @@ def _with_own_memory(t: Transform) -> Transform:
         return t
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return own_start(t.init_fn(leaves, layout))
+        return own_start(open_state(t.name, t.init_fn(leaves, layout)))
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         shown = len(ctx.metrics)
@@ -112,7 +113,7 @@ def _with_own_memory(t: Transform) -> Transform:
         shown = len(ctx.metrics)
         returned = t.update_fn(grads, state, params, carry, ctx)
         out, own = own_update(t.facts.optimizes, returned, state, grads, params, carry)
-        own_reports(ctx, shown, state, own or {}, grads, params)
+        own_reports(ctx, shown, state, own or {}, grads, params, {"": carry})
         return out, own
 
     # What does nothing is known by its functions, and is not run.

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain, kind_of
 from .facts import Facts
 from .layout import Leaves
+from .tree import tensors_of
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
 _RECORDED = attrgetter("requires_grad")
@@ -31,7 +32,7 @@ TO_LEAVE = "; zf.masked(transform, mask), or zf.partition({..., 'frozen': None},
 
 
 def check_returned(
-    name: str, facts: Facts, returned: Any, grads: Leaves, params: Leaves, some: bool = False
+    name: str, facts: Facts, returned: Any, grads: Leaves, params: Leaves, some: bool = False, held: Any = ()
 ) -> tuple[Leaves | None, Any]:
     """What an update half returned, updates and a state, if the updates fit the leaves that it was handed.
 
@@ -42,6 +43,7 @@ def check_returned(
         grads: what it was handed.
         params: stored parameters of these leaves.
         some: whether it may leave out leaves, which are then not trained.
+        held: the state that it was handed, whose tensors it may give: a step that is made again records from there.
 
     Raises:
         TypeError: no pair, no dict by path, or a state that is no dict.
@@ -69,10 +71,13 @@ def check_returned(
         right = TO_WATCH if facts.watches else PAIR
         raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, right))
     bad: dict[Any, str] = {}
+    theirs = set(map(id, (*tensors_of({"": held}), *params.values())))
     for path, x in out.items():
         g, p = grads.get(path), params.get(path)
         # What goes on as it came is right, and so is a parameter that was written in place.
         if (p is None or x is not p) and (g is None or x is not g) and (reason := _misfit(facts, x, g, p)):
+            if reason is ANEW and id(x) in theirs:
+                continue
             bad[path] = reason
     if not some and len(out) != len(grads):
         bad.update({path: LEFT_OUT for path in grads if path not in out})
@@ -148,11 +153,9 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
     reason = misfit(x, like, p, what)
     if reason:
         return reason
-    if _anew(x):
-        return ANEW
     makes = facts.optimizes or facts.watches
     if makes and x.dtype != p.dtype:
         return f"{RECAST}{x.dtype}, which is stored in {p.dtype}"
     if makes and x.layout != p.layout:
         return f"a new parameter of layout {x.layout}, which is stored as {p.layout}"
-    return None
+    return ANEW if _anew(x) else None

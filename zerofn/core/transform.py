@@ -152,7 +152,7 @@ class Transform:
             returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
         if not self.parts:
-            returned = check_returned(self.name, self.facts, returned, entries, leaves)
+            returned = check_returned(self.name, self.facts, returned, entries, leaves, held=state)
         out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
         ctx.settle()
         state = {**state, **own, **prepared.state}
