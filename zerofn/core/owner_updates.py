@@ -145,7 +145,8 @@ def _items(like: Any, items: list[Any]) -> Any:
     """A tuple, a list or a NamedTuple of other items; the same one where nothing is another."""
     if all(x is y for x, y in zip(like, items, strict=True)):
         return like
-    return like._make(items) if hasattr(like, "_make") else type(like)(items)
+    # A NamedTuple takes its fields one by one.
+    return type(like)(items) if type(like) in (tuple, list) else type(like)(*items)
 
 
 def _check_names(part: Transform, state: TransformState, paths: set[str]) -> None:
