@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -84,7 +85,11 @@ def test_notebook_runs(path, kernel, tmp_path):
     client = NotebookClient(
         notebook, timeout=int(limit()), kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
     )
-    client.execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        # No port, which another process may have taken by the time the kernel opens it.
+        kernels = client.create_kernel_manager()
+        kernels.transport, kernels.ip = "ipc", f"{sockets}/kernel"
+        client.execute()
     # A cell that warns would teach a warning.
     told = [o["text"] for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]
     # Of torch's own making, as in the settings of the whole suite.
