@@ -71,13 +71,14 @@ def check_returned(
         right = TO_WATCH if facts.watches else PAIR
         raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, right))
     bad: dict[Any, str] = {}
-    theirs = set(map(id, (*tensors_of({"": held}), *params.values())))
     for path, x in out.items():
         g, p = grads.get(path), params.get(path)
         # What goes on as it came is right, and so is a parameter that was written in place.
-        if (p is None or x is not p) and (g is None or x is not g) and (reason := _misfit(facts, x, g, p)):
-            if reason is ANEW and id(x) in theirs:
-                continue
+        reason = _misfit(facts, x, g, p) if (p is None or x is not p) and (g is None or x is not g) else None
+        # No set of ids: a compiled step would be compiled again for each state.
+        if reason is ANEW and any([x is y for y in (*tensors_of({"": held}), *params.values())]):
+            reason = None
+        if reason:
             bad[path] = reason
     if not some and len(out) != len(grads):
         bad.update({path: LEFT_OUT for path in grads if path not in out})
