@@ -59,9 +59,9 @@ def self_overlapping(x: Tensor) -> bool:
     (True, False)
     """
     span, doubtful = 0, False
-    if any([s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)]):
-        return True
     for stride, size in sorted([(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]):
+        if not stride:
+            return True
         doubtful |= stride <= span
         span += stride * (size - 1)
     if not doubtful:

@@ -74,7 +74,7 @@ def own_update(
         carry: what it was handed, which may be another leaf's.
     """
     out, own = returned
-    others = (*grads.values(), *params.values(), *tensors_of({"": carry}))
+    others = (*grads.values(), *params.values(), *(() if carry is None else tensors_of({"": carry})))
     if out and optimizes:
         # A parameter that stays as it is, or was written in place, may be returned.
         out = _distinct(out, params, (*others, *tensors_of(state)))
@@ -91,8 +91,9 @@ def own_update(
 
 def own_reports(ctx: Context, shown: int, *given: Mapping[str, Any]) -> None:
     """Copy what metrics behind the first `shown` share with these trees: they are read after those are written."""
-    for name in list(ctx.metrics)[shown:]:
-        ctx.metrics[name] = apart({"": ctx.metrics[name]}, [x for tree in given for x in tensors_of(tree)])[""]
+    if len(ctx.metrics) > shown:
+        new = dict(list(ctx.metrics.items())[shown:])
+        ctx.metrics.update(apart(new, [x for tree in given for x in tensors_of(tree)]))
 
 
 def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor]) -> Any:
@@ -119,13 +120,13 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
         return new
     was = dict(zip(tree_keys(old), flatten(old)[0], strict=True))
     values, spec = flatten(new)
-    moved = [i for i, keys in enumerate(tree_keys(new)) if _is_tensor(x := values[i]) and x is not was.get(keys)]
-    at_home = set(range(len(values))).difference(moved)
-    seen = taken | memories([*beside, *[values[i] for i in at_home if _is_tensor(values[i])]])
-    for i in moved:
-        if _overlaps(values[i]) or not seen.isdisjoint(memories([values[i]])):
-            values[i] = values[i].clone()
-        seen |= memories([values[i]])
+    stays = [not isinstance(x, Tensor) or x is was.get(keys) for keys, x in zip(tree_keys(new), values, strict=True)]
+    at_home = [x for x, here in zip(values, stays, strict=True) if here and isinstance(x, Tensor)]
+    seen = taken | memories([*beside, *at_home])
+    for i, x in enumerate(values):
+        if not stays[i]:
+            values[i] = x.clone() if _overlaps(x) or not seen.isdisjoint(memories([x])) else x
+            seen |= memories([values[i]])
     return unflatten(spec, values)
 
 
@@ -145,10 +146,6 @@ def _moved(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(x, dict) and isinstance(was := old.get(key), dict):
             found[key] = _moved(x, was)
     return found
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
 
 
 def _overlaps(x: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """What the tensors in a transform's state belong to: its slot, the leaf, the place in the leaf's own tree; and whether
 they lie along the leaf, element by element, and are cut as it is.
 
-That is asked of `init`, which is handed leaves of two lengths without memory: what is as long as the leaf both times
-lies along it. What this rank has of a state would tell less: anything may happen to be as long as a piece.
+That is asked of `init`, which is handed leaves of two lengths, the long ones without memory: what is as long as the
+leaf both times lies along it. What this rank has of a state would tell less: anything may happen to be as long as a
+piece.
 """
 
 from __future__ import annotations

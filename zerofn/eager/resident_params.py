@@ -29,7 +29,7 @@ from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
 from ..sharded.unit_assignment import split
 from ..sharded.unit_plans import UnitPlans
-from .channels import Channels, open_channels
+from .channels import open_channels
 from .current_state import CurrentState
 from .existing_gradients import ExistingGradients, first_states
 from .gradient_hooks import GradientHooks
@@ -117,17 +117,18 @@ class ResidentParams:
 
     def settle(self) -> None:
         """Give parameters their resident form, make the first state, and hook the model. `leaving` takes it back."""
-        pipe, params, channels = self.pipe, self.params, self.channels
+        pipe = self.pipe
         self.existing.take()
         self.stored = self.make()
-        states = first_states(pipe, self.stored, channels.control, self.existing)
+        states = first_states(pipe, self.stored, self.channels.control, self.existing)
         self.current.state = first_state(pipe, self.stored, states)
-        self._hook(self.model, pipe, params, channels)
+        self._hook()
         self.hooked = True
         self.existing.grads.clear()
         self.stored = {}
 
-    def _hook(self, model: nn.Module, pipe: Pipeline, params: dict[str, Tensor], channels: Channels) -> None:
+    def _hook(self) -> None:
+        model, pipe, params, channels = self.model, self.pipe, self.params, self.channels
         context, forms = self.context, self.forms
         self.masters = MasterWeights(pipe, params, self.current, context is None)
         carry = self.masters.carry_leaf

@@ -65,10 +65,10 @@ def label(
     guard = {"why": why, "refused": refused, "asks": asks}
     if pipe.step_groups:
         _put(undo, model, PREPARED, Prepared())
-    for path in forms.keys() & params.keys():
+    for path in [path for path in forms if path in params]:
         _as_dtensor(undo, path, params[path], forms[path], units, guard)
     if units is None or gathering is None:
-        for path in params.keys() - forms.keys():
+        for path in [path for path in params if path not in forms]:
             tell(undo, params[path], Partial, path=path, **guard)
         return
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}

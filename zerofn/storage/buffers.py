@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from .._compat.modules import persistent_buffers
 from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain, users_line
+from ..core.state import State
 from ..core.state_entries import Entry
+from ..eager.optimizer import Optimizer
 
 OWNER = "buffers"
 
@@ -67,7 +70,7 @@ def warn_of_missing(directory: Any, buffers: list[Entry], manifest: dict[str, An
     )
 
 
-def check_can_be_written(call: str, buffers: list[Entry], new: dict[str, Tensor]) -> None:
+def _check_can_be_written(call: str, buffers: list[Entry], new: dict[str, Tensor]) -> None:
     """Raise for buffers that cannot be written in place, unless they have these values already."""
     bad = [
         (e.key, "its elements share memory (it is expanded), so they cannot be written")
@@ -78,8 +81,31 @@ def check_can_be_written(call: str, buffers: list[Entry], new: dict[str, Tensor]
         raise ValueError(bad_leaves(f"{call}: these buffers cannot be loaded", bad, "register_buffer(name, x.clone())"))
 
 
+def load_with_buffers(
+    opt: Optimizer,
+    call: str,
+    state: State,
+    groups: list[dict[str, Any]] | None,
+    buffers: list[Entry],
+    new: dict[str, Tensor],
+) -> None:
+    """Write a state, learning rates and buffers into an attached model: one load, which is whole or refused.
+
+    Args:
+        opt: of the model.
+        call: the function that was called, for messages.
+        state: what is loaded.
+        groups: learning rates; by default they stay.
+        buffers: those to write.
+        new: their values, by key.
+    """
+    _check_can_be_written(call, buffers, new)
+    own = opt._own
+    own.load(own.dicts.of(state, groups), "load_state", partial(_write_buffers, buffers, new))
+
+
 @torch.no_grad()
-def write_buffers(buffers: list[Entry], new: dict[str, Tensor]) -> None:
+def _write_buffers(buffers: list[Entry], new: dict[str, Tensor]) -> None:
     """Copy new values into the buffers in place, so that references to them stay valid."""
     for e in buffers:
         if not _expanded(e.value):

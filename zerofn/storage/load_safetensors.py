@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import kept_out_of_graphs
-from .buffers import buffers_of, check_can_be_written, write_buffers
+from .buffers import buffers_of, load_with_buffers
 from .checkpoint import state_of
 from .safetensors import safetensors_function
 from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
@@ -83,8 +82,7 @@ def load_safetensors(
     if opt is None:
         return new
     found, values = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
-    check_can_be_written("zf.load_safetensors", found, values)
-    opt._own.load(opt._own.dicts.of(new), "load_state", partial(write_buffers, found, values))
+    load_with_buffers(opt, "zf.load_safetensors", new, None, found, values)
     return opt.state
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,7 +20,7 @@ from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.background_thread import settle
-from .buffers import buffers_of, check_can_be_written, warn_of_missing, without_buffers, write_buffers
+from .buffers import buffers_of, load_with_buffers, warn_of_missing, without_buffers
 from .checkpoint import state_of
 from .checkpoint_match import copies_in, differences, in_other_order, misfit_message, name_to_read
 from .files import absolute_path
@@ -124,10 +123,9 @@ def _write_into(opt: Optimizer, state: State, reading: _Reading) -> State:
     if reading.manifest.get("buffers") is None:
         warn_of_missing(reading.directory, buffers, reading.manifest)
         buffers = []
-    check_can_be_written("zf.load", buffers, reading.new)
     groups = reading.manifest["param_groups"]
-    given = opt._own.dicts.of(state, groups if reading.strict else groups_by_name(opt, groups))
-    opt._own.load(given, "load_state", partial(write_buffers, buffers, reading.new))
+    groups = groups if reading.strict else groups_by_name(opt, groups)
+    load_with_buffers(opt, "zf.load", state, groups, buffers, reading.new)
     return opt.state
 
 
