@@ -7,7 +7,7 @@ the model is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from .._ranges import UPDATE, listener, ranged, told
 from .facts import Scope
 from .held_metrics import report_held, standing
 from .layout import Leaves
+from .leaf_entries import Places, of_leaves, overlaid, places
 from .segments import States, Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
@@ -126,6 +127,7 @@ class Segment:
                 comes = both(comes, self.prepared[-1].emit)
         self.parts = parts.parts[: len(self.prepared)]
         self.changed: dict[str, TransformState] = {}
+        self.places: dict[str, Places] = {}
 
     @property
     def behind(self) -> list[Transform]:
@@ -167,7 +169,7 @@ class Segment:
                 # A leaf without a gradient in this step keeps its value, and that is watched too.
                 signal = {**params, **signal}
             old = self.old.get(part.name, {})
-            state = old if every or self.whole else {k: slice_entry(v, params) for k, v in old.items()}
+            state = old if every or self.whole else of_leaves(old, self._places_in(part), params)
             ctx = self.ctx if comes is True else self._context_of(part, comes)
             given = part, signal, state, params, p.carry, ctx
             out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
@@ -181,6 +183,13 @@ class Segment:
                 emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
                 signal = passed(emitted, out)
         return signal
+
+    def _places_in(self, part: Transform) -> Places:
+        """Where a transform's state has something of leaves: found once for all buckets."""
+        if (found := self.places.get(part.name)) is None:
+            paths = {leaf.path for leaf in self.ctx.layout.leaves}
+            found = self.places[part.name] = places(self.old.get(part.name, {}), paths)
+        return found
 
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform where only a tensor knows whether anything comes to it."""
@@ -230,11 +239,7 @@ def listened_update(
 
 def _touched(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
     """The tensors of a state that are shared, or of leaves that have a gradient."""
-    found: list[Any] = []
-    for entry in state.values():
-        by_leaf = isinstance(entry, dict) and entry.keys() <= params.keys()
-        found += flatten(slice_entry(entry, grads) if by_leaf else entry)[0]
-    return found
+    return flatten(of_leaves(state, places(state, params), grads))[0]
 
 
 def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
@@ -252,21 +257,16 @@ def passed(emit: Tensor, signal: Leaves) -> Leaves:
     return {p: torch.where(emit.to(x.device), x, torch.zeros_like(x)) for p, x in signal.items()}
 
 
-def slice_entry(entry: Any, paths: Iterable[str]) -> Any:
-    """A state's entry, of leaves in `paths` alone; a shared entry as it is."""
-    return {p: entry[p] for p in paths if p in entry} if isinstance(entry, dict) else entry
-
-
 def _merge(into: TransformState, own: TransformState, old: TransformState) -> None:
     """Write a bucket's entries into `into`, over the `old` ones of the whole tree."""
     for name, entry in own.items():
-        if isinstance(entry, dict) and isinstance(old.get(name), dict):
-            if name not in into and list(entry) == list(old[name]):
-                into[name] = entry  # of all leaves, in their order
-            else:
-                into.setdefault(name, dict(old[name])).update(entry)
+        was = old.get(name)
+        if not isinstance(entry, dict) or not isinstance(was, dict) or set(map(type, entry.values())) != {Tensor}:
+            into[name] = overlaid(into.get(name, was), entry)
+        elif name not in into and list(entry) == list(was):
+            into[name] = entry  # of all leaves, in their order
         else:
-            into[name] = entry
+            into.setdefault(name, dict(was)).update(entry)
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:

@@ -18,6 +18,7 @@ from .._compat.tensors import is_shape_only
 from .._errors import explain
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
+from .leaf_entries import is_by_path, of_leaves, overlaid, places
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
@@ -59,13 +60,19 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             return replace(part, needs="element")
         at = owner_exchange(cutting, leaves)
         ranks[where] = at.rank_of
-        return _at_owners(part, at)
+        return _at_owners(part, at, {leaf.path for leaf in layout.leaves})
 
     return replace_innermost(t, owned, layout), ranks
 
 
-def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
-    """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others."""
+def _at_owners(part: Transform, at: OwnerExchange, paths: set[str]) -> Transform:
+    """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others.
+
+    Args:
+        part: the transform.
+        at: which rank owns which leaf.
+        paths: of all leaves.
+    """
     owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
@@ -87,13 +94,13 @@ def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
             failure = error
         at.agree(failure)
         device = next(iter(pieces.values())).device
-        return _overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
+        return overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
         theirs = {path: g for path, g in grads.items() if path in owned}
         here = [path for path in grads if path not in owned]
-        own = _entries_of(state, {*here, *at.mine(theirs)}, owned.union(here))
+        own = of_leaves(state, places(state, paths), {*here, *at.mine(theirs)})
         wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
         all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
         like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
@@ -105,9 +112,9 @@ def _at_owners(part: Transform, at: OwnerExchange) -> Transform:
                 at.to_pieces(error, like, first)
             raise
         if out is None:
-            return None, _overlaid(state, new)
+            return None, overlaid(state, new)
         pieces = at.to_pieces(out, like, first)
-        return {path: pieces[path] if path in owned else out[path] for path in grads}, _overlaid(state, new)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, overlaid(state, new)
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
 
@@ -116,37 +123,6 @@ def _expanded(x: Any, device: torch.device) -> Any:
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-
-
-def _entries_of(state: Any, own: set[str], paths: set[str], below: bool = False) -> Any:
-    """The same state, whose entries by path are only those of the leaves in `own`.
-
-    What is by path lies below a name: that of an entry may be that of a leaf.
-    """
-    if isinstance(state, tuple | list):
-        return _items(state, [_entries_of(x, own, paths, below) for x in state])
-    if not isinstance(state, dict):
-        return state
-    if below and state.keys() <= paths:
-        return {path: x for path, x in state.items() if path in own}
-    return {name: _entries_of(entry, own, paths, True) for name, entry in state.items()}
-
-
-def _overlaid(old: Any, new: Any) -> Any:
-    """A state with the entries that another one has."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{key: _overlaid(old[key], x) if key in old else x for key, x in new.items()}}
-    if isinstance(old, tuple | list) and type(old) is type(new) and len(old) == len(new):
-        return _items(new, list(map(_overlaid, old, new)))
-    return new
-
-
-def _items(like: Any, items: list[Any]) -> Any:
-    """A tuple, a list or a NamedTuple of other items; the same one where nothing is another."""
-    if all(x is y for x, y in zip(like, items, strict=True)):
-        return like
-    # A NamedTuple takes its fields one by one.
-    return type(like)(items) if type(like) in (tuple, list) else type(like)(*items)
 
 
 def _check_names(part: Transform, state: TransformState, paths: set[str]) -> None:
@@ -168,7 +144,7 @@ def _check_below(part: Transform, x: Any, paths: set[str], where: str) -> None:
             raise ValueError(
                 explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
             )
-        if not x.keys() <= paths:
+        if not is_by_path(x, paths):
             for key, y in x.items():
                 _check_below(part, y, paths, f"{where}[{key!r}]")
     elif isinstance(x, tuple | list):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain, kind_of
+from .leaf_entries import is_by_path
 
 
 class LeafTensors(MutableMapping[str, Any]):
@@ -111,13 +112,13 @@ def _of_leaf(
                 yield from _of_leaf(x, path, paths, (*above[:-1], f"{above[-1]}.{i}"))
         return
     # The outermost keys are slots, or labels of members, of which one may be a leaf's path as well.
-    by_path = len(above) > 1 and bool(own) and own.keys() <= paths
+    by_path = len(above) > 1 and is_by_path(own, paths)
     if by_path and path in own:
         yield from _leaves(own[path], above)
         return
     # Beside other names a path may be a name too, of entries by path.
     mixed = len(above) > 1 and not by_path
-    leaves = {k for k, x in own.items() if mixed and k in paths and not (isinstance(x, Mapping) and x.keys() <= paths)}
+    leaves = {k for k, x in own.items() if mixed and k in paths and not is_by_path(x, paths)}
     if path in leaves:
         yield from _leaves(own[path], above)
     for key, x in own.items():

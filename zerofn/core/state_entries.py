@@ -15,6 +15,7 @@ from ..ranks.dtensor_parameters import is_distributed
 from ..ranks.dtensor_shards import as_dtensors
 from ..ranks.group import Group
 from .entry import Entry
+from .leaf_entries import is_by_path
 from .row_sharding import cut_by_rows, rows_between
 from .slot_forms import ALONG, FIXED, form_of
 from .state import State
@@ -212,7 +213,7 @@ def _in_lists(own: Any, paths: set[str]) -> Any:
         return {key: _in_lists(x, paths) for key, x in own.items()}
     if not isinstance(own, tuple | list):
         return own
-    by_path = any(isinstance(x, dict) and x and x.keys() <= paths for x in own)
+    by_path = any(is_by_path(x, paths) for x in own)
     if not by_path and not any(map(is_distributed, flatten(own)[0])):
         return own
     return [_in_lists(x, paths) for x in own]

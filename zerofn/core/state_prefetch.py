@@ -16,8 +16,9 @@ from torch import Tensor
 from .executor import BUCKET_BYTES
 from .host_copies import CopyQueue, PendingCopy
 from .layout import Leaves
+from .leaf_entries import map_overlaid
 from .transform import TransformState
-from .tree import flatten, tree_keys, tree_map, unflatten
+from .tree import flatten, tree_keys, unflatten
 from .update_context import Context
 
 
@@ -156,6 +157,4 @@ def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]
         pairs.append((target, x))
         return target
 
-    if isinstance(entry, dict) and all(isinstance(x, Tensor) for x in entry.values()):
-        return {p: back(x, home[p]) for p, x in entry.items()}
-    return tree_map(back, entry, home)
+    return map_overlaid(back, home, entry)
