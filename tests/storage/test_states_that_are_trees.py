@@ -37,6 +37,9 @@ FORMS = {
     "number": (lambda m, v: {"m": m, "v": v, "n": torch.zeros(())}, lambda s: (s["m"], s["v"])),
 }
 
+# In each run of the tests.
+OFTEN = ("named", "fields", "nested", "number")
+
 
 def moments(form):
     put, take = FORMS[form]
@@ -95,9 +98,11 @@ def assert_same(mine, theirs):
     assert [k for k, x in theirs.items() if not torch.equal(mine[k], x)] == []
 
 
-@pytest.mark.parametrize("chain", ["alone", *[pytest.param(x, marks=pytest.mark.slow) for x in CHAINS if x != "alone"]])
-def test_any_number_of_ranks_loads_what_two_have_saved(chain, tmp_path):
-    folder, forms = str(tmp_path), [*FORMS]
+@pytest.mark.parametrize(
+    ("chain", "forms"), [("alone", OFTEN), *[pytest.param(chain, FORMS, marks=pytest.mark.slow) for chain in CHAINS]]
+)
+def test_any_number_of_ranks_loads_what_two_have_saved(chain, forms, tmp_path):
+    folder, forms = str(tmp_path), [*forms]
     go_on(chain, forms, folder, None, "one", 0, 3)
     go_on(chain, forms, folder, "one", "one on", 3, 5)
     zf.launch(go_on, 2, chain, forms, folder, None, "two", 0, 3, timeout=limit())
@@ -159,8 +164,9 @@ def everything(model, opt):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_formats_of_torch(tmp_path):
-    forms = [*FORMS]
+@pytest.mark.parametrize("forms", [OFTEN, pytest.param(FORMS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_formats_of_torch(forms, tmp_path):
+    forms = [*forms]
     two = zf.launch(in_formats_of_torch, 2, str(tmp_path), forms, True, timeout=limit())
     three = zf.launch(in_formats_of_torch, 3, str(tmp_path), forms, False, timeout=limit())
     one = zf.launch(in_formats_of_torch, 1, str(tmp_path), forms, False, timeout=limit())

@@ -278,7 +278,7 @@ def state_bytes(stored: str, gradients: str, moments: str, rounding: str) -> int
 
 def markdown() -> str:
     """The section: axes, refused cells, bytes."""
-    cells, total = covering(3), sum(1 for _ in every_cell())
+    two, three, total = covering(2), covering(3), sum(1 for _ in every_cell())
     refused = sum(refusal(c) is not None for c in every_cell())
     lines = [
         "| | values |",
@@ -294,7 +294,8 @@ def markdown() -> str:
         f"The other {total - refused:,} run: `ZEROFN_MATRIX=all python -m pytest "
         f"tests/transforms/test_precision_matrix.py` trains each on {RANKS} ranks and compares the change of every "
         "parameter with float64 (17 minutes on 2 "
-        f"cores). The tests do so with {len(cells)} of them, chosen so that any three values that can meet do meet.",
+        f"cores). Each run of the tests does so with {len(two)} of them, in which any two values meet that can, and "
+        f"the slow tests with {len(three)}, in which any three do.",
         "",
         "State in bytes per parameter (parameter + gradient + two moments, and the compensation of `kahan`); "
         "under ZeRO a rank holds its share.",
