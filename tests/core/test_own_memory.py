@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,8 +187,8 @@ def attached(tx):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     opt = zf.attach(model, tx)
-    for _ in range(3):
-        model(torch.ones(1, 1)).sum().backward()
+    for gradient in (1.0, 2.0, 4.0):
+        model(torch.full((1, 1), gradient)).sum().backward()
         opt.step()
         model.weight.grad.zero_()
     return model.weight.item()
@@ -200,11 +201,11 @@ def test_a_kept_gradient_is_not_what_its_caller_makes_of_it():
     grads["w"].zero_()
     state, _ = zf.update(tx, grads, state)
     assert state.params["w"] == -2
-    assert attached(tx) == -5
-    assert attached(zf.chain(zf.partition({"a": tx}, lambda path: "a"))) == -5
+    assert attached(tx) == -10
+    assert attached(zf.chain(zf.partition({"a": tx}, lambda path: "a"))) == -10
 
 
-@pytest.mark.parametrize("update, right", [(keeps_parameters, -2.0), (from_where_it_began, -1.0)])
+@pytest.mark.parametrize("update, right", [(keeps_parameters, -5.0), (from_where_it_began, -4.0)])
 def test_kept_parameters_do_not_follow_the_ones_of_the_model(update, right):
     assert attached(zf.chain(mine(lambda leaves: {"kept": dict(leaves)}, update), zf.sgd(lr=1.0))) == right
 
@@ -229,3 +230,30 @@ def test_first_states_share_no_memory():
         for x in zf.init(tx, {"a": torch.zeros(()), "b": torch.zeros(())}).transforms["mine"]["kept"].values()
     ]
     assert len({x.data_ptr() for x in (*found, one)}) == 5
+
+
+def test_neighbours_that_are_run_as_one_share_no_memory():
+    """Of two that are joined the fused one keeps what its neighbours would have kept."""
+
+    def halves(grads, state, params):
+        return {path: g / 2 for path, g in grads.items()}, state
+
+    half = Transform("half", needs="element", update_fn=lambda g, s, p, *_: halves(g, s, p))
+
+    def both(grads, state, params):
+        out, new = keeps_gradients(grads, state, params)
+        return halves(out, new, params)
+
+    def joined(rest):
+        return (mine(zeros_of, both), 1) if rest and rest[0].name == "half" else None
+
+    first = mine(zeros_of, keeps_gradients)
+    apart = attached(zf.chain(first, half, zf.sgd(lr=1.0)))
+    assert apart == attached(zf.chain(replace(first, joins=joined), half, zf.sgd(lr=1.0))) == -5
+
+
+def test_what_is_run_as_one_is_checked_like_its_parts():
+    first = mine(zeros_of, keeps_gradients)
+    leaves_out = mine(zeros_of, lambda g, s, p: ({}, s))
+    with pytest.raises(ValueError, match=r"left out|no update"):
+        attached(zf.chain(replace(first, joins=lambda rest: (leaves_out, 0)), zf.sgd(lr=1.0)))

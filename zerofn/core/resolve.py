@@ -79,8 +79,16 @@ def pipeline(
 
 
 def _guarded(t: Transform, paths: set[str], where: str) -> Transform:
-    """The same transform, which harms nothing else by what it returns, nor by what it keeps."""
-    return _with_own_memory(_with_check(t))
+    """The same transform, which harms nothing else by what it returns, nor by what it keeps; fused with others, too."""
+    guarded, fuse = _with_own_memory(_with_check(t)), t.joins
+    if fuse is None:
+        return guarded
+
+    def joins(behind: Sequence[Transform]) -> tuple[Transform, int] | None:
+        found = fuse(behind)
+        return found and (_with_own_memory(_with_check(found[0])), found[1])
+
+    return replace(guarded, joins=joins)
 
 
 def _with_check(t: Transform) -> Transform:
