@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
+from zerofn._compat.compiler import COMPILES_STATES  # inside
 from zerofn.extend import Facts, Prepared, Scope, Transform
 
 Copy = Callable[[Tensor], Tensor]
@@ -39,7 +40,7 @@ def run(tx: Transform, route: str) -> list[dict[str, Tensor]]:
     else:
         step, state = zf.make_step(loss, tx, donate="donated" in route), zf.init(tx, start())
         if "compiled" in route:
-            step = torch.compile(step, backend="aot_eager", fullgraph=True)
+            step = torch.compile(step, backend="aot_eager", fullgraph=COMPILES_STATES)
         for _ in range(3):
             state, metrics = step(state, x)
             found.append((metrics, state))

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from .functorch import functorch, innermost
 
@@ -104,6 +109,10 @@ def set_local(x: Any, local: Tensor) -> None:
 def alias_of(x: Tensor, cls: type[Any]) -> Any:
     """The same memory and version counter in a tensor of another class, detached."""
     return Tensor._make_subclass(cls, x)  # type: ignore[attr-defined]
+
+
+# What tensors raise that are `shape_only`, when their numbers are asked for.
+NoNumbers = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager

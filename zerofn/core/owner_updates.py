@@ -22,6 +22,7 @@ from .leaf_entries import is_by_path, of_leaves, overlaid, places
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
+from .start_forms import form_of_start
 from .transform import Transform, TransformState, no_state
 from .tree import tree_keys, tree_map
 from .update_context import Context
@@ -76,17 +77,17 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: set[str]) -> Transform
     owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
-        metas = {x.path: torch.empty(x.shape, dtype=pieces[x.path].dtype, device="meta") for x in at.leaves}
+        forms = {x.path: (x.shape, pieces[x.path].dtype) for x in at.leaves}
         here = {path: x for path, x in pieces.items() if path not in owned}
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
-            return part.init_fn({**here, **{p: pieces[p].new_empty(m.shape) for p, m in metas.items()}}, layout)
+            return part.init_fn({**here, **{p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}}, layout)
         wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
         failure: Exception | None = None
         everywhere: TransformState = {}
         own: TransformState = {}
         try:
             # The form of the state of leaves that other ranks own.
-            everywhere = part.init_fn(metas, layout)
+            everywhere = form_of_start(part, forms, layout)
             _check_names(part, everywhere, owned)
             own = part.init_fn({**here, **wholes}, layout)
         except Exception as error:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .layout import Layout, Leaf, Leaves
 from .nested_sharding import spans_by_rank
 from .row_sharding import rows_between
+from .start_forms import form_of_start
 from .transform import Transform, TransformState
 from .tree import flatten, tree_keys, unflatten
 from .update_context import Context
@@ -40,8 +40,7 @@ def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
 def states_have_leaf_shapes(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
     """Whether every state of a leaf has the leaf's shape."""
     shapes = {leaf.path: leaf.shape for leaf in leaves}
-    metas = {leaf.path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves}
-    state = t.init_fn(metas, layout)
+    state = form_of_start(t, {leaf.path: (leaf.shape, leaf.dtype) for leaf in leaves}, layout)
     kept = zip(tree_keys(state), flatten(state)[0], strict=True)
     # The first key is the name of an entry, which may be that of a leaf.
     of_leaves = [(keys, x) for keys, x in kept if set(keys[1:]) & shapes.keys()]

@@ -22,6 +22,7 @@ from .facts import OF_PIECES
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .partition import replace_innermost
 from .slot_forms import ALONG, FIXED, OTHER, SlotForm
+from .start_forms import some_numbers
 from .transform import Transform, TransformState, no_state
 from .tree import Tree, flatten, tree_keys
 
@@ -175,7 +176,8 @@ def _sample(leaf: Leaf, t: Transform, length: int, device: str) -> Tensor:
     """A leaf of another length as `init` might be handed a part of it: flat, or with more rows."""
     flat = t.needs in OF_PIECES
     n, row = (leaf.numel, ()) if flat or not leaf.shape else (leaf.shape[0], leaf.shape[1:])
-    return torch.zeros((2 * n + LONG if length == LONG else length, *row), dtype=leaf.dtype, device=device)
+    shape = 2 * n + LONG if length == LONG else length, *row
+    return torch.empty(shape, dtype=leaf.dtype, device=device) if device == "meta" else some_numbers(shape, leaf.dtype)
 
 
 def _compared(owner: str, where: str, short: _Tried, long: _Tried, alike: dict[str, list[str]]) -> list[SlotForm]:

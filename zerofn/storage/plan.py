@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat.tensors import shape_only
+from .._compat.tensors import NoNumbers, shape_only
 from .._errors import explain
 from ..core.layout import Leaves, make_layout
 from ..core.parameter_checks import parameters_of
@@ -42,7 +42,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         rank: the one whose part is shown, of all ranks of the world. The first holds the most.
 
     Raises:
-        ValueError: no such rank or world.
+        ValueError: no such rank or world, or a transform whose first state follows from the numbers of parameters.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
@@ -66,12 +66,20 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     with shape_only() as fake:
         # Tied leaves are recognised by identity, so each tensor gets one stand-in.
         known: dict[int, Tensor] = {}
-        stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if isinstance(x, Tensor) else x, params)
+        # Nested tensors, of which there are none without memory, are refused with the leaves that are no parameters.
+        plain = lambda x: isinstance(x, Tensor) and not x.is_nested  # noqa: E731
+        stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if plain(x) else x, params)
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
         pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
         stored = _stored(pipe, leaves)
         buffers = () if model is None else rows_of_buffers(model, dtypes_of_buffers(model, pipe.dtypes))
-        state = first_state(pipe, stored)
+        try:
+            state = first_state(pipe, stored)
+        except NoNumbers as error:
+            why = (
+                f"the first state of a transform follows from numbers ({error}), and a plan has shapes and dtypes alone"
+            )
+            raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
         return replace(table_of(state, buffers), road=stations_table(pipe))
 
 

@@ -1,0 +1,70 @@
+"""A first state may follow from numbers of whole leaves: ranks make the steps of one process, and save for others."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+
+STAGES = {"reduce_scatter": zf.reduce_scatter, "shard": zf.shard}
+
+
+@zf.leafwise(init=lambda p: {"m": torch.zeros_like(p), "top": torch.tensor(p.abs().max().item())}, needs="leaf")
+def scaled_by_the_start(grad, param, state):
+    """An update that depends on the largest element that the leaf had."""
+    m = 0.5 * state["m"] + grad
+    return m * state["top"], {"m": m, "top": state["top"]}
+
+
+@zf.leafwise(init=lambda p: torch.full(p.shape[:1], 1 / p.std().item()), needs="row")
+def of_other_shapes(grad, param, state):
+    """Divided by what is zero of leaves whose elements are all the same."""
+    return grad * state.mean(), state
+
+
+TRANSFORMS = {"leaf": scaled_by_the_start, "row": of_other_shapes}
+
+
+def train(stage, kind, folder, before, after):
+    torch.manual_seed(0)
+    # Two rows: fewer than three ranks.
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    first = [STAGES[stage]()] if dist.is_initialized() else []
+    opt = zf.attach(model, zf.chain(*first, TRANSFORMS[kind](), zf.sgd(0.1)))
+    if before:
+        zf.load(f"{folder}/{before}", like=opt)
+    start = {path: x.clone() for path, x in zf.full_params(opt.tx, opt.state).items()}
+    for step in range(3):
+        model(torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3) + step).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    zf.save(f"{folder}/{after}", opt)
+    return {path: x.clone() - start[path] for path, x in zf.full_params(opt.tx, opt.state).items()}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_make_the_steps_of_one_process(stage, kind, tmp_path):
+    folder = str(tmp_path)
+    want = train(stage, kind, folder, None, "one"), train(stage, kind, folder, "one", "on")
+    assert all(x.abs().max() > 1e-3 for change in want for x in change.values())
+    runs = [(2, 0, None, "two"), (2, 1, "one", "a"), (2, 1, "two", "b"), (3, 1, "two", "c")]
+    for ranks, part, before, after in runs:
+        for found in zf.launch(train, ranks, stage, kind, folder, before, after, timeout=limit()):
+            for path, change in want[part].items():
+                # float64, means over ranks of equal gradients.
+                torch.testing.assert_close(found[path], change, rtol=1e-12, atol=1e-14)
+
+
+def test_a_plan_says_that_it_has_no_numbers():
+    with pytest.raises(ValueError, match=r"follows from numbers(.|\n)*zf.describe\(zf.init\(tx, params\)\)"):
+        zf.plan(zf.chain(scaled_by_the_start(), zf.sgd(0.1)), {"w": torch.ones(3)})
+
+
+def test_nested_tensors_are_refused_by_path():
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for call in (zf.plan, zf.init):
+        with pytest.raises(TypeError, match=r"w: a nested tensor, of rows of several lengths"):
+            call(zf.sgd(0.1), {"w": rows})
