@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
 from zerofn.extend import Facts, Transform
@@ -257,3 +259,23 @@ def test_what_is_run_as_one_is_checked_like_its_parts():
     leaves_out = mine(zeros_of, lambda g, s, p: ({}, s))
     with pytest.raises(ValueError, match=r"left out|no update"):
         attached(zf.chain(replace(first, joins=lambda rest: (leaves_out, 0)), zf.sgd(lr=1.0)))
+
+
+def test_a_first_state_is_never_there_twice():
+    """Each tensor goes when it is copied: of ten all are there at the first copy, and one at the last."""
+    made, alive = [], []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.clone.default and any(x() is args[0] for x in made):
+                alive.append(sum(x() is not None for x in made))
+            return func(*args, **(kwargs or {}))
+
+    def init(leaves):
+        kept = zeros_of(leaves)
+        made.extend(map(weakref.ref, kept["kept"].values()))
+        return kept
+
+    with Counts():
+        zf.init(zf.chain(mine(init, keeps_gradients), zf.sgd(lr=1.0)), {f"w{i}": torch.ones(2) for i in range(10)})
+    assert alive == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]

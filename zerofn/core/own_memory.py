@@ -20,8 +20,17 @@ from .update_context import Context, Prepared
 
 
 def own_start(state: Tree) -> Tree:
-    """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made."""
-    return clone(state)
+    """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made.
+
+    Each copy takes the place of its original in a list, so that nobody holds both states at once: an original that is
+    nobody else's goes when it is copied, where the caller has not kept the tree.
+    """
+    values, spec = flatten(state)
+    del state
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor):
+            values[i] = x.clone()
+    return unflatten(spec, values)
 
 
 def own_prepared(
