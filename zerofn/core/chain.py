@@ -84,7 +84,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         segment = Segment(at_once, state, params, ctx)
-        return Prepared(segment, close=segment.close, emit=not segment.held)
+        return Prepared(segment, close=segment.close, emit=not segment.held, carries_state=True)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, segment: Segment | None, ctx: Context) -> Any:
         signal: Leaves | None

@@ -169,11 +169,14 @@ class Segment:
                 # A leaf without a gradient in this step keeps its value, and that is watched too.
                 signal = {**params, **signal}
             old = self.old.get(part.name, {})
-            state = old if every or self.whole else of_leaves(old, self._places_in(part), params)
+            whole = every or self.whole or p.carries_state
+            state = old if whole else of_leaves(old, self._places_in(part), params)
             ctx = self.ctx if comes is True else self._context_of(part, comes)
             given = part, signal, state, params, p.carry, ctx
             out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
-            if own is not state:
+            if p.carries_state:
+                self.changed.setdefault(part.name, {}).update(own)
+            elif own is not state:
                 _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
                 return {}

@@ -23,7 +23,7 @@ class Place(Enum):
     OF_LEAF = "of the leaf under whose path it stands, beside names"
 
 
-# In place of a tree with dicts by path in it: those of its parts, by key or index.
+# In place of a tree with dicts by path in it: those of its parts that are not shared, by key or index.
 Places = Place | Mapping[Any, "Places"]
 
 
@@ -54,7 +54,8 @@ def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
         found = {i: places(x, paths, below) for i, x in enumerate(state)}
     else:
         return Place.SHARED
-    return found if any(at is not Place.SHARED for at in found.values()) else Place.SHARED
+    found = {key: at for key, at in found.items() if at is not Place.SHARED}
+    return found or Place.SHARED
 
 
 def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
@@ -66,12 +67,21 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
     """
     if at is Place.BY_PATH:
         return {path: state[path] for path in own if path in state}
-    if not isinstance(at, Mapping):
+    if not isinstance(at, dict):
         return state
-    if isinstance(state, Mapping):
-        kept = [key for key in state if at[key] is not Place.OF_LEAF or key in own]
-        return {key: of_leaves(state[key], at[key], own) for key in kept}
-    return like_items(state, [of_leaves(x, at[i], own) for i, x in enumerate(state)])
+    if not isinstance(state, Mapping):
+        return like_items(state, [of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(state)])
+    found = dict(state)
+    for key, place in at.items():
+        # In backward this is done for each leaf, so a dict of tensors is told without a call.
+        if place is Place.BY_PATH:
+            entry = state[key]
+            found[key] = {path: entry[path] for path in own if path in entry}
+        elif place is not Place.OF_LEAF:
+            found[key] = of_leaves(state[key], place, own)
+        elif key not in own:
+            del found[key]
+    return found
 
 
 def overlaid(old: Any, new: Any) -> Any:
@@ -83,7 +93,7 @@ def overlaid(old: Any, new: Any) -> Any:
     if old is new:
         return new
     if isinstance(old, dict) and isinstance(new, dict):
-        found = {key: overlaid(old[key], x) if key in old else x for key, x in new.items()}
+        found = {key: x if key not in old or old[key] is x else overlaid(old[key], x) for key, x in new.items()}
         if list(found) == list(old):
             return new if all([found[key] is x for key, x in new.items()]) else found
         return {**old, **found}

@@ -208,7 +208,7 @@ def _by_label(
             for _, segment in found.values():
                 segment.close()
 
-        return Prepared(found, close=close)
+        return Prepared(found, close=close, carries_state=True)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, Any], ctx: Context):
         out = {} if facts.optimizes else dict(grads)

@@ -177,9 +177,12 @@ class Prepared:
         emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
+        carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
+            call of the update half is handed the state of all leaves, and returns entries of all leaves.
     """
 
     carry: Any = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     emit: bool | Tensor = True
     close: Callable[[], None] | None = None
+    carries_state: bool = False
