@@ -18,7 +18,7 @@ from .._ranges import UPDATE, listener, ranged, told
 from .facts import Scope
 from .held_metrics import report_held, standing
 from .layout import Leaves
-from .leaf_entries import Places, of_leaves, overlaid, places
+from .leaf_entries import Places, moved, of_leaves, overlaid, places
 from .segments import States, Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
@@ -213,9 +213,13 @@ class Segment:
         """
         new = dict(self.old)
         for part, p in zip(self.parts, self.prepared, strict=True):
-            if changed := {**self.changed.get(part.name, {}), **p.state}:
+            changed = self.changed.get(part.name, {})
+            if changed or p.state:
                 old = new[part.name]
                 merged = {**old, **changed}
+                for key, x in p.state.items():
+                    # Of a tree in which its update has written too only what was prepared.
+                    merged[key] = x if isinstance(x, Tensor) else overlaid(merged.get(key), moved(x, old.get(key)))
                 new[part.name] = select(emitted, merged, old) if emitted is not True else merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)
         return self.stretch.spread(new, self.given) if self.stretch.joined else new, emitted
@@ -264,7 +268,7 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
     """Write a bucket's entries into `into`, over the `old` ones of the whole tree."""
     for name, entry in own.items():
         was = old.get(name)
-        if not isinstance(entry, dict) or not isinstance(was, dict) or set(map(type, entry.values())) != {Tensor}:
+        if type(entry) is not dict or type(was) is not dict or set(map(type, entry.values())) != {Tensor}:
             into[name] = overlaid(into.get(name, was), entry)
         elif name not in into and list(entry) == list(was):
             into[name] = entry  # of all leaves, in their order

@@ -1,18 +1,19 @@
 """What a transform's state has of some leaves: taken out for a bucket, a leaf or an owner, and put back.
 
 A dict that stands below a name is by path if all of its keys are leaves' paths. It may stand at any depth, in dicts,
-lists and tuples, and may have names beside paths.
+lists, tuples and other containers that are nodes of a tree, and may have names beside paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
-from .tree import tree_map
+from .tree import one_level, unflatten
 
 
 class Place(Enum):
@@ -44,16 +45,17 @@ def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
         paths: of all leaves.
         below: whether it stands below a name: that of an entry may be that of a leaf.
     """
+    if isinstance(state, Tensor):
+        return Place.SHARED
     if below and is_by_path(state, paths):
         return Place.BY_PATH
-    if isinstance(state, Mapping):
+    if isinstance(state, dict):
         found = {key: places(x, paths, True) for key, x in state.items()}
-        if below:
+        # Beside entries by path it is a name, which a leaf has too.
+        if below and all([at is Place.SHARED for k, at in found.items() if k not in paths]):
             found.update({k: Place.OF_LEAF for k, at in found.items() if at is Place.SHARED and k in paths})
-    elif isinstance(state, tuple | list):
-        found = {i: places(x, paths, below) for i, x in enumerate(state)}
     else:
-        return Place.SHARED
+        found = {i: places(x, paths, below) for i, x in enumerate(one_level(state)[0]) if x is not state}
     found = {key: at for key, at in found.items() if at is not Place.SHARED}
     return found or Place.SHARED
 
@@ -66,21 +68,34 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
     {'opt': {'m': {'b': 2}, 'count': 3}}
     """
     if at is Place.BY_PATH:
-        return {path: state[path] for path in own if path in state}
+        return _some(state, own)
     if not isinstance(at, dict):
         return state
-    if not isinstance(state, Mapping):
-        return like_items(state, [of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(state)])
-    found = dict(state)
+    if not isinstance(state, dict):
+        parts, spec = one_level(state)
+        return unflatten(spec, [of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(parts)])
+    found = copy(state)
     for key, place in at.items():
         # In backward this is done for each leaf, so a dict of tensors is told without a call.
         if place is Place.BY_PATH:
             entry = state[key]
-            found[key] = {path: entry[path] for path in own if path in entry}
+            one = {path: entry[path] for path in own if path in entry} if type(entry) is dict else _some(entry, own)
+            found[key] = one
         elif place is not Place.OF_LEAF:
             found[key] = of_leaves(state[key], place, own)
         elif key not in own:
             del found[key]
+    return found
+
+
+def _some(entry: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """An entry by path of some leaves, in a dict of the same class."""
+    if type(entry) is dict:
+        return {path: entry[path] for path in own if path in entry}
+    found = copy(entry)
+    for path in entry:
+        if path not in own:
+            del found[path]
     return found
 
 
@@ -90,31 +105,46 @@ def overlaid(old: Any, new: Any) -> Any:
     >>> overlaid({"m": {"w": 1, "b": 2}, "count": 3}, {"m": {"b": 5}, "count": 4})
     {'m': {'w': 1, 'b': 5}, 'count': 4}
     """
-    if old is new:
+    if old is new or isinstance(new, Tensor):
         return new
     if isinstance(old, dict) and isinstance(new, dict):
         found = {key: x if key not in old or old[key] is x else overlaid(old[key], x) for key, x in new.items()}
-        if list(found) == list(old):
-            return new if all([found[key] is x for key, x in new.items()]) else found
-        return {**old, **found}
-    if isinstance(old, tuple | list) and type(old) is type(new) and len(old) == len(new):
-        return like_items(new, list(map(overlaid, old, new)))
-    return new
+        if list(found) == list(old) and all([found[key] is x for key, x in new.items()]):
+            return new
+        merged = copy(old)
+        merged.update(found)
+        return merged
+    return _by_parts(overlaid, old, new)
+
+
+def moved(new: Any, old: Any) -> Any:
+    """Of nested dicts what is not at its place in `old` already; anything else as it is."""
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return new
+    return {key: moved(x, old.get(key)) for key, x in new.items() if x is not old.get(key)}
 
 
 def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
-    """`fn(x, was)` of what a state has, and of what the state that it is laid over has there; new keys as they are."""
+    """`fn(x, was)` of the tensors of a state, and of what the state that it is laid over has there.
+
+    What is in another form than there stays as it is.
+    """
+    if isinstance(new, Tensor):
+        return fn(new, old)
     if isinstance(old, dict) and isinstance(new, dict):
-        return {key: map_overlaid(fn, old[key], x) if key in old else x for key, x in new.items()}
-    if isinstance(old, tuple | list) and type(old) is type(new) and len(old) == len(new):
-        return like_items(new, [map_overlaid(fn, was, x) for was, x in zip(old, new, strict=True)])
-    return fn(new, old) if isinstance(new, Tensor) else tree_map(fn, new, old)
+        found = copy(new)
+        found.update({key: map_overlaid(fn, old[key], x) for key, x in new.items() if key in old})
+        return found
+    return _by_parts(lambda was, x: map_overlaid(fn, was, x), old, new)
 
 
-def like_items(like: Any, items: Iterable[Any]) -> Any:
-    """A tuple, a list or a NamedTuple of other items; the same one where nothing is another."""
-    items = list(items)
-    if all(x is y for x, y in zip(like, items, strict=True)):
-        return like
-    # A NamedTuple takes its fields one by one.
-    return type(like)(items) if type(like) in (tuple, list) else type(like)(*items)
+def _by_parts(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
+    """`fn` over the parts of two containers of one class and length; `new` itself of anything else."""
+    if type(old) is not type(new):
+        return new
+    parts, spec = one_level(new)
+    before = one_level(old)[0]
+    if len(before) != len(parts) or (len(parts) == 1 and parts[0] is new):
+        return new
+    made = [fn(was, x) for was, x in zip(before, parts, strict=True)]
+    return new if all([x is y for x, y in zip(made, parts, strict=True)]) else unflatten(spec, made)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._compat.tensors import memories, self_overlapping
 from .layout import Leaves
+from .leaf_entries import moved
 from .tree import Tree, apart, clone, flatten, tensors_of, tree_keys, unflatten
 from .update_context import Context, Prepared
 
@@ -121,7 +122,7 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
     given = tensors_of(new)
     if not given:
         return new
-    fresh, beside = tensors_of(_moved(new, old)), _beside(new, old)
+    fresh, beside = tensors_of(moved(new, old)), _beside(new, old)
     every, taken = memories([*given, *beside]), memories(others)
     # As a rule each has a storage, none of them another's: found without a call in Python for each tensor.
     alone = len(every) == len(given) + len(beside) and taken.isdisjoint(memories(fresh))
@@ -145,15 +146,6 @@ def _beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[Tensor]:
     for key, x in new.items():
         if isinstance(x, dict) and isinstance(was := old.get(key), dict):
             found += _beside(x, was)
-    return found
-
-
-def _moved(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not at its place in `old` already."""
-    found = {key: x for key, x in new.items() if x is not old.get(key)}
-    for key, x in found.items():
-        if isinstance(x, dict) and isinstance(was := old.get(key), dict):
-            found[key] = _moved(x, was)
     return found
 
 

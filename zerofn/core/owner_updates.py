@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import is_shape_only
-from .._errors import explain
+from .._errors import bad_leaves
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
-from .leaf_entries import is_by_path, of_leaves, overlaid, places
+from .leaf_entries import of_leaves, overlaid, places
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
 from .start_forms import form_of_start
+from .state_names import check_at_owners
 from .transform import Transform, TransformState, no_state
-from .tree import tree_keys, tree_map
+from .tree import flatten, tree_keys, tree_map
 from .update_context import Context
 from .views import Wire
 
@@ -88,8 +89,9 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: set[str]) -> Transform
         try:
             # The form of the state of leaves that other ranks own.
             everywhere = form_of_start(part, forms, layout)
-            _check_names(part, everywhere, owned)
+            check_at_owners(part.name, everywhere, owned)
             own = part.init_fn({**here, **wholes}, layout)
+            _check_forms(part.name, everywhere, own)
         except Exception as error:
             # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
             failure = error
@@ -126,38 +128,14 @@ def _expanded(x: Any, device: torch.device) -> Any:
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
 
-def _check_names(part: Transform, state: TransformState, paths: set[str]) -> None:
-    """Refuse a state in which nobody could tell what belongs to a leaf; `state` has the form of all ranks'."""
-    for slot, entry in state.items():
-        _check_below(part, entry, paths, f"{slot!r}")
-
-
-def _check_below(part: Transform, x: Any, paths: set[str], where: str) -> None:
-    if isinstance(x, dict):
-        mixed = [k for k, y in x.items() if k in paths and not isinstance(y, dict | tuple | list)]
-        named = [k for k, y in x.items() if k not in paths and _keys(y) & paths]
-        if mixed and named:
-            wrong = f"{part.name}: a state whose entry {where} has {mixed[0]!r} beside {named[0]!r}"
-            why = (
-                f"{named[0]!r} is by path, and {mixed[0]!r} is the path of a parameter too: what has the name of one\n"
-                "is kept by the owner of that parameter alone"
-            )
-            raise ValueError(
-                explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
-            )
-        if not is_by_path(x, paths):
-            for key, y in x.items():
-                _check_below(part, y, paths, f"{where}[{key!r}]")
-    elif isinstance(x, tuple | list):
-        for i, y in enumerate(x):
-            _check_below(part, y, paths, f"{where}[{i}]")
-    elif not isinstance(x, Tensor) and _keys(x) & paths:
-        wrong = f"{part.name}: a state by path in the {type(x).__name__} of its entry {where}"
-        why = "each owner keeps the entries of its own leaves, which are found in dicts, tuples and lists"
-        raise ValueError(
-            explain(wrong, why, f"return grads, {{{where.split('[')[0]}: {{path: ... for path in grads}}}}")
-        )
-
-
-def _keys(tree: Any) -> set[str]:
-    return {key for keys in tree_keys(tree) for key in keys}
+def _check_forms(name: str, everywhere: TransformState, own: TransformState) -> None:
+    """Refuse first states whose shapes other ranks could not know."""
+    here = dict(zip(tree_keys(own), flatten(own)[0], strict=True))
+    wrong = [
+        ("/".join(keys), f"of shape {tuple(here[keys].shape)} here, and {tuple(x.shape)} for other numbers")
+        for keys, x in zip(tree_keys(everywhere), flatten(everywhere)[0], strict=True)
+        if isinstance(x, Tensor) and isinstance(y := here.get(keys), Tensor) and x.shape != y.shape
+    ]
+    if wrong:
+        what = f"{name}: a first state whose shape follows from the numbers of a leaf, which its owner alone has"
+        raise ValueError(bad_leaves(what, wrong, "a shape that follows from the shape of the leaf: a mask for indices"))

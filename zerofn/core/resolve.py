@@ -24,6 +24,7 @@ from .partition import replace_innermost
 from .pipeline import Pipeline
 from .returned_updates import check_returned
 from .road import Road, groups_of
+from .state_names import check_state
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, pass_through
@@ -111,7 +112,9 @@ def _with_own_memory(t: Transform) -> Transform:
         return t
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return own_start(open_state(t.name, t.init_fn(leaves, layout)))
+        paths = [leaf.path for leaf in layout.leaves]
+        # Without a name for it here: it is copied tensor by tensor.
+        return own_start(open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, set(paths))))
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         shown = len(ctx.metrics)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain, kind_of
-from .leaf_entries import is_by_path
+from .leaf_entries import Place, is_by_path, places
 
 
 class LeafTensors(MutableMapping[str, Any]):
@@ -116,8 +116,9 @@ def _of_leaf(
     if by_path and path in own:
         yield from _leaves(own[path], above)
         return
-    # Beside other names a path may be a name too, of entries by path.
-    mixed = len(above) > 1 and not by_path
+    # Beside other names a path may be a name too: of entries by path, or where another name has such.
+    named = any([k not in paths and places(x, paths, True) is not Place.SHARED for k, x in own.items()])
+    mixed = len(above) > 1 and not by_path and not named
     leaves = {k for k, x in own.items() if mixed and k in paths and not is_by_path(x, paths)}
     if path in leaves:
         yield from _leaves(own[path], above)

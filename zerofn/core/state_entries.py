@@ -168,7 +168,21 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
     return replace(state, leaves=leaves, transforms=transforms, step=step, micro_step=micro_step)
 
 
-def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
+def cut_as_by_torch(state: State, shards: Sequence[Group]) -> bool:
+    """Whether torch's distributed tensors can say how leaves are cut."""
+    return not state.layout.placement.ranges and len(shards) <= 1
+
+
+def check_torch_cuts(call: str, state: State, shards: Sequence[Group]) -> None:
+    """Refuse `opt.call` of leaves that are cut in another way than torch's distributed tensors."""
+    if not cut_as_by_torch(state, shards):
+        wrong = f"opt.{call}() of leaves that are cut twice or by a wire of one's own"
+        why = "torch's distributed tensors are cut once, by rows, in chunks of torch's own lengths"
+        right = "zf.save(directory, opt) and zf.load(directory, like=opt), which ask the wire"
+        raise ValueError(explain(wrong, why, right))
+
+
+def over_ranks(state: State, shards: Sequence[Group], rank: int, parts: bool = False) -> State:
     """The same state with shards as DTensors, and state that only one rank has under the name of that rank.
 
     Plain tensors are then equal on all ranks, as `torch.distributed.checkpoint` assumes. State that only the owner of a
@@ -178,18 +192,13 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int) -> State:
         state: over several ranks.
         shards: the ranks that share a leaf, along each axis that it is cut over.
         rank: this one among all that hold the state.
+        parts: with this rank's own parts as plain tensors, to compare states of one rank.
     """
-    if state.layout.placement.ranges or len(shards) > 1:
-        raise ValueError(
-            explain(
-                "opt.state_dict() of leaves that are cut twice or by a wire of one's own",
-                "torch's distributed tensors are cut once, by rows, in chunks of torch's own lengths",
-                "zf.save(directory, opt), which asks the wire",
-            )
-        )
+    if not parts:
+        check_torch_cuts("state_dict", state, shards)
     found, unreduced = entries(state), state.layout.placement.apart
     cut = {i: e for i, e in enumerate(found) if e.offset is not None and not e.at_owner and e.owner not in unreduced}
-    if state.layout.placement.size == 1:
+    if parts or state.layout.placement.size == 1:
         # Parts of what the model itself has cut are whole leaves to the chain.
         cut = {}
     size = shards[0].size

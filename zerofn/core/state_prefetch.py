@@ -71,7 +71,7 @@ class Conveyor:
     def take_back(self, new: TransformState, homes: TransformState, ctx: Context) -> TransformState:
         """The new state where the old one lives; in the same memory when donated."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        out = {slot: _home(entry, homes[slot], ctx, pairs) for slot, entry in new.items()}
+        out = {slot: _home(entry, homes.get(slot), ctx, pairs) for slot, entry in new.items()}
         if pairs and ctx.donate:
             ctx.written.add(ctx.prefix)
         for device in {x.device for _, x in pairs}:

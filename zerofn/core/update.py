@@ -85,13 +85,18 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     donated, level = False, None
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
+        # Asked here: of a frame that the compiler gives up, functions that it calls are compiled by themselves.
+        compiling = torch.compiler.is_compiling()
         _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
-        if torch.compiler.is_compiling():
+        if compiling:
             level = vmap_level() if functorch_active() else 0
             donated = ctx.donate and level is not None
             ctx = replace(ctx, donate=False, donate_to_kernels=donated and not level)
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
+        else:
+            # Where a graph broke inside of a compiled step: what is chosen afterwards must not be written before.
+            ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
     try:

@@ -75,13 +75,14 @@ def _sent(view: View, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
     assert wire is not None
     # Of leaves of one form that are cut alike one is packed: torch takes 0.3 ms for each that has no memory.
     few = list({(leaf.shape, leaf.dtype, wire.span(leaf)): leaf for leaf in leaves}.values())
-    fulls = [torch.empty(leaf.numel, device=META) for leaf in few]
+    numels = [view.given(leaf).numel for leaf in few]
+    fulls = [torch.empty(n, device=META) for n in numels]
 
     def gather(silent: Wire) -> None:
         silent.send_parts(_parts(silent, leaves), leaves)
 
     def sum_up(silent: Wire) -> None:
-        silent.send(silent.pack(fulls, few, [leaf.numel for leaf in few], torch.float32, META))
+        silent.send(silent.pack(fulls, few, numels, torch.float32, META))
 
     return _bytes_of(gather, wire) if wire.cuts else 0, _bytes_of(sum_up, wire)
 

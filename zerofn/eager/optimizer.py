@@ -151,7 +151,7 @@ class Optimizer(OptimizerBase):
             ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is named, and nothing
                 is changed.
         """
-        self._own.dicts.check_complete()
+        self._own.dicts.check_loadable(state_dict)
         self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
         _run_hooks(self, "load_state_dict", "post")
 

@@ -16,16 +16,17 @@ from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.backend import world
 from ..ranks.dtensor_shards import as_local, as_part_of, coordinate_of, mesh_of, placed_like
 from .param_groups import OWN, packed
+from .state_numbers import Place
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
 FLAT_CUTS, FORMAT_OF_DICTS = 1, 2
 
 
-def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `Optimizer.state_dict` returns."""
+def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]], parts: bool = False) -> dict[str, Any]:
+    """What `Optimizer.state_dict` returns; with `parts`, of this rank's parts alone, whatever they are cut by."""
     if pipe.groups:
         first = pipe.groups[0]
-        state = over_ranks(state, pipe.road.cutting or (first,), first.ranks[first.rank])
+        state = over_ranks(state, pipe.road.cutting or (first,), first.ranks[first.rank], parts)
     return {
         "format": FORMAT_OF_DICTS,
         "params": dict(state.leaves),
@@ -55,6 +56,8 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         a, b = mine[k], theirs[k]
         if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
             bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+        elif isinstance(a, Place) and isinstance(b, Tensor):
+            bad.append((k, f"{_what(b)} instead of {_what(a.value)}"))
         elif _cut_otherwise(a, b):
             # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
             bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
