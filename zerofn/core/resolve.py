@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .._errors import explain
+from .._errors import explain, kind_of
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from .chain import as_transform, complete
@@ -28,7 +28,7 @@ from .state_names import check_state
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, pass_through
-from .update_context import Context, Prepared
+from .update_context import Context, Prepared, not_prepared
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
@@ -117,8 +117,10 @@ def _with_own_memory(t: Transform) -> Transform:
         return own_start(open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, set(paths))))
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        shown = len(ctx.metrics)
-        return own_prepared(t.prepare_fn(state, grads, params, ctx), shown, state, grads, params, ctx)
+        shown, found = len(ctx.metrics), t.prepare_fn(state, grads, params, ctx)
+        if not isinstance(found, Prepared):
+            raise not_prepared(t.name, found)
+        return own_prepared(found, shown, state, grads, params, ctx)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         shown = len(ctx.metrics)
@@ -150,6 +152,10 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
         raise TypeError(explain(wrong, why, right)) from None
     if view is None:
         return None
+    if not isinstance(view, View):
+        why = "what a transform does to leaves and gradients is a zerofn.extend.View, or None"
+        right = "view_fn=lambda layout, ranks: View(view=..., pull=...)"
+        raise TypeError(explain(f"{part.name}: a view_fn that gives {kind_of(view)}", why, right))
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
     view = keeping_form(view, part.name)
     if len(touched) < len(layout.leaves):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .._errors import explain
 from .facts import Scope
 from .transform import Transform, TransformState
 
@@ -52,6 +53,10 @@ def stretch(given: Iterable[Transform]) -> Stretch:
     i = 0
     while i < len(given):
         one, length = (given[i].joins and given[i].joins(given[i + 1 :])) or (given[i], 0)  # type: ignore[misc]
+        if not 0 <= length <= len(given) - i - 1:
+            wrong = f"{given[i].name}: joins(...) that takes {length} of the {len(given) - i - 1} transforms behind it"
+            why = "a fused transform stands for itself and for the first few that joins is given"
+            raise ValueError(explain(wrong, why, "return fused, how_many_of_them"))
         if length:
             members = given[i : i + 1 + length]
             one = replace(one, name="+".join(p.name for p in members), base=None)

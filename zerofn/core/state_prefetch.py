@@ -7,6 +7,7 @@ once, in both directions of the bus; the device holds about three buckets of the
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ class Conveyor:
         """The state with that of some leaves on their parameters' devices; that of the next leaves is prefetched."""
         if self.recorded:
             return {slot: _beside(entry, self.params) for slot, entry in state.items()}
-        here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
+        here = {slot: copy(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
         fetched = {p: fetch for p in paths if (fetch := self._fetched(p, state)) is not None}
         for path, fetch in fetched.items():
             fetch.copy.wait_on_device()
@@ -129,7 +130,7 @@ def _beside(entry: Any, params: Leaves) -> Any:
     That is where copies are recorded, and in the trees of other libraries. Those may keep leaves in lists, without
     their paths; then all go where the parameters are, if that is one device.
     """
-    if isinstance(entry, dict) and all(isinstance(x, Tensor) for x in entry.values()):
+    if type(entry) is dict and all(isinstance(x, Tensor) for x in entry.values()):
         return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
     devices = {x.device for x in params.values()}
     common = devices.pop() if len(devices) == 1 else None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._errors import explain, kind_of
 from ..kernels.recording import number
 from .layout import Layout, Leaves
 from .metric_norms import Norms
@@ -186,3 +187,10 @@ class Prepared:
     emit: bool | Tensor = True
     close: Callable[[], None] | None = None
     carries_state: bool = False
+
+
+def not_prepared(name: str, given: Any) -> TypeError:
+    """The error for a `prepare_fn` that gives something else."""
+    why = "what is decided before leaves are updated is a zerofn.extend.Prepared"
+    right = "return Prepared(), or Prepared(carry=..., state={...})"
+    return TypeError(explain(f"{name}: a prepare_fn that gives {kind_of(given)}", why, right))

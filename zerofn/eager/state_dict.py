@@ -58,7 +58,7 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
             bad.append((k, f"{_what(b)} instead of {_what(a)}"))
         elif isinstance(a, Place) and isinstance(b, Tensor):
             bad.append((k, f"{_what(b)} instead of {_what(a.value)}"))
-        elif _cut_otherwise(a, b):
+        elif isinstance(a, Tensor) and _cut_otherwise(a, b):
             # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
             bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
         elif _elsewhere(a, b):

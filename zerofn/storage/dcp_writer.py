@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import users_line
+from .._errors import bad_leaves, users_line
 from ..ranks.group import Group
 from . import manifest as _manifest
 from .dcp import DataFiles, Piece, checksums, chunk, dcp, first_error
@@ -160,7 +160,12 @@ class _Writer(dcp.FileSystemWriter):
             for key, about in metadata.state_dict_metadata.items()
             for part in about.chunks
         }
-        for result, crc in (pair for pairs in results for pair in pairs):
+        written = [pair for pairs in results for pair in pairs]
+        if unknown := sorted({result.index.fqn for result, _ in written} - tensors.keys()):
+            rows = [(key, "rank 0 has no such entry") for key in unknown]
+            right = "an init that makes all that update will keep, also on ranks that own none of these leaves"
+            raise ValueError(bad_leaves("zf.save: ranks have states of several structures", rows, right))
+        for result, crc in written:
             key, offset, at = result.index.fqn, result.index.offset[0], result.storage_data
             where = [offset, lengths[key, offset], at.relative_path, at.offset, at.length, crc]
             tensors[key]["chunks"].append(where)

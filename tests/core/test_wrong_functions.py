@@ -1,0 +1,134 @@
+"""What functions of a transform give that nobody could use is refused by its name, where it is given."""
+
+import re
+
+import pytest
+import torch
+from time_limits import limit
+
+import zerofn as zf
+from zerofn.extend import Facts, Scope, Transform
+
+
+def halves(grads, state, params, carry, ctx):
+    return {path: g / 2 for path, g in grads.items()}, state
+
+
+def zeros(leaves):
+    return {path: torch.zeros_like(x) for path, x in leaves.items()}
+
+
+def mine(**functions):
+    return Transform("mine", Scope.LEAF, "element", **{"update_fn": halves, **functions})
+
+
+WRONG = {
+    "prepares nothing": (
+        lambda: mine(prepare_fn=lambda *_: None),
+        r"prepare_fn that gives a NoneType(.|\n)*Prepared\(",
+    ),
+    "prepares nothing of its own": (
+        lambda: mine(prepare_fn=lambda *_: None, facts=Facts(keeps=False)),
+        r"prepare_fn that gives a NoneType(.|\n)*Prepared\(",
+    ),
+    "no state": (lambda: mine(init_fn=lambda leaves, _: None), r"init_fn that gives a NoneType(.|\n)*\"value\""),
+    "a tuple of views": (
+        lambda: mine(view_fn=lambda layout, ranks: (1, 2)),
+        r"view_fn that gives a tuple(.|\n)*View\(",
+    ),
+    "joins more than there are": (lambda: mine(joins=lambda rest: (mine(), 5)), r"joins\(...\) that takes 5 of"),
+    "by path itself": (lambda: mine(init_fn=lambda leaves, _: zeros(leaves)), r"by path itself(.|\n)*below a name"),
+    "one name with a slash": (
+        lambda: mine(init_fn=lambda leaves, _: {"a": {"z": torch.zeros(())}, "a/z": torch.zeros(())}),
+        r"two entries of a state by the name 'a/z'",
+    ),
+    "one name of two classes": (
+        lambda: mine(init_fn=lambda leaves, _: {"o": {0: torch.zeros(()), "0": torch.zeros(())}}),
+        r"two entries of a state by the name 'o/0'",
+    ),
+    "names of leaves above paths": (
+        lambda: mine(init_fn=lambda leaves, _: {"o": {"w": zeros(leaves), "b": zeros(leaves)}}),
+        r"'o' has dicts by path by the names of parameters(.|\n)*'n_w'",
+    ),
+}
+
+
+def told(case):
+    make, _ = WRONG[case]
+    found = []
+    for route in (zf.init, zf.attach):
+        params = {"w": torch.ones(3), "b": torch.ones(2)}
+        model = torch.nn.ParameterDict(params)
+        try:
+            tx = zf.chain(zf.all_reduce(), make(), zf.sgd(1.0))
+            if route is zf.attach:
+                opt = zf.attach(model, tx)
+                sum(p.sum() for p in model.values()).backward()
+                opt.step()
+            else:
+                zf.update(tx, params, zf.init(tx, params))
+            found.append("nothing")
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_it_is_refused_by_name(case):
+    for ranks in (1, 2):
+        for found in zf.launch(told, ranks, case, timeout=limit()) if ranks > 1 else [told(case)]:
+            for text in found:
+                assert text.startswith("mine: ") and re.search(WRONG[case][1], text), text
+
+
+def test_a_slot_may_have_the_name_of_the_only_leaf():
+    """Beside the other rules: by path below it, or a number that is not of the leaf's shape."""
+
+    def update(grads, state, params, carry, ctx):
+        return {p: g + state["w"]["w"] for p, g in grads.items()}, {"w": {"w": grads["w"]}}
+
+    states = [lambda leaves, _: {"w": zeros(leaves)}, lambda leaves, _: {"w": torch.zeros(())}]
+    for init, of in zip(states, (update, halves), strict=True):
+        tx = zf.chain(mine(init_fn=init, update_fn=of), zf.sgd(1.0))
+        state, _ = zf.update(tx, {"w": torch.ones(3)}, zf.init(tx, {"w": torch.zeros(3)}))
+        assert state.params["w"].tolist() == [-1.0 if of is update else -0.5] * 3
+
+
+@zf.leafwise(init=lambda p: torch.zeros(len(torch.nonzero(p > 0))), needs="leaf")
+def of_positive_elements(grad, param, state):
+    return grad, state + 1
+
+
+def of_shapes():
+    model = torch.nn.ParameterDict({"w": torch.tensor([1.0, -1.0, 2.0, -2.0])})
+    try:
+        zf.attach(model, zf.chain(zf.shard(), of_positive_elements(), zf.sgd(1.0)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_a_shape_that_only_an_owner_knows_is_refused_on_every_rank():
+    for text in zf.launch(of_shapes, 2, timeout=limit()):
+        assert "a first state whose shape follows from the numbers of a leaf" in text and "value/w" in text
+
+
+def made_late(folder):
+    """Its entries are made by the first update, at the owner of a leaf alone."""
+
+    def update(grads, state, params, carry, ctx):
+        return grads, {"m": {path: grads[path] + state["m"].get(path, 0) for path in grads}}
+
+    late = Transform("late", needs="leaf", init_fn=lambda leaves, _: {"m": {}}, update_fn=update)
+    model = torch.nn.ParameterDict({"w": torch.ones(4), "b": torch.ones(4)})
+    opt = zf.attach(model, zf.chain(zf.shard(), late, zf.sgd(1.0)))
+    sum(p.sum() for p in model.values()).backward()
+    opt.step()
+    try:
+        zf.save(folder, opt)
+    except ValueError as error:
+        return str(error)
+
+
+def test_states_of_several_structures_are_not_saved(tmp_path):
+    for text in zf.launch(made_late, 2, str(tmp_path / "c"), timeout=limit()):
+        assert "ranks have states of several structures" in text and "late/m/" in text
