@@ -10,7 +10,7 @@ from torch import nn
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
 from zerofn.core.resolve import pipeline  # inside
-from zerofn.core.wire_agreement import misjoined  # inside
+from zerofn.core.wire_agreement import misjoined, wires_over  # inside
 from zerofn.extend import Group, Transform, as_it_is, over_ranks, transform
 from zerofn.testing import check_transform
 from zerofn.transforms.wires import Sharding  # inside
@@ -104,3 +104,27 @@ def test_wires_over_two_axes_and_leaves_of_no_elements_fit():
         layout, _ = make_layout({"w": torch.ones(5, 3), "e": torch.ones(0, 2), "s": torch.ones(())})
         pipe = pipeline(tx, layout, "a test", groups)
         assert len(pipe.stages) == 2 and not [row for view in pipe.stages for row in misjoined(view, layout.leaves)]
+
+
+@dataclass(frozen=True)
+class Strict(Sharding):
+    """It looks at what it is given: gradients of its leaves, which behind another wire are shards."""
+
+    def pack(self, grads, leaves, numels, dtype, device):
+        assert [g.numel() for g in grads] == [leaf.numel for leaf in leaves] == list(numels)
+        return super().pack(grads, leaves, numels, dtype, device)
+
+
+def test_a_wire_behind_another_is_asked_what_it_sends_of_shards():
+    sent = {}
+    for rank in (0, 1):
+
+        def groups(function, mesh, rank=rank):
+            return Group(rank, 2, (0, 1) if function == "shard" else (0, 2))
+
+        tx = zf.chain(zf.shard(rank), wired(Strict), zf.sgd(0.1))
+        layout, _ = make_layout({"w": torch.ones(8, 3)})
+        pipe = pipeline(tx, layout, "a test", groups)
+        sent[rank] = [wires_over(pipe, view.wire.group) for view in pipe.stages]
+    # Of 24 elements in fp32 half is sent of a half, or of a whole; and a flag for each leaf and rank.
+    assert sent[0] == sent[1] == ["shard (48, 52)", "wired (24, 28)"]

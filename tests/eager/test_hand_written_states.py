@@ -1,5 +1,6 @@
 """Hand-written states whose form is unusual, in the state dicts of torch: nothing of them is left out in silence."""
 
+import copy
 from typing import NamedTuple
 
 import pytest
@@ -178,3 +179,61 @@ def refused():
 def test_a_counter_that_an_owner_would_keep_is_refused_on_every_rank():
     for message in zf.launch(refused, 2, timeout=limit()):
         assert "'x' has 'n' beside 'm'" in message and "another name, as 'n_n'" in message
+
+
+class Count(NamedTuple):
+    n: int
+    name: str
+
+
+def counts_in_python():
+    """It divides by the number of its updates, which it keeps as an int, in a NamedTuple."""
+
+    def init(leaves, layout):
+        return {"count": Count(0, "mine"), "sums": {path: torch.zeros_like(x) for path, x in leaves.items()}}
+
+    def update(grads, state, params, carry, ctx):
+        n = state["count"].n + 1
+        sums = {path: g + state["sums"][path] for path, g in grads.items()}
+        return {path: x / n for path, x in sums.items()}, {"count": Count(n, "mine"), "sums": sums}
+
+    return zf.chain(Transform("mine", needs="element", init_fn=init, update_fn=update), zf.sgd(0.5))
+
+
+def attached_and_stepped(steps, load=None):
+    model = nn.ParameterDict({"w": torch.ones(4, dtype=torch.float64)})
+    opt = zf.attach(model, zf.chain(zf.shard(), counts_in_python()))
+    if load is not None:
+        load(opt)
+    for step in steps:
+        (model["w"] * (1.0 + step)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return opt, zf.full_params(opt.tx, opt.state)["w"].clone()
+
+
+def numbers_come_back(folder):
+    opt, before = attached_and_stepped(range(3))
+    zf.save(folder, opt)
+    kept = copy.deepcopy(opt.state_dict()), zf.load(folder, like=opt.state)
+    _, want = attached_and_stepped(range(5))
+    ways = {
+        "zf.load": lambda o: zf.load(folder, like=o),
+        "load_state_dict": lambda o: o.load_state_dict(kept[0]),
+        "load_state": lambda o: o.load_state(kept[1]),
+    }
+    found = {}
+    for name, load in ways.items():
+        again, got = attached_and_stepped((3, 4), load)
+        found[name] = torch.equal(got, want), again.state.transforms["mine"]["count"], torch.equal(got, before)
+    bad = copy.deepcopy(kept[0])
+    bad["transforms"]["mine"]["count"] = bad["transforms"]["mine"]["sums"]["w"]
+    with pytest.raises(ValueError, match=r"mine/count"):
+        again.load_state_dict(bad)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_of_python_come_back(ranks, tmp_path):
+    for found in zf.launch(numbers_come_back, ranks, str(tmp_path / "c"), timeout=limit()):
+        assert found == dict.fromkeys(("zf.load", "load_state_dict", "load_state"), (True, Count(5, "mine"), False))
