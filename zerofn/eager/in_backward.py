@@ -41,9 +41,10 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     parts = tuple(p for p in pipe.updates if p is not GRAD_NORM)
     if sum(view.resident for view in pipe.stages) > 1:
         raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
+    owned = {name for name, _, _ in pipe.layout.placement.owners}
     for part in parts:
         for where, inner in _members(part, part.name):
-            if reason := _reason(inner):
+            if reason := _reason(inner, part.name in owned):
                 raise ValueError(
                     explain(
                         f"attach(model, chain(..., {where}, ...), in_backward=True)",
@@ -64,14 +65,16 @@ def _members(part: Transform, where: str) -> Iterator[tuple[str, Transform]]:
         yield where, part
 
 
-def _reason(part: Transform) -> str | None:
+def _reason(part: Transform, owned: bool) -> str | None:
     if part.facts.holds:
         return "keeps gradients for a later step"
     if part.scope is Scope.TREE and effect(part).unscaled_by:
         return "must look at every gradient for overflow before anything is updated"
     if part.scope is Scope.TREE:
         return "needs a number of the whole gradient"
-    return "treats the tree as a whole" if part.scope is Scope.WHOLE else None
+    if part.scope is Scope.WHOLE:
+        return "needs whole leaves, which travel to their owners together" if owned else "treats the tree as a whole"
+    return None
 
 
 class InBackward:
