@@ -278,4 +278,4 @@ def refused(last):
 @pytest.mark.parametrize("last, who", [("muon", "partition(muon)"), ("members", "partition(centred)")])
 def test_no_update_in_backward_of_a_member_that_needs_whole_leaves(last, who):
     for told in zf.launch(refused, 2, last, timeout=limit(60)):
-        assert f"{who}, ...), in_backward=True" in told and "needs whole leaves, which travel to their owners together" in told
+        assert f"{who}, ...), in_backward=True" in told and "needs whole leaves, which travel to their owners" in told
