@@ -172,7 +172,7 @@ class Segment:
                 signal = {**params, **signal}
             old = self.old.get(part.name, {})
             whole = every or self.whole or p.carries_state
-            state = old if whole else of_leaves(old, self._places_in(part), params)
+            state = old if whole else of_leaves(old, _places_in(old, part.name, self.places, self.ctx), params)
             ctx = self.ctx if comes is True else self._context_of(part, comes)
             given = part, signal, state, params, p.carry, ctx
             out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
@@ -188,13 +188,6 @@ class Segment:
                 emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
                 signal = passed(emitted, out)
         return signal
-
-    def _places_in(self, part: Transform) -> Places:
-        """Where a transform's state has something of leaves: found once for all buckets."""
-        if (found := self.places.get(part.name)) is None:
-            paths = {leaf.path for leaf in self.ctx.layout.leaves}
-            found = self.places[part.name] = places(self.old.get(part.name, {}), paths)
-        return found
 
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform where only a tensor knows whether anything comes to it."""
@@ -225,6 +218,13 @@ class Segment:
                 new[part.name] = select(emitted, merged, old) if emitted is not True else merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)
         return self.stretch.spread(new, self.given) if self.stretch.joined else new, emitted
+
+
+def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:
+    """Where the state of the transform `name` has something of leaves: `found` once for all buckets."""
+    if name not in found:
+        found[name] = places(state, {leaf.path for leaf in ctx.layout.leaves})
+    return found[name]
 
 
 def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) -> Any:

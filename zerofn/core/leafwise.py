@@ -193,7 +193,7 @@ class _OnLeaves:
             right = "init=torch.zeros_like, or a dict or tuple of tensors"
             raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
         # Leaf by leaf, so that no more than one is in memory twice.
-        return {**counted, "value": {path: own_start(made.pop(path)) for path in leaves}}
+        return {**counted, "value": {path: own_start([made.pop(path)]) for path in leaves}}
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         now = number(state[STEP]) if self.counts else ctx.micro_step

@@ -20,14 +20,16 @@ from .tree import Tree, apart, clone, flatten, tensors_of, tree_keys, unflatten
 from .update_context import Context, Prepared
 
 
-def own_start(state: Tree) -> Tree:
+def own_start(given: list[Tree]) -> Tree:
     """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made.
 
-    Each copy takes the place of its original in a list, so that nobody holds both states at once: an original that is
-    nobody else's goes when it is copied, where the caller has not kept the tree.
+    Each copy takes the place of its original in a list, so that both states are never there at once: an original that
+    is nobody else's goes when it is copied.
+
+    Args:
+        given: the state, in a list from which it is taken: the caller's frame would hold an argument until this ends.
     """
-    values, spec = flatten(state)
-    del state
+    values, spec = flatten(given.pop())
     for i, x in enumerate(values):
         if isinstance(x, Tensor):
             values[i] = x.clone()

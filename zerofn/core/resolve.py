@@ -113,8 +113,7 @@ def _with_own_memory(t: Transform) -> Transform:
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         paths = [leaf.path for leaf in layout.leaves]
-        # Without a name for it here: it is copied tensor by tensor.
-        return own_start(open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, set(paths))))
+        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, set(paths)))])
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         shown, found = len(ctx.metrics), t.prepare_fn(state, grads, params, ctx)

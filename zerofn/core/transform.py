@@ -131,8 +131,8 @@ class Transform:
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
         layout, leaves = make_layout(params)
-        state = self.init_fn(leaves, layout)
-        return own_start(state) if self.facts.keeps else state
+        made = [self.init_fn(leaves, layout)]
+        return own_start(made) if self.facts.keeps else made[0]
 
     def update(self, grads: Tree, state: TransformState, params: Tree) -> tuple[Tree, TransformState]:
         """One micro-step of this transform alone: `(grads, state, params) -> (grads | None, state)`.
