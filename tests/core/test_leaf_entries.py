@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofn as zf
+from zerofn._compat.compiler import COMPILES_STATES  # inside
 from zerofn.core.leaf_entries import of_leaves, overlaid, places  # inside
 from zerofn.extend import Facts, Prepared, Scope, Transform, flatten
 
@@ -215,3 +216,22 @@ def test_what_is_prepared_and_what_is_updated_may_be_of_one_entry():
         kept = opt.state.transforms["mine"]["o"]
         assert kept["n"] == 3 and [x.tolist() for x in kept["m"].values()] == [[1.75] * 2] * 2
         assert [p.tolist() for p in model.values()] == [[-4.25] * 2] * 2
+
+
+# Of classes registered with optree, and of dicts of other classes, the compiler knows nothing.
+COMPILED = [form for form in FORMS if form not in ("class", "OrderedDict")]
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if form in ("flat", "tuple") else pytest.mark.slow) for form in COMPILED]
+)
+def test_of_several_buckets_in_one_graph(form):
+    tx = zf.chain(zf.accumulate(2), momentum(form))
+    plain = zf.make_step(lambda p, x: sum((v * x).sum() for v in p.values()), tx)
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=COMPILES_STATES)
+    params = {path: torch.ones(WIDE, WIDE) for path in ("1.0.bias", "b", "c")}
+    states = [zf.init(tx, params)] * 2
+    for i in range(4):
+        states = [step(state, torch.tensor(1.0 + i))[0] for step, state in zip((plain, compiled), states, strict=True)]
+    for path, x in states[0].params.items():
+        assert (x - 1).abs().min() > 0.1 and torch.equal(x, states[1].params[path])

@@ -1,13 +1,15 @@
 """What functions of a transform give that nobody could use is refused by its name, where it is given."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.extend import Facts, Scope, Transform
+from zerofn.extend import Facts, Scope, Transform, transform
+from zerofn.testing import check_transform
 
 
 def halves(grads, state, params, carry, ctx):
@@ -132,3 +134,33 @@ def made_late(folder):
 def test_states_of_several_structures_are_not_saved(tmp_path):
     for text in zf.launch(made_late, 2, str(tmp_path / "c"), timeout=limit()):
         assert "ranks have states of several structures" in text and "late/m/" in text
+
+
+@transform
+def counted():
+    """A transform that counts in Python, and has a place with nothing in it."""
+
+    def init(leaves, layout):
+        return {"n": 0, "m": zeros(leaves), "none": None}
+
+    def update(grads, state, params, carry, ctx):
+        m = {path: g + state["m"][path] for path, g in grads.items()}
+        return {path: x / 2 for path, x in m.items()}, {"n": state["n"] + 1, "m": m, "none": None}
+
+    return Transform("counted", needs="element", init_fn=init, update_fn=update)
+
+
+@transform
+def counted_wrongly():
+    """The same, which writes the gradient that it is handed."""
+
+    def update(grads, state, params, carry, ctx):
+        return {path: g.mul_(2) for path, g in grads.items()}, {**state, "n": state["n"] + 1}
+
+    return replace(counted(), name="counted_wrongly", update_fn=update)
+
+
+def test_a_state_may_have_what_is_no_tensor():
+    check_transform(counted())
+    with pytest.raises(AssertionError, match="counted_wrongly"):
+        check_transform(counted_wrongly())

@@ -55,7 +55,7 @@ def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
         if below and all([at is Place.SHARED for k, at in found.items() if k not in paths]):
             found.update({k: Place.OF_LEAF for k, at in found.items() if at is Place.SHARED and k in paths})
     else:
-        found = {i: places(x, paths, below) for i, x in enumerate(one_level(state)[0]) if x is not state}
+        found = {i: places(x, paths, below) for i, x in enumerate(_parts(state)[0])}
     found = {key: at for key, at in found.items() if at is not Place.SHARED}
     return found or Place.SHARED
 
@@ -72,9 +72,9 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
     if not isinstance(at, dict):
         return state
     if not isinstance(state, dict):
-        parts, spec = one_level(state)
-        return unflatten(spec, [of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(parts)])
-    found = copy(state)
+        parts, made_of = _parts(state)
+        return made_of([of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(parts)])
+    found = copied(state)
     for key, place in at.items():
         # In backward this is done for each leaf, so a dict of tensors is told without a call.
         if place is Place.BY_PATH:
@@ -88,11 +88,16 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
     return found
 
 
+def copied(entry: dict[str, Any]) -> dict[str, Any]:
+    """A dict of the same class, with the same entries. The compiler reads no `copy.copy`."""
+    return dict(entry) if type(entry) is dict else copy(entry)
+
+
 def _some(entry: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
     """An entry by path of some leaves, in a dict of the same class."""
     if type(entry) is dict:
         return {path: entry[path] for path in own if path in entry}
-    found = copy(entry)
+    found = copied(entry)
     for path in entry:
         if path not in own:
             del found[path]
@@ -105,13 +110,13 @@ def overlaid(old: Any, new: Any) -> Any:
     >>> overlaid({"m": {"w": 1, "b": 2}, "count": 3}, {"m": {"b": 5}, "count": 4})
     {'m': {'w': 1, 'b': 5}, 'count': 4}
     """
-    if old is new or isinstance(new, Tensor):
+    if isinstance(new, Tensor):
         return new
     if isinstance(old, dict) and isinstance(new, dict):
-        found = {key: x if key not in old or old[key] is x else overlaid(old[key], x) for key, x in new.items()}
-        if list(found) == list(old) and all([found[key] is x for key, x in new.items()]):
+        found = {key: x if key not in old or _same(old[key], x) else overlaid(old[key], x) for key, x in new.items()}
+        if list(found) == list(old) and all([_same(found[key], x) for key, x in new.items()]):
             return new
-        merged = copy(old)
+        merged = copied(old)
         merged.update(found)
         return merged
     return _by_parts(overlaid, old, new)
@@ -121,7 +126,8 @@ def moved(new: Any, old: Any) -> Any:
     """Of nested dicts what is not at its place in `old` already; anything else as it is."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return new
-    return {key: moved(x, old.get(key)) for key, x in new.items() if x is not old.get(key)}
+    # Of tuples the compiler cannot tell whether they are one object.
+    return {k: moved(x, old.get(k)) for k, x in new.items() if isinstance(x, tuple | list) or x is not old.get(k)}
 
 
 def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
@@ -132,7 +138,7 @@ def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
     if isinstance(new, Tensor):
         return fn(new, old)
     if isinstance(old, dict) and isinstance(new, dict):
-        found = copy(new)
+        found = copied(new)
         found.update({key: map_overlaid(fn, old[key], x) for key, x in new.items() if key in old})
         return found
     return _by_parts(lambda was, x: map_overlaid(fn, was, x), old, new)
@@ -142,9 +148,22 @@ def _by_parts(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
     """`fn` over the parts of two containers of one class and length; `new` itself of anything else."""
     if type(old) is not type(new):
         return new
-    parts, spec = one_level(new)
-    before = one_level(old)[0]
-    if len(before) != len(parts) or (len(parts) == 1 and parts[0] is new):
+    (before, _), (parts, made_of) = _parts(old), _parts(new)
+    if len(before) != len(parts) or not parts:
         return new
-    made = [fn(was, x) for was, x in zip(before, parts, strict=True)]
-    return new if all([x is y for x, y in zip(made, parts, strict=True)]) else unflatten(spec, made)
+    return made_of([fn(was, x) for was, x in zip(before, parts, strict=True)])
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether they are one object. Of tuples the compiler cannot tell; they are made of the same parts."""
+    return x is y if isinstance(x, dict | Tensor) and isinstance(y, dict | Tensor) else False
+
+
+def _parts(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What a container has in it, and what makes one of the same class of others; nothing of a leaf."""
+    kind = type(x)
+    if isinstance(x, tuple | list):
+        # A NamedTuple takes its fields one by one.
+        return list(x), kind if kind in (tuple, list) else lambda parts: kind(*parts)
+    parts, spec = one_level(x)
+    return ([], lambda _: x) if len(parts) == 1 and parts[0] is x else (parts, lambda made: unflatten(spec, made))

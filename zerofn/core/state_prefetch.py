@@ -7,7 +7,6 @@ once, in both directions of the bus; the device holds about three buckets of the
 from __future__ import annotations
 
 from collections.abc import Collection
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from .executor import BUCKET_BYTES
 from .host_copies import CopyQueue, PendingCopy
 from .layout import Leaves
-from .leaf_entries import map_overlaid
+from .leaf_entries import copied, map_overlaid
 from .transform import TransformState
 from .tree import flatten, tree_keys, unflatten
 from .update_context import Context
@@ -59,7 +58,7 @@ class Conveyor:
         """The state with that of some leaves on their parameters' devices; that of the next leaves is prefetched."""
         if self.recorded:
             return {slot: _beside(entry, self.params) for slot, entry in state.items()}
-        here = {slot: copy(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
+        here = {slot: copied(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
         fetched = {p: fetch for p in paths if (fetch := self._fetched(p, state)) is not None}
         for path, fetch in fetched.items():
             fetch.copy.wait_on_device()

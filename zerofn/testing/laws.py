@@ -15,7 +15,7 @@ from ..core.facts import Scope
 from ..core.layout import make_layout
 from ..core.state import State
 from ..core.transform import Transform
-from ..core.tree import Tree, clone, tree_map
+from ..core.tree import Tree, clone, flatten, tree_map
 from ..pure.api import update
 from ..pure.states import init
 from ..pure.step import make_step
@@ -204,6 +204,9 @@ def _ensemble(case: Case) -> None:
     step = make_step(loss, case.pipe)
     seeds = (1, 2)
     states = [init(case.pipe, random_like(case.params, seed=s)) for s in seeds]
+    if not all([isinstance(x, Tensor) for x in flatten(states[0])[0]]):
+        # Neither `None` nor a count in Python has a row for each member.
+        return
     together = _stack(states)
     for i in range(case.steps):
         batches = [random_like(case.params, seed=10 * s + i) for s in seeds]
