@@ -76,12 +76,7 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
         return made_of([of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(parts)])
     found = copied(state)
     for key, place in at.items():
-        # In backward this is done for each leaf, so a dict of tensors is told without a call.
-        if place is Place.BY_PATH:
-            entry = state[key]
-            one = {path: entry[path] for path in own if path in entry} if type(entry) is dict else _some(entry, own)
-            found[key] = one
-        elif place is not Place.OF_LEAF:
+        if place is not Place.OF_LEAF:
             found[key] = of_leaves(state[key], place, own)
         elif key not in own:
             del found[key]

@@ -16,7 +16,7 @@ from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.backend import world
 from ..ranks.dtensor_shards import as_local, as_part_of, coordinate_of, mesh_of, placed_like
 from .param_groups import OWN, packed
-from .state_numbers import Place
+from .state_numbers import NoTensor
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
 FLAT_CUTS, FORMAT_OF_DICTS = 1, 2
@@ -56,7 +56,7 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
         a, b = mine[k], theirs[k]
         if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
             bad.append((k, f"{_what(b)} instead of {_what(a)}"))
-        elif isinstance(a, Place) and isinstance(b, Tensor):
+        elif isinstance(a, NoTensor) and isinstance(b, Tensor):
             bad.append((k, f"{_what(b)} instead of {_what(a.value)}"))
         elif isinstance(a, Tensor) and _cut_otherwise(a, b):
             # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.

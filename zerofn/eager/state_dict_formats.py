@@ -18,7 +18,7 @@ from .full_state_dict import empty_rows, full_state
 from .param_groups import ParamGroups
 from .resident_params import ResidentParams
 from .state_dict import as_dict, pairs
-from .state_numbers import Place, with_numbers, with_places
+from .state_numbers import NoTensor, with_marks, with_numbers
 from .torch_state_dict import Purpose, in_torch_form
 
 
@@ -79,9 +79,9 @@ class StateDicts:
             found = torch_state_dict.pairs_of(state, self.groups, self.paths, given, self.pipe.road.cutting)
             groups = torch_state_dict.groups_of(self.groups, given["param_groups"])
         else:
-            both = pairs(self.of(with_places(state)), given)
+            both = pairs(self.of(with_marks(state)), given)
             found = [(as_local(x), as_local(y)) for x, y in both if isinstance(x, Tensor)]
-            numbers = {x.at: y for x, y in both if isinstance(x, Place)}
+            numbers = {x.at: y for x, y in both if isinstance(x, NoTensor)}
             groups = given["param_groups"]
         self.groups.check(groups)
         # Until all of it is done: what is made from the state, and rates, are those of before.

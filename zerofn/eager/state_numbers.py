@@ -13,7 +13,7 @@ from ..core.tree import flatten, unflatten
 
 
 @dataclass(frozen=True)
-class Place:
+class NoTensor:
     """Stands for something in the state of a transform that is no tensor.
 
     Attributes:
@@ -25,13 +25,15 @@ class Place:
     value: Any
 
 
-def with_places(state: State) -> State:
-    """The same state with a `Place` for all that is no tensor."""
+def with_marks(state: State) -> State:
+    """The same state with a `NoTensor` for all that is no tensor."""
     found = {}
     for name, own in state.transforms.items():
         values, spec = flatten(own)
         if not all([isinstance(x, Tensor) for x in values]):
-            own = unflatten(spec, [x if isinstance(x, Tensor) else Place((name, i), x) for i, x in enumerate(values)])
+            own = unflatten(
+                spec, [x if isinstance(x, Tensor) else NoTensor((name, i), x) for i, x in enumerate(values)]
+            )
         found[name] = own
     return replace(state, transforms=found)
 
