@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
+from zerofn.ranks import open_groups  # inside: what a process says at its end
 
 
 def said(fn):
@@ -145,6 +146,24 @@ def test_a_rank_with_more_batches_ends_in_an_error(route, first):
     ) as caught:
         zf.launch(fewer_batches, 2, route, first, timeout=limit())
     assert caught.value.rank == 1
+
+
+def leaves_after_an_error():
+    model = nn.Linear(3, 2)
+    zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    if P.rank_and_size()[0]:
+        open_groups.finished(failed=True)  # as a process that torchrun has started says when it ends by an error
+        open_groups.presence().set_finished = lambda failed: None
+    else:
+        model(torch.ones(1, 3))
+
+
+def test_a_rank_that_has_failed_is_not_said_to_have_made_fewer_steps():
+    with pytest.raises(
+        zf.RankError, match=r"waits in .* for rank 1, which has failed: its own error says why"
+    ) as caught:
+        zf.launch(leaves_after_an_error, 2, timeout=limit())
+    assert caught.value.rank == 0
 
 
 def dies(first):

@@ -199,7 +199,10 @@ def test_a_process_that_computes_one_that_waits_and_one_that_has_ended(monkeypat
         store.set("process/5", json.dumps([here.machine, children[0].pid, 1]))
         children[2].kill()
         children[2].wait()
-        assert [here.has_ended(rank) for rank in range(7)] == [False, False, False, True, False, True, False]
+        assert [here.how_ended(rank) for rank in range(7)] == ["", "", "", "has failed", "", "has failed", ""]
+        Presence(store, 6).set_finished()
+        Presence(store, 4).set_finished(failed=True)
+        assert [here.how_ended(rank) for rank in (4, 6)] == ["has failed", "has finished"]
         activity = Activity(here, "call")
         until = time.monotonic() + limit(3)
         assert not activity.computes(1)

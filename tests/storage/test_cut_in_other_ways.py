@@ -3,28 +3,20 @@
 torch's distributed tensors cannot say how such leaves are cut, so `opt.state_dict()` has no form for them.
 """
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from page_programs import of_page
 from time_limits import limit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-from zerofn.extend import transform
-
-PAGE = Path(__file__).parents[2] / "docs" / "writing-a-transform.md"
 
 
 def shard_evenly():
     """The sharding of the page on transforms, which cuts leaves anywhere."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    names = {"torch": torch, "zf": zf, "transform": transform, "Transform": zf.extend.Transform, "__name__": __name__}
-    exec(next(block for block in blocks if "class Even" in block), names)
-    return names["shard_evenly"]()
+    return of_page("shard_evenly")()
 
 
 def twice():

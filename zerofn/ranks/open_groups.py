@@ -117,10 +117,10 @@ def presence() -> Presence | None:
     return registry.presence
 
 
-def finished() -> None:
-    """Tell the other ranks that this one takes part in no more collectives."""
+def finished(failed: bool = False) -> None:
+    """Tell the other ranks that this one takes part in no more collectives; after an error if it has failed."""
     if registry.presence is not None:
-        registry.presence.set_finished()
+        registry.presence.set_finished(failed)
 
 
 def opened() -> list[Group]:

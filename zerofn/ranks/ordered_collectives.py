@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,14 +63,14 @@ class Rounds:
 
     Args:
         control: a group for the exchanges.
-        join: `join(kind, unit)` takes part in a collective that this rank has not asked for.
+        join: `join(kind, unit)` begins a collective that this rank has not asked for, and returns what waits for it.
     """
 
-    def __init__(self, control: Group, join: Callable[[int, int], None]):
+    def __init__(self, control: Group, join: Callable[[int, int], Callable[[], object]]):
         self.control, self.join = control, join
         # Whether all ranks asked for the same collective in the last exchange.
         self.together = True
-        # The collectives that all ranks make next, in this order.
+        # The collectives that all ranks make next, in this order. One that raises before it is sent stays: others wait.
         self.promised: deque[Asked] = deque()
         # How many collectives this rank promises at most: one more after each exchange in which all asked for the same.
         self.trust = 1
@@ -93,34 +94,46 @@ class Rounds:
         """
         mine = (kind, unit)
         while self.promised:
-            asked = self.promised.popleft()
-            if asked == mine:
-                return self._run(mine, begin, early)
-            self._join_promised(asked)
+            if self.promised[0] == mine:
+                return self._next(begin, early)
+            self.trust = 1
+            self._join_next()
         found = self._exchange(kind, unit, [*chain.from_iterable(ahead(self.trust))])
+        self.promised.extend(found.asked)
         self.together = found.asked == [mine] and not found.resting and not found.meeting
         if self.together:
             self.trust = min(MOST_PROMISED, self.trust + 1)
             self.promised.extend(found.expected)
+            return self._next(begin, early)
         result: Any = None
-        for asked in found.asked:
-            if asked == mine:
-                result = self._run(mine, begin, early)
+        while self.promised:
+            if self.promised[0] == mine:
+                result = self._next(begin)
             else:
-                self.join(*asked)
+                self._join_next()
         return result
 
-    def _run(self, mine: Asked, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool]) -> Any:
-        """Make a collective that this rank has asked for; the next promised one may begin before it has ended."""
+    def _next(
+        self, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool] = lambda now, then: False
+    ) -> Any:
+        """Make the next promised collective; the one after it may begin before it has ended."""
         end = begin()
-        if self.promised and early(mine, self.promised[0]):
+        now = self.promised.popleft()
+        if self.promised and early(now, self.promised[0]):
             self.promised.popleft()
         return end()
 
-    def _join_promised(self, asked: Asked) -> None:
-        """Take part in a promised collective that this rank has not asked for."""
-        self.trust = 1
-        self.join(*asked)
+    def _join_next(self) -> None:
+        """Take part in the next promised collective, which this rank has not asked for."""
+        self._next(partial(self.join, *self.promised[0]))
+
+    def _join_all(self, asked: Sequence[Asked] = ()) -> None:
+        """Take part in what was promised and in what others ask for: this rank asks for none of it."""
+        if self.promised:
+            self.trust = 1
+        self.promised.extend(asked)
+        while self.promised:
+            self._join_next()
 
     def rest(self, place: int = CALL, numbers_of: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
         """Return once no rank asks for anything more; until then take part.
@@ -135,13 +148,11 @@ class Rounds:
         Returns:
             The numbers of each rank, in rank order, if all rest at a step; else nothing. They cost no message.
         """
-        while self.promised:
-            self._join_promised(self.promised.popleft())
+        self._join_all()
         while True:
             numbers = numbers_of()
             asked, resting, meeting, _ = self._exchange(REST, place, numbers)
-            for kind, unit in asked:
-                self.join(kind, unit)
+            self._join_all(asked)
             if not asked and place == CALL:
                 # All rest, or some have come to a meeting and wait for this rank there.
                 return []
@@ -158,13 +169,11 @@ class Rounds:
         Returns:
             Where the other ranks are, if one of them will not come; else an empty string. All that came get the same.
         """
-        while self.promised:
-            self._join_promised(self.promised.popleft())
+        self._join_all()
         while True:
             mine = what()
             asked, resting, meeting, _ = self._exchange(MEET, mine)
-            for kind, unit in asked:
-                self.join(kind, unit)
+            self._join_all(asked)
             if asked:
                 continue
             if len(set(meeting.values())) > 1:

@@ -256,8 +256,8 @@ def _leave() -> None:
     registry.current()
     if not (registry.ours and raw.default_group() is not None):
         return
-    finished()
     failed = getattr(sys, "last_value", None) is not None
+    finished(failed)
     try:
         if not failed:
             raw.await_all(None, timedelta(seconds=10))

@@ -20,6 +20,8 @@ PROC = Path("/proc")  # of Linux; elsewhere only what is in the store is known
 # A rank computes if in so many seconds it has used this share of them as CPU time: one that waits uses a thousandth,
 # one that computes on a machine under load 20 several hundredths.
 WINDOW, BUSY = 10.0, 0.02
+# What becomes of a rank: it has said that it makes no more collectives, or its process is gone without a word.
+FINISHED, FAILED = "has finished", "has failed"
 
 
 class Waiting(NamedTuple):
@@ -67,21 +69,22 @@ class Presence:
         """Say that this rank does not wait."""
         self.store.set(f"waits/{self.rank}", "")
 
-    def set_finished(self) -> None:
-        """Say that this rank takes part in no more collectives."""
-        self.store.set(f"finished/{self.rank}", "1")
+    def set_finished(self, failed: bool = False) -> None:
+        """Say that this rank takes part in no more collectives; after an error if it has failed."""
+        self.store.set(f"finished/{self.rank}", FAILED if failed else FINISHED)
 
     def waiting(self, rank: int) -> Waiting | None:
         """What a rank says that it waits in; None if it says nothing."""
         text = self.read(f"waits/{rank}")
         return Waiting(*json.loads(text)) if text else None
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank has said that it has finished, or its process is seen to have ended."""
-        if self.store.check([f"finished/{rank}"]):
-            return True
+    def how_ended(self, rank: int) -> str:
+        """What has become of a rank that takes part in no more collectives; empty while it may."""
+        if said := self.read(f"finished/{rank}"):
+            return said
         process = self._process(rank)
-        return process is not None and _cpu_seconds(*process) is None
+        # Whoever finishes says so first.
+        return FAILED if process is not None and _cpu_seconds(*process) is None else ""
 
     def cpu_seconds(self, rank: int) -> float | None:
         """The CPU time of a rank on this machine; None for one of another machine."""

@@ -138,8 +138,8 @@ class _Call:
         mine = begun()
         silent = []
         for rank in missing:
-            if self.here.has_ended(rank):
-                return f"rank {rank} has finished"
+            if ended := self.here.how_ended(rank):
+                return f"rank {rank} {ended}"
             where = self.here.waiting(rank)
             # It waits for a collective or call that this rank has not begun, and begins none while it waits here.
             if where is not None and mine.get(where.channel, where.number) < where.number:

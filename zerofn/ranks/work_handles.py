@@ -15,7 +15,7 @@ from .._ranges import WAIT, ranged
 from .backend import RECORDED
 from .group import Group
 from .open_groups import begun, presence
-from .rank_liveness import Waiting
+from .rank_liveness import FAILED, FINISHED, Waiting
 
 # A rank that has waited so long in a collective of gloo looks whether its peers are still there.
 _LOOK = timedelta(seconds=2)
@@ -126,9 +126,14 @@ class Work:
         here = presence()
         if here is None:
             return ""
-        if gone := [r for r in self.group.ranks if _quietly(here.has_ended, r)]:
+        ended = {r: how for r in self.group.ranks if (how := _quietly(here.how_ended, r))}
+        if failed := [str(r) for r, how in ended.items() if how == FAILED]:
             return (
-                f"this rank waits in {self.what} for rank {', '.join(map(str, gone))}, which has finished. "
+                f"this rank waits in {self.what} for rank {', '.join(failed)}, which {FAILED}: its own error says why"
+            )
+        if ended:
+            return (
+                f"this rank waits in {self.what} for rank {', '.join(map(str, ended))}, which {FINISHED}. "
                 "Every rank must make the same number of steps: give all of them as many batches, or end "
                 "every loop with the shortest. Under shard calls of the model count too: "
                 "after the last step, evaluate on every rank."

@@ -121,9 +121,8 @@ class Stream:
         leaves, numels, dtype = self.buckets[self.next]
         with ranged(VIEW, self.name):
             with torch.no_grad():
-                flat = [_oldest(self.pending, leaf.path) for leaf in leaves]
-                buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[self.next])
-            del flat
+                buffer = self.wire.pack(_oldest(self.pending, leaves), leaves, numels, dtype, self.devices[self.next])
+            _drop_oldest(self.pending, leaves)
             work, out = self.wire.send(buffer, async_op=True)
         self.flying.append((work, out, buffer, self.next))
         self.missing[self.next] = sum(leaf.path not in self.pending for leaf in leaves) if self.pending else len(leaves)
@@ -196,12 +195,17 @@ def _lost() -> RuntimeError:
     return RuntimeError(explain(wrong, "some of them are lost", "opt.zero_grad(), and backward again"))
 
 
-def _oldest(pending: dict[str, deque[Tensor]], path: str) -> Tensor | None:
-    """Take the oldest waiting gradient of a leaf, flat; `None` if none waits."""
-    queue = pending.get(path)
-    if queue is None:
-        return None
-    grad = queue.popleft()
-    if not queue:
-        del pending[path]
-    return grad.reshape(-1)
+def _oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> list[Tensor | None]:
+    """The oldest waiting gradient of each leaf, flat; `None` if none waits."""
+    queues = [pending.get(leaf.path) for leaf in leaves]
+    return [None if queue is None else queue[0].reshape(-1) for queue in queues]
+
+
+def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> None:
+    """Forget the oldest waiting gradient of each leaf: once they are packed, since a wire that raises sends none."""
+    for leaf in leaves:
+        queue = pending.get(leaf.path)
+        if queue is not None:
+            queue.popleft()
+            if not queue:
+                del pending[leaf.path]

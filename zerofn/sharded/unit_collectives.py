@@ -39,15 +39,17 @@ class UnitCollectives:
         Returns:
             A function that waits, and gives full tensors.
         """
-        sent: list[tuple[list[Leaf], Any, Tensor]] = []
         plan = self.plans.plan(i)
         with ranged(VIEW, self.plans.name):
-            for bucket in plan.buckets:
-                mine = []
-                for leaf in bucket:
-                    part = see(plan.stages, parts[plan.place[leaf.path]], leaf)
-                    mine.append(part.to(plan.dtypes[leaf.path]))
-                sent.append((bucket, *self.wire.send_parts(mine, bucket, async_op=True)))
+            # All of them before the first is sent: a view that raises leaves none that other ranks have only half of.
+            mine = [
+                [see(plan.stages, parts[plan.place[leaf.path]], leaf).to(plan.dtypes[leaf.path]) for leaf in bucket]
+                for bucket in plan.buckets
+            ]
+            sent = [
+                (bucket, *self.wire.send_parts(seen, bucket, async_op=True))
+                for bucket, seen in zip(plan.buckets, mine, strict=True)
+            ]
         return partial(self._end_gather, plan, sent)
 
     def _end_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
@@ -71,7 +73,7 @@ class UnitCollectives:
         Returns:
             A function that waits, and gives true gradients of this rank's shards.
         """
-        sent: list[tuple[GradBucket, Any, Tensor]] = []
+        packed: list[tuple[GradBucket, Tensor]] = []
         plan = self.plans.plan(i)
         for bucket in plan.grad_buckets:
             flat: list[Tensor | None] = []
@@ -85,8 +87,9 @@ class UnitCollectives:
             with ranged(VIEW, self.plans.name):
                 # Of a gradient if there is one: attributes of a sharded parameter take longer.
                 device = device or self.params[bucket.leaves[0].path].device
-                rows = self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
-                sent.append((bucket, *self.wire.send(rows, async_op=True)))
+                packed.append((bucket, self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)))
+        # As in `begin_gather`: none is sent before all are packed.
+        sent = [(bucket, *self.wire.send(rows, async_op=True)) for bucket, rows in packed]
         return partial(self._end_scatter, i, plan, sent)
 
     def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[GradBucket, Any, Tensor]]) -> list[Tensor | None]:

@@ -129,19 +129,23 @@ class UnitRounds:
         self.last_two = (self.last_two[1], then)
         return True
 
-    def _join(self, kind: int, i: int) -> None:
-        """Take part in a collective that only other ranks want."""
+    def _join(self, kind: int, i: int) -> Callable[[], object]:
+        """Begin a collective that only other ranks want; returns what waits for it."""
         nothing: tuple = (None,) * len(self.units[i])
         with outside_inference_mode(), torch.no_grad():
             if kind == GRADIENTS:
-                self.kept += 1
-                for leaf, g in zip(self.units[i], self.collectives.begin_scatter(i, nothing)(), strict=True):
-                    if g is not None:
-                        self.accept(leaf, g)
-                return
+                return partial(self._accept, i, self.collectives.begin_scatter(i, nothing))
             if kind == PARAMETERS:
                 self.gathered.drop(ALIVE - 1)
-            self._gather(i, nothing if kind == TANGENTS else ())()
+            return self._gather(i, nothing if kind == TANGENTS else ())
+
+    def _accept(self, i: int, end: Callable[[], list[Tensor | None]]) -> None:
+        """Wait for gradients of a unit that only other ranks wanted, and keep this rank's shards of them."""
+        with outside_inference_mode(), torch.no_grad():
+            self.kept += 1
+            for leaf, g in zip(self.units[i], end(), strict=True):
+                if g is not None:
+                    self.accept(leaf, g)
 
     def _gather(self, i: int, tensors: tuple[Tensor | None, ...] = ()) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of a unit: of its parameters, or of `tensors`, with zeros for `None`."""
