@@ -33,6 +33,15 @@ WRONG = {
         lambda: mine(prepare_fn=lambda *_: None, facts=Facts(keeps=False)),
         r"prepare_fn that gives a NoneType(.|\n)*Prepared\(",
     ),
+    "init of one": (
+        lambda: mine(init_fn=lambda leaves: {}),
+        r"init_fn\(leaves\)(.|\n)*with \(leaves, layout\)(.|\n)*def init_fn\(leaves, layout\)",
+    ),
+    "update of three": (
+        lambda: mine(update_fn=lambda grads, state, params: (grads, state)),
+        r"update_fn\(grads, state, params\)(.|\n)*def update_fn\(grads, state, params, carry, ctx\)",
+    ),
+    "view of one": (lambda: mine(view_fn=lambda layout: None), r"view_fn\(layout\)(.|\n)*layout, ranks"),
     "no state": (lambda: mine(init_fn=lambda leaves, _: None), r"init_fn that gives a NoneType(.|\n)*\"value\""),
     "a tuple of views": (
         lambda: mine(view_fn=lambda layout, ranks: (1, 2)),

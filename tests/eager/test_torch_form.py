@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zerofn as zf
+from zerofn.extend import Transform, transform
 
 RATE, DECAY = 1e-2, 0.1
 
@@ -125,3 +126,23 @@ def _through_dcp(stage: str, folder: str) -> bool:
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_sharded_states_through_torchs_checkpoints(stage, tmp_path):
     assert zf.launch(_through_dcp, 2, stage, str(tmp_path), timeout=limit()) == [True, True]
+
+
+@transform
+def counting():
+    def update(grads, state, params, carry, ctx):
+        return grads, {"seen": state["seen"] + 1}
+
+    return Transform("counting", needs="element", init_fn=lambda leaves, layout: {"seen": 0}, update_fn=update)
+
+
+def test_a_number_of_python_is_refused_by_key():
+    """torch's form has tensors alone: a count in Python was left out, and stayed 0 where it was loaded."""
+    opt = zf.attach(model := nn.Linear(2, 2), zf.chain(counting(), zf.sgd(0.1, momentum=0.9)))
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    said = r"state of counting/seen(.|\n)*numbers of Python(.|\n)*torch.tensor\(0\)"
+    with pytest.raises(ValueError, match=said):
+        get_optimizer_state_dict(model, opt)
+    with pytest.raises(ValueError, match=said):
+        opt.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.1}]})

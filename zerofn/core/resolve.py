@@ -24,6 +24,7 @@ from .partition import replace_innermost
 from .pipeline import Pipeline
 from .returned_updates import check_returned
 from .road import Road, groups_of
+from .signatures import check_signatures
 from .state_names import check_state
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
@@ -81,6 +82,7 @@ def pipeline(
 
 def _guarded(t: Transform, paths: set[str], where: str) -> Transform:
     """The same transform, which harms nothing else by what it returns, nor by what it keeps; fused with others, too."""
+    check_signatures(t)
     guarded, fuse = _with_own_memory(_with_check(t)), t.joins
     if fuse is None:
         return guarded

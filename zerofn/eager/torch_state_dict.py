@@ -241,11 +241,15 @@ def _counters(own: Mapping[str, Any], held: Mapping[str, LeafTensors]) -> dict[s
     found.update(rest)
     told = of_leaves | {id(x) for x in found.values()}
     keys, every = tree_keys(own["transforms"]), flatten(own["transforms"])[0]
-    lost = ["/".join(k) for k, x in zip(keys, every, strict=True) if isinstance(x, Tensor) and id(x) not in told]
-    if lost:
-        wrong = f"get_optimizer_state_dict(model, opt) with a state of {', '.join(lost)}"
-        why = "torch's form has states by parameter and numbers, and what these belong to has no name there"
+    entries = [("/".join(k), x) for k, x in zip(keys, every, strict=True)]
+    lost = [k for k, x in entries if isinstance(x, Tensor) and id(x) not in told]
+    counts = [k for k, x in entries if isinstance(x, int | float | complex)]
+    if lost or counts:
+        wrong = f"get_optimizer_state_dict(model, opt) with a state of {', '.join(lost or counts)}"
+        why = "torch's form has states by parameter and counters, and what these belong to has no name there"
         right = "zf.save(directory, opt) and zf.load(directory, like=opt), or opt.state_dict()"
+        if not lost:
+            why, right = "torch's form has tensors alone, and these are numbers of Python", f"torch.tensor(0); {right}"
         raise ValueError(explain(wrong, why, right))
     return found
 
