@@ -223,7 +223,7 @@ class Segment:
 def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:
     """Where the state of the transform `name` has something of leaves: `found` once for all buckets."""
     if name not in found:
-        found[name] = places(state, {leaf.path for leaf in ctx.layout.leaves})
+        found[name] = places(state, ctx.layout.every)
     return found[name]
 
 

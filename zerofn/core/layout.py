@@ -131,6 +131,7 @@ class Layout:
         at: for every position, the path of its leaf, or `None`.
         trainable: the leaves that want a gradient.
         trained: their paths.
+        every: the paths of all leaves.
         numbered: the tree with the number of each position in its place, as a compiler can read the structure.
     """
 
@@ -143,11 +144,13 @@ class Layout:
     at: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
     trainable: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    every: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", tuple([None if i < 0 else self.leaves[i].path for i in self.places]))
         object.__setattr__(self, "trainable", tuple([leaf for leaf in self.leaves if leaf.trainable]))
         object.__setattr__(self, "trained", tuple([leaf.path for leaf in self.trainable]))
+        object.__setattr__(self, "every", frozenset([leaf.path for leaf in self.leaves]))
         object.__setattr__(self, "numbered", unflatten(self.spec, list(range(len(self.places)))))
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:

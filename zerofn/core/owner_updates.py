@@ -7,7 +7,7 @@ that the structure of a state is the same on all ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
     """
     ranks: dict[str, dict[str, int]] = {}
 
-    def owned(part: Transform, paths: set[str], where: str) -> Transform:
+    def owned(part: Transform, paths: Set[str], where: str) -> Transform:
         leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
         if not _may_be_owned(part):
             return part
@@ -62,12 +62,12 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             return replace(part, needs="element")
         at = owner_exchange(cutting, leaves)
         ranks[where] = at.rank_of
-        return _at_owners(part, at, {leaf.path for leaf in layout.leaves})
+        return _at_owners(part, at, layout.every)
 
     return replace_innermost(t, owned, layout), ranks
 
 
-def _at_owners(part: Transform, at: OwnerExchange, paths: set[str]) -> Transform:
+def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform:
     """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others.
 
     Args:

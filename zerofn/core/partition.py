@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -96,14 +96,14 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
     return group.factory(**config).renamed(group.name, group.base)
 
 
-def replace_innermost(t: Transform, fn: Callable[[Transform, set[str], str], Transform], layout: Layout) -> Transform:
+def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Transform], layout: Layout) -> Transform:
     """The same transform with `fn` of each transform inside that does more than hand leaves to members.
 
     `fn` is given the transform, the paths of its leaves, and where in the state of `t` its own state is: `""`, or keys
     that each end in a slash.
     """
 
-    def over(t: Transform, paths: set[str], where: str) -> Transform:
+    def over(t: Transform, paths: Set[str], where: str) -> Transform:
         if t.in_turn:
             return replace(t, **_running_fields(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
         if t.members_fn is None or t.update_fn is not t.hands_out:
@@ -114,7 +114,7 @@ def replace_innermost(t: Transform, fn: Callable[[Transform, set[str], str], Tra
         inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
         return replace(t, **_running_fields(_by_label(t.name, lambda _: {p: labels.get(p) for p in paths}, inner)))
 
-    return over(t, {leaf.path for leaf in layout.leaves}, "")
+    return over(t, layout.every, "")
 
 
 def _running_fields(t: Transform) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def pipeline(
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model)
 
 
-def _guarded(t: Transform, paths: set[str], where: str) -> Transform:
+def _guarded(t: Transform, paths: Set[str], where: str) -> Transform:
     """The same transform, which harms nothing else by what it returns, nor by what it keeps; fused with others, too."""
     check_signatures(t)
     guarded, fuse = _with_own_memory(_with_check(t)), t.joins
@@ -114,8 +114,7 @@ def _with_own_memory(t: Transform) -> Transform:
         return t
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        paths = [leaf.path for leaf in layout.leaves]
-        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, set(paths)))])
+        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         shown, found = len(ctx.metrics), t.prepare_fn(state, grads, params, ctx)

@@ -103,15 +103,12 @@ class State:
         keys = self.leaves if self._parameters is None else self._parameters
         return {keys[x.path]: x.path for x in self.layout.trainable}
 
-    def _every_path(self) -> set[str]:
-        return {leaf.path for leaf in self.layout.leaves}
-
     def _by_parameter(self) -> dict[Tensor, LeafTensors]:
-        every, paths = self._every_path(), self._paths()
+        every, paths = self.layout.every, self._paths()
         return {p: LeafTensors(self.transforms, path, every, self._shown) for p, path in paths.items()}
 
     def __getitem__(self, parameter: Tensor) -> LeafTensors:
-        return LeafTensors(self.transforms, self._paths()[parameter], self._every_path(), self._shown)
+        return LeafTensors(self.transforms, self._paths()[parameter], self.layout.every, self._shown)
 
     def __setitem__(self, parameter: Tensor, tensors: Mapping[str, Any]) -> None:
         assign(self[parameter], tensors)

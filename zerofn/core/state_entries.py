@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,7 @@ def entries(state: State) -> list[Entry]:
 
 def _names(state: State, owner: str) -> list[Name]:
     """The names of what a transform keeps, in the order of `flatten`."""
-    paths = {leaf.path for leaf in state.layout.leaves}
-    return names_in(owner, state.transforms[owner], paths, state.layout.placement)
+    return names_in(owner, state.transforms[owner], state.layout.every, state.layout.placement)
 
 
 def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
@@ -205,15 +204,14 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int, parts: bool = F
     whole = as_dtensors({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
     given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
     out = rebuild(state, lambda _: next(given), elsewhere=True)
-    paths = {leaf.path for leaf in state.layout.leaves}
-    left = {name: _without_gone(_in_lists(own, paths)) for name, own in out.transforms.items()}
+    left = {name: _without_gone(_in_lists(own, state.layout.every)) for name, own in out.transforms.items()}
     transforms = {name: {} if own is _GONE else own for name, own in left.items()}
     own = {e.owner for e in found if state.layout.placement.size > 1 and has_unknown_leaf(e)}
     apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
     return replace(out, transforms={**transforms, **apart})
 
 
-def _in_lists(own: Any, paths: set[str]) -> Any:
+def _in_lists(own: Any, paths: Set[str]) -> Any:
     """A state with lists for tuples that differ over ranks, which torch's checkpoint would pickle on one rank alone.
 
     Those are tuples of distributed tensors, or of dicts by path.

@@ -8,7 +8,7 @@ piece.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,10 +99,10 @@ def _name(
 
 def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
     """The same layout, which knows how what transforms keep of leaves is shaped."""
-    found: list[tuple[str, Transform, set[str], str]] = []
+    found: list[tuple[str, Transform, Set[str], str]] = []
     for t in complete(tuple(members)):
 
-        def note(inner: Transform, paths: set[str], where: str, name: str = t.name) -> Transform:
+        def note(inner: Transform, paths: Set[str], where: str, name: str = t.name) -> Transform:
             if inner.init_fn is not no_state:
                 found.append((name, inner, paths, where))
             return inner
@@ -112,7 +112,7 @@ def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
     return canonical(replace(layout, placement=replace(layout.placement, slots=slots)))
 
 
-def _forms(owner: str, t: Transform, paths: set[str], where: str, layout: Layout) -> list[SlotForm]:
+def _forms(owner: str, t: Transform, paths: Set[str], where: str, layout: Layout) -> list[SlotForm]:
     """The forms of the slots of one transform; none if it makes no state of such leaves."""
     leaves = [leaf for leaf in layout.trainable if leaf.path in paths]
     # A tensor without memory takes torch fifty times as long to make as a small one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -63,7 +63,7 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
     cut = {path: whole for path, whole in within.items() if whole.cut}
     bad: list[tuple[str, str]] = []
 
-    def look(t: Transform, paths: set[str], place: str) -> Transform:
+    def look(t: Transform, paths: Set[str], place: str) -> Transform:
         for leaf in layout.trainable:
             if t.needs not in OF_PIECES and leaf.path in paths & cut.keys():
                 has = f"this rank has {tuple(leaf.shape)} of {tuple(cut[leaf.path].shape)}"
