@@ -148,15 +148,17 @@ class Rounds:
         Returns:
             The numbers of each rank, in rank order, if all rest at a step; else nothing. They cost no message.
         """
-        self._join_all()
+        if self.promised:
+            self._join_all()
         while True:
             numbers = numbers_of()
             asked, resting, meeting, _ = self._exchange(REST, place, numbers)
-            self._join_all(asked)
-            if not asked and place == CALL:
+            if asked:
+                self._join_all(asked)
+            elif place == CALL:
                 # All rest, or some have come to a meeting and wait for this rank there.
                 return []
-            if not asked and not meeting and min(resting.values())[0] >= place:
+            elif not meeting and min(resting.values())[0] >= place:
                 return [said[1 : 1 + len(numbers)] for said in resting.values()]
 
     def meet(self, what: Callable[[], int]) -> str:
@@ -169,12 +171,13 @@ class Rounds:
         Returns:
             Where the other ranks are, if one of them will not come; else an empty string. All that came get the same.
         """
-        self._join_all()
+        if self.promised:
+            self._join_all()
         while True:
             mine = what()
             asked, resting, meeting, _ = self._exchange(MEET, mine)
-            self._join_all(asked)
             if asked:
+                self._join_all(asked)
                 continue
             if len(set(meeting.values())) > 1:
                 return f"ranks {sorted(meeting)} have come to different ones"

@@ -89,7 +89,9 @@ class UnitCollectives:
                 device = device or self.params[bucket.leaves[0].path].device
                 packed.append((bucket, self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)))
         # As in `begin_gather`: none is sent before all are packed.
-        sent = [(bucket, *self.wire.send(rows, async_op=True)) for bucket, rows in packed]
+        sent: list[tuple[GradBucket, Any, Tensor]] = []
+        for bucket, rows in packed:
+            sent.append((bucket, *self.wire.send(rows, async_op=True)))
         return partial(self._end_scatter, i, plan, sent)
 
     def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[GradBucket, Any, Tensor]]) -> list[Tensor | None]:
