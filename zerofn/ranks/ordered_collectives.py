@@ -38,6 +38,8 @@ NOTHING = -1
 # How many collectives are promised at most, and how many numbers a rank may send in their place at a rest.
 MOST_PROMISED = 8
 NUMBERS = 2 * MOST_PROMISED
+# How many numbers one message has.
+WIDTH = 2 + NUMBERS
 # Where a rank rests: between two calls of the model, or at a step.
 CALL, STEP = 0, 1
 
@@ -190,11 +192,10 @@ class Rounds:
     def _exchange(self, kind: int, unit: int, more: Sequence[int] = ()) -> Exchanged:
         """Exchange what ranks ask for; `more` is what this one expects next, or the numbers of a rest."""
         mine = [kind, unit, *more]
-        width = 2 + NUMBERS
-        sent = torch.tensor(mine + [NOTHING] * (width - len(mine)), dtype=torch.int64, device=self.control.device)
-        every = sent.new_empty(width * self.control.size)
+        sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
+        every = sent.new_empty(WIDTH * self.control.size)
         all_gather_into(every, sent, self.control)
-        rows = every.reshape(-1, width).tolist()
+        rows = every.reshape(-1, WIDTH).tolist()
         if rows.count(rows[0]) == len(rows):
             # Nearly always: all ask for and expect the same, or all rest or meet.
             said: list[int] = rows[0][1:]
