@@ -13,6 +13,7 @@ from stages import around
 from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 from trees import flat
 
 import zerofn as zf
@@ -113,8 +114,8 @@ def test_hybrid_sharding_with_other_blocks_on_each_rank():
             torch.testing.assert_close(x, theirs[path], rtol=1e-5, atol=1e-6)
 
 
-def held_at_most(differing: bool) -> tuple[int, int]:
-    """How many gradients are kept during backward, and after it."""
+def held_at_most(differing: bool) -> tuple[int, int, int]:
+    """How many gradients are kept during backward, after it, and after the step."""
     model = net()
     opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(1e-2)), in_backward=True)
     held: list[int] = []
@@ -125,14 +126,92 @@ def held_at_most(differing: bool) -> tuple[int, int]:
     loss.backward()
     after = len(opt._own.home.gradient_hooks.held)
     opt.step()
-    return max(held), after
+    return max(held), after, len(opt._own.home.gradient_hooks.held)
 
 
-def test_only_gradients_that_come_in_parts_are_kept_and_only_for_one_backward():
+def test_only_gradients_that_come_in_parts_are_kept_and_only_until_the_step():
     """Blocks 0 and 1 are each used by one of two ranks, block 2 and the rest by both."""
-    assert zf.launch(held_at_most, 2, False, timeout=limit()) == [(0, 0), (0, 0)]
-    for most, after in zf.launch(held_at_most, 2, True, timeout=limit()):
-        assert 1 <= most <= 4 and after == 0
+    assert zf.launch(held_at_most, 2, False, timeout=limit()) == [(0, 0, 0), (0, 0, 0)]
+    for most, after, end in zf.launch(held_at_most, 2, True, timeout=limit()):
+        # Weight and bias of the two blocks.
+        assert 1 <= most <= 4 and after == 4 and end == 0
+
+
+def evaluates(when: str, alone: bool, stage: Any, in_backward: bool) -> dict[str, Tensor]:
+    """How whole parameters change in four steps with a call of the model by all ranks or one that nobody learns of."""
+    model = net()
+    opt = zf.attach(model, zf.chain(*stage_around(stage), zf.sgd(0.1)), in_backward=in_backward)
+    begun = {path: p.detach().clone() for path, p in net().named_parameters()}
+
+    def look(now: str) -> None:
+        if now == when and (dist.get_rank() == 0 or not alone):
+            with torch.no_grad():
+                model(torch.arange(4)[None])
+
+    if when == "in backward":
+        model.blocks[1].register_full_backward_hook(lambda *_: look("in backward"))
+    for i in range(4):
+        x = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(10 * dist.get_rank() + i))
+        if i:
+            look("before forward")
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1).flatten())
+        look("before backward")
+        loss.backward()
+        look("after backward")
+        opt.step()
+        opt.zero_grad()
+    with opt.gathered():
+        return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "one rank alone"])
+@pytest.mark.parametrize("when", ["before forward", "before backward", "after backward", "in backward"])
+def test_an_evaluation_changes_nothing_wherever_it_stands(when: str, alone: bool):
+    """A gathered copy of before the update was taken for a write by forward, which undid it."""
+    want = zf.launch(evaluates, 2, "never", False, 3, False, timeout=limit())
+    found = zf.launch(evaluates, 2, when, alone, 3, True, timeout=limit())
+    for mine, theirs in zip(found, want, strict=True):
+        assert all(x.abs().max() > 0 for x in theirs.values())
+        for path, x in mine.items():
+            assert torch.equal(x, theirs[path]), path
+
+
+class Counts(nn.Module):
+    """Its forward writes into a frozen parameter of its own, and a checkpoint repeats what it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+        self.calls = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        return torch.tanh(x @ self.weight)
+
+
+def counted(in_backward: bool) -> tuple[Tensor, Tensor]:
+    model = nn.Sequential(Counts(), nn.Linear(6, 1))
+    torch.nn.init.ones_(model[1].weight)
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)), in_backward=in_backward)
+    for _ in range(3):
+        h = checkpoint(model[0], torch.ones(2, 6), use_reentrant=False)
+        model[1](h).square().mean().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        opt.step()
+        opt.zero_grad()
+    with opt.gathered():
+        return model[0].calls.detach().clone(), model[0].weight.detach().clone()
+
+
+def test_what_forward_writes_beside_updates_in_backward_is_stored():
+    """In each step a forward, the one that the checkpoint repeats in backward, and an evaluation: nine."""
+    for (calls, weight), (after_calls, after_weight) in zip(
+        zf.launch(counted, 2, True, timeout=limit()), zf.launch(counted, 2, False, timeout=limit()), strict=True
+    ):
+        assert torch.equal(calls, torch.full((3,), 9.0)) and torch.equal(after_calls, calls)
+        assert torch.equal(weight, after_weight) and not torch.equal(weight, torch.eye(6))
 
 
 def half_way() -> bool:

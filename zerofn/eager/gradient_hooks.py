@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -130,7 +131,7 @@ class GradientHooks:
         p.grad = g if p.grad is None else p.grad.add_(g)
 
     def release(self) -> None:
-        """Backward has ended on all ranks: gradients that were held are complete."""
+        """All ranks are at a step: gradients that were held are complete."""
         for leaf in self.pipe.layout.leaves if self.held else ():
             if leaf.path in self.held:
                 self._pass_on(leaf.path, self.held.pop(leaf.path))
@@ -149,10 +150,18 @@ class GradientHooks:
         if self.stream is not None:
             self.stream.arrived(path, grad)
         elif self.in_backward is not None:
-            self.in_backward.arrived(path, grad)
+            self._use(self.in_backward, path, grad)
+
+    def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
+        """Update a leaf; what is gathered of it, by an evaluation before the step too, is of before."""
+        with nullcontext() if self.units is None else self.units.updating(path):
+            to.arrived(path, grad)
 
     def _hold(self, path: str, grad: Tensor) -> None:
-        """Keep a gradient until backward has ended on all ranks: one that has been used cannot be added to."""
+        """Keep a gradient until all ranks are at a step: one that has been used cannot be added to.
+
+        Not until the end of this backward: where one rank alone evaluates, its backward follows those of the others.
+        """
         old = self.held.get(path)
         self.held[path] = grad if old is None else old.add_(grad)
 
@@ -165,7 +174,7 @@ class GradientHooks:
         g = g.reshape(shape)
         if self.in_backward is not None:
             self.carry(leaf)
-            self.in_backward.arrived(leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
+            self._use(self.in_backward, leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
             return
         old = self.reduced.get(leaf.path)
         self.reduced[leaf.path] = g if old is None else old.add_(g)

@@ -225,8 +225,7 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
     wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
     units, blocks = split(home.model, pipe.layout.leaves, home.params)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    takes, ended = home.gradient_hooks.accept, home.gradient_hooks.release
-    return Units(plans, pipe, home.params, channels.wanted, home.scale, takes, ended), blocks
+    return Units(plans, pipe, home.params, channels.wanted, home.scale, home.gradient_hooks.accept), blocks
 
 
 @contextmanager

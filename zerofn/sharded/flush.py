@@ -21,11 +21,10 @@ class Rests:
         rounds: its collectives.
         gathered: its gathered units.
         write_back: stores what forward writes into gathered copies.
-        ended: called at the end of a backward, when it has ended on all ranks.
     """
 
-    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack, ended: Callable[[], None]):
-        self.rounds, self.gathered, self.write_back, self.ended = rounds, gathered, write_back, ended
+    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack):
+        self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
         # Backwards since the last step that have not ended, by autograd's number.
         self.unfinished: set[int] = set()
 
@@ -49,7 +48,6 @@ class Rests:
                 # A checkpoint repeats forward, and what forward writes.
                 self.gathered.settle_all()
                 self.rounds.rest()
-                self.ended()
                 self.write_back.check()
 
         self.unfinished.add(task)

@@ -29,7 +29,7 @@ from ..core.pipeline import Pipeline
 from ..ranks.group import Group
 from .flush import Rests
 from .forward_writes import ForwardWrites
-from .gathered_units import ALIVE, GatheredUnits
+from .gathered_units import ALIVE, GatheredUnits, updating
 from .lazy_tensor import Lazy
 from .unit_collectives import UnitCollectives
 from .unit_plans import UnitPlans
@@ -47,7 +47,6 @@ class Units:
         control: a group on which ranks tell each other what they want.
         scale: the loss scale in force.
         accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
-        ended: called at the end of a backward, when it has ended on all ranks.
         prefetch: whether the unit that is expected next is gathered before it is used.
 
     Attributes:
@@ -63,7 +62,6 @@ class Units:
         control: Group,
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
-        ended: Callable[[], None] = lambda: None,
         prefetch: bool = True,
     ):
         self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
@@ -75,7 +73,7 @@ class Units:
         # By unit and place in it: how often a parameter has changed.
         self.age = self.gathered.age
         self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, prefetch)
-        self.rests = Rests(self.rounds, self.gathered, write_back, ended)
+        self.rests = Rests(self.rounds, self.gathered, write_back)
         self.suspended = self.left = False
 
     def look(self, path: str, keep: bool) -> Tensor:
@@ -164,6 +162,10 @@ class Units:
             )
         self.rests.after_backward()
         return outside_inference_mode()
+
+    def updating(self, path: str) -> AbstractContextManager[None]:
+        """Inside, one leaf is updated alone, in backward."""
+        return updating(self.gathered, {self.plans.place[path], (self.plans.alone[path], 0)})
 
     def end_of_call(self) -> None:
         """A call of the model has ended: the tensors it was given belong to its graph alone."""

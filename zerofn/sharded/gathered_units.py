@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -162,3 +163,22 @@ class GatheredUnits:
             self.forward_writes.leave(i)
             self.free_unit(i)
         return self.updates + self.writes[i][j] + (self.forward_writes.version(i, j) if i < self.blocks else 0)
+
+
+@contextmanager
+def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> Iterator[None]:
+    """Inside, one leaf is updated alone, in backward; what is gathered of it, at these places, is of before.
+
+    What forward has written into such a copy is stored first: once its shard is another it cannot be told from the
+    update. What is written into it later is not stored, since it would undo the update.
+    """
+    for i, _ in places:
+        gathered.look_again()
+        gathered.settle(i)
+    yield
+    freed = gathered.forward_writes.freed
+    for i, j in places:
+        gathered.writes[i][j] += 1
+        gathered.counts[i] = writes(gathered.parts[i])
+        gathered.free_unit(i, settled=True)
+        freed.copies = [copy for copy in freed.copies if copy.place != (i, j)]

@@ -42,7 +42,7 @@ class UnitRounds:
         prefetch: whether the unit that is expected next is gathered before it is used.
 
     Attributes:
-        partial: paths of leaves whose gradient of this backward may still grow by other ranks' parts.
+        partial: paths of leaves whose gradient of this step may still grow by other ranks' parts.
         kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
             numbers one has cleared its part of a sum of which the others have theirs.
     """
@@ -119,7 +119,8 @@ class UnitRounds:
     def _begin_next(self, now: Asked, then: Asked) -> bool:
         """Begin the all-gather `then` while the collective `now` is under way; whether it was begun."""
         kind, i = then
-        if kind != PARAMETERS or then == now or i in self.gathered:
+        # Not while the unit's gradients are on their way: with `in_backward` they update it before it is gathered.
+        if kind != PARAMETERS or i == now[1] or i in self.gathered:
             return False
         # One that was prefetched and passed over is not expected any more.
         self.gathered.finish_prefetched()
