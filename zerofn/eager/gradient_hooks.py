@@ -142,6 +142,7 @@ class GradientHooks:
         """Drop gradients that are here; reductions under way are the stream's."""
         if self.units is not None:
             self.units.rounds.partial.clear()
+            self.units.rounds.late.clear()
         self.held.clear()
         self.reduced.clear()
         self.taken = {}

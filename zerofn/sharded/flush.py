@@ -25,8 +25,7 @@ class Rests:
 
     def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack):
         self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
-        # Backwards since the last step that have not ended, by autograd's number.
-        self.unfinished: set[int] = set()
+        self.unfinished = rounds.unfinished
 
     def after_call(self) -> None:
         """Rest after a call of the model: other ranks may still be in theirs."""
@@ -48,6 +47,8 @@ class Rests:
                 # A checkpoint repeats forward, and what forward writes.
                 self.gathered.settle_all()
                 self.rounds.rest()
+                if self.rounds.late and not self.unfinished:
+                    self.rounds.accept_late()
                 self.write_back.check()
 
         self.unfinished.add(task)
@@ -65,8 +66,10 @@ class Rests:
         """Rest until all ranks are at a step; the numbers that each rank tells."""
         # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
-        rows = self.rounds.rest(STEP, told)
         self.unfinished.clear()
+        if self.rounds.late:
+            self.rounds.accept_late()
+        rows = self.rounds.rest(STEP, told)
         self.write_back.sums.clear()
         return rows
 

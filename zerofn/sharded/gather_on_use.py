@@ -88,17 +88,18 @@ class Units:
             with beneath_functorch():
                 return self.look(path, keep)
         gathered = self.gathered
-        found = gathered.seen.get(i) if keep else None
-        if found is None:
-            # The same tensor in every mode, as a parameter is.
-            with outside_inference_mode(), torch.enable_grad():
-                found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
-            self.forward_writes.give(i, found)
-            if keep:
-                gathered.seen[i] = found
-        elif i in gathered.live:
-            gathered.live.move_to_end(i)
-        return found[j]
+        with self.rounds.lock:
+            found = gathered.seen.get(i) if keep else None
+            if found is None:
+                # The same tensor in every mode, as a parameter is.
+                with outside_inference_mode(), torch.enable_grad():
+                    found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
+                self.forward_writes.give(i, found)
+                if keep:
+                    gathered.seen[i] = found
+            elif i in gathered.live:
+                gathered.live.move_to_end(i)
+            return found[j]
 
     def gather_alone(self, path: str) -> Tensor:
         """A full parameter in the stored dtype, for code outside of the model; differentiable."""
@@ -106,13 +107,14 @@ class Units:
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype: those that are here, or gathered now."""
-        found = self.gathered.get(i)
-        if found is None:
-            self.gathered.drop(ALIVE - 1)
-            with self._sending():
-                found = self.rounds.perform(PARAMETERS, i)
-            self.gathered.put(i, found)
-        return found
+        with self.rounds.lock:
+            found = self.gathered.get(i)
+            if found is None:
+                self.gathered.drop(ALIVE - 1)
+                with self._sending():
+                    found = self.rounds.perform(PARAMETERS, i)
+                self.gathered.put(i, found)
+            return found
 
     def parameter(self, i: int, j: int, age: int) -> Tensor:
         """One full parameter, for a graph that was made when it had changed `age` times.
@@ -120,19 +122,20 @@ class Units:
         Raises:
             RuntimeError: it has changed since. Autograd has no version to compare here.
         """
-        if age != self.age(i, j):
-            raise RuntimeError(
-                explain(
-                    "backward through a graph from before the parameters were updated",
-                    "under shard they are gathered again, and are no longer those of forward",
-                    "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
+        with self.rounds.lock:
+            if age != self.age(i, j):
+                raise RuntimeError(
+                    explain(
+                        "backward through a graph from before the parameters were updated",
+                        "under shard they are gathered again, and are no longer those of forward",
+                        "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
+                    )
                 )
-            )
-        if i not in self.gathered.live:
-            return self.parameters(i)[j]
-        # Its age told of writes into this one; writes into its neighbours are found where those are used.
-        self.gathered.live.move_to_end(i)
-        return self.gathered.live[i][j]
+            if i not in self.gathered.live:
+                return self.parameters(i)[j]
+            # Its age told of writes into this one; writes into its neighbours are found where those are used.
+            self.gathered.live.move_to_end(i)
+            return self.gathered.live[i][j]
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters as tensors that are gathered when something is computed with them."""
@@ -169,8 +172,9 @@ class Units:
 
     def end_of_call(self) -> None:
         """A call of the model has ended: the tensors it was given belong to its graph alone."""
-        self.gathered.settle_all()
-        self.gathered.seen.clear()
+        with self.rounds.lock:
+            self.gathered.settle_all()
+            self.gathered.seen.clear()
         if not self.suspended:
             self.rests.after_call()
 

@@ -7,6 +7,7 @@ unit is gathered while the last one computes (prefetch).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import graph_task
 from ..core.layout import Leaf
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import CALL, Asked, Rounds
@@ -45,6 +47,9 @@ class UnitRounds:
         partial: paths of leaves whose gradient of this step may still grow by other ranks' parts.
         kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
             numbers one has cleared its part of a sum of which the others have theirs.
+        unfinished: backwards since the last step that have not ended, by autograd's number.
+        lock: held by the thread that sends, or that changes what is gathered: with several, collectives come in the
+            order in which threads ask, which the exchange in front of each brings together over ranks.
     """
 
     def __init__(
@@ -62,6 +67,10 @@ class UnitRounds:
         self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
         self.partial: set[str] = set()
         self.kept = 0
+        self.lock = threading.RLock()
+        self.unfinished: set[int] = set()
+        # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
+        self.late: list[tuple[Leaf, Tensor]] = []
         # What followed each pair of collectives the last time. Of pairs, since between any two blocks there may be
         # parameters that all blocks share.
         self.followers: dict[tuple[Asked, Asked], Asked] = {}
@@ -80,28 +89,31 @@ class UnitRounds:
             and unscaled, `None` where no rank has one.
         """
         begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
-        if self.prefetch:
-            self.followers[self.last_two] = (kind, i)
-            self.last_two = (self.last_two[1], (kind, i))
-            found = self.protocol.perform(kind, i, begin, self._expected, self._begin_next)
-        else:
-            found = self.protocol.perform(kind, i, begin)
-        if kind == GRADIENTS:
-            self.kept += 1
-            if not self.protocol.together:
-                self.partial.update(leaf.path for leaf in self.units[i])
-        return found
+        with self.lock:
+            if self.prefetch:
+                self.followers[self.last_two] = (kind, i)
+                self.last_two = (self.last_two[1], (kind, i))
+                found = self.protocol.perform(kind, i, begin, self._expected, self._begin_next)
+            else:
+                found = self.protocol.perform(kind, i, begin)
+            if kind == GRADIENTS:
+                self.kept += 1
+                if not self.protocol.together:
+                    self.partial.update(leaf.path for leaf in self.units[i])
+            return found
 
     def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
         """Nothing follows here: take part in what others want until every rank rests; see `Rounds.rest`."""
-        self.followers.pop(self.last_two, None)
-        self.last_two = (START, START)
-        return self.protocol.rest(place, told)
+        with self.lock:
+            self.followers.pop(self.last_two, None)
+            self.last_two = (START, START)
+            return self.protocol.rest(place, told)
 
     def meet(self, what: int) -> str:
         """Wait until all ranks have come to the same; see `Rounds.meet`."""
         # Ranks in different backwards have not: their gradients differ.
-        return self.protocol.meet(lambda: what * COUNTED + self.kept % COUNTED)
+        with self.lock:
+            return self.protocol.meet(lambda: what * COUNTED + self.kept % COUNTED)
 
     def _expected(self, most: int) -> list[Asked]:
         """The all-gathers of parameters that followed here the last time, at most so many of them.
@@ -144,9 +156,16 @@ class UnitRounds:
         """Wait for gradients of a unit that only other ranks wanted, and keep this rank's shards of them."""
         with outside_inference_mode(), torch.no_grad():
             self.kept += 1
-            for leaf, g in zip(self.units[i], end(), strict=True):
-                if g is not None:
-                    self.accept(leaf, g)
+            self.late += [(leaf, g) for leaf, g in zip(self.units[i], end(), strict=True) if g is not None]
+            if self.late and not self.unfinished - {graph_task()}:
+                self.accept_late()
+
+    def accept_late(self) -> None:
+        """Take the gradients that have waited for the ends of backwards."""
+        with self.lock:
+            late, self.late = self.late, []
+            for leaf, g in late:
+                self.accept(leaf, g)
 
     def _gather(self, i: int, tensors: tuple[Tensor | None, ...] = ()) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of a unit: of its parameters, or of `tensors`, with zeros for `None`."""

@@ -1,0 +1,81 @@
+"""Several threads of one rank that call a model at once, or run backwards at once: sums are those of one thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import around
+from time_limits import limit
+from torch import Tensor, nn
+
+import zerofn as zf
+
+THREADS, STEPS = 3, 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.Tanh())]).double()
+
+
+def batch(step: int, rank: int, thread: int) -> Tensor:
+    seed = 100 * step + 10 * rank + thread
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def in_threads(what: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(what, range(THREADS)))
+
+
+def train(stage: Any, calls: bool, backwards: bool) -> dict[str, Tensor]:
+    """How parameters change in a few steps, with threads that are switched as often as Python can."""
+    sys.setswitchinterval(1e-5)
+    model = net()
+    begun = {path: p.detach().clone() for path, p in model.named_parameters()}
+    opt = zf.attach(model, zf.chain(*around(stage, window=zf.accumulate(1)), zf.sgd(0.1)))
+    for step in range(STEPS):
+        rank = dist.get_rank()
+
+        def loss(thread: int, step: int = step, rank: int = rank) -> Tensor:
+            return model(batch(step, rank, thread)).square().mean()
+
+        losses = in_threads(loss) if calls else [loss(thread) for thread in range(THREADS)]
+        if backwards:
+            in_threads(lambda thread, losses=losses: losses[thread].backward())
+        else:
+            sum(losses).backward()
+        opt.step()
+        opt.zero_grad()
+    with opt.gathered():
+        return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+
+
+def by_torch(ranks: int) -> dict[str, Tensor]:
+    model = net()
+    begun = {path: p.detach().clone() for path, p in model.named_parameters()}
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            for thread in range(THREADS):
+                (model(batch(step, rank, thread)).square().mean() / ranks).backward()
+        opt.step()
+        opt.zero_grad()
+    return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("calls", "backwards"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_threads_of_each_rank_add_up_as_one_does(stage: int, calls: bool, backwards: bool):
+    want = by_torch(2)
+    for found in zf.launch(train, 2, stage, calls, backwards, timeout=limit()):
+        for path, x in want.items():
+            # Gradients are added in another order.
+            torch.testing.assert_close(found[path], x, rtol=1e-10, atol=1e-13)
+            assert x.abs().max() > 1e-4
