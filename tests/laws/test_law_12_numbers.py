@@ -1,4 +1,4 @@
-"""Law 12 over ranks, by numbers that all of them have: arguments of `leafwise`, and schedules.
+"""Law 12 over ranks, by numbers that all of them have: arguments of `leafwise`, schedules, totals, metrics.
 
 The reference is one process on the same numbers, and that is held against differences in float64.
 """
@@ -10,6 +10,7 @@ from time_limits import limit
 from torch.func import grad, jvp
 
 import zerofn as zf
+from zerofn.extend import Prepared, Scope, Transform, squared_norm, transform
 
 F64 = torch.float64
 # One element is on the first rank alone, so that others have an empty piece; and there are rows for all ranks.
@@ -33,12 +34,45 @@ def along_rows(grad, param, state, *, beta):
     return state / (1 + state.abs().sum(-1, keepdim=True)), state
 
 
+@transform
+def unit_norm():
+    """That of docs/writing-a-transform.md."""
+
+    def prepare(state, grads, params, ctx):
+        norm = ctx.total(squared_norm, grads).sqrt()
+        ctx.report("norm_before", norm)
+        return Prepared(carry=norm)
+
+    def update(grads, state, params, norm, ctx):
+        return {path: g / norm for path, g in grads.items()}, state
+
+    return Transform("unit_norm", Scope.TREE, needs="number", prepare_fn=prepare, update_fn=update)
+
+
+@transform
+def below_a_mean(decay):
+    """Keeps a running mean of norms, a number that is in the state."""
+
+    def prepare(state, grads, params, ctx):
+        mean = state["mean"] + ctx.replicated(decay) * (ctx.total(squared_norm, grads) - state["mean"])
+        return Prepared(carry=(1 + mean).rsqrt(), state={"mean": mean})
+
+    functions = {"init_fn": lambda leaves, layout: {"mean": torch.ones((), dtype=F64)}, "prepare_fn": prepare}
+    update = lambda grads, state, params, carry, ctx: ({p: carry * g for p, g in grads.items()}, state)  # noqa: E731
+    return Transform("below_a_mean", Scope.TREE, needs="number", update_fn=update, **functions)
+
+
 CASES = {
     "rate": lambda r: [descent(lr=r)],
     "schedule": lambda r: [descent(lr=lambda step: r / (1 + step))],
     "tree of arguments": lambda r: [scaled_and_shifted(by=([r, r.view(1, 1) ** 2], {"all": r / 5})), zf.sgd(0.1)],
     "rows": lambda r: [along_rows(beta=r), zf.sgd(0.1)],
+    "total": lambda r: [unit_norm(), zf.sgd(r)],
+    "mean of totals": lambda r: [below_a_mean(r), zf.sgd(0.1)],
+    "members": lambda r: [zf.partition({"one": descent(lr=r), "rows": zf.chain(unit_norm(), zf.sgd(r))}, str)],
+    "clip": lambda r: [zf.clip_by_global_norm(r * 5, over=lambda squares: squares + r), zf.sgd(0.1)],
 }
+METRICS = {"rate": "lr", "schedule": "lr", "total": "norm_before", "clip": "grad_norm"}
 
 
 def loss(p):
@@ -50,8 +84,9 @@ def after(case, stage, rate, one, create_graph=False):
     state = zf.init(tx, {**START, "one": one}, create_graph=create_graph)
     step = zf.make_step(loss, tx, create_graph=create_graph or None)
     for _ in range(3):
-        state, _ = step(state)
-    return loss(zf.full_params(tx, state))
+        state, metrics = step(state)
+    shown = metrics[METRICS[case]] ** 2 if case in METRICS else 0
+    return loss(zf.full_params(tx, state)) + shown
 
 
 def derivatives(case, stage="one process"):
