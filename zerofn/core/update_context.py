@@ -22,7 +22,7 @@ class Reduction(Protocol):
         """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
         ...
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
         ...
 
@@ -49,7 +49,7 @@ class OneProcess:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         return number(leaves)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Context:
         """
         return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
 
         Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks. It is for

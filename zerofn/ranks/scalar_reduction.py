@@ -53,10 +53,12 @@ class RankReduction:
             )
         return _reduced_by(_for_parts, (*self.shards, *self.model), x)
 
-    def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
+    def total(self, number: Callable[[dict[str, Tensor]], Any], leaves: dict[str, Tensor]) -> Tensor:
         if self.elsewhere:
             leaves = {path: _zero(x) if path in self.elsewhere else x for path, x in leaves.items()}
-        return _reduced_by(_for_parts, (*self.shards, *self.model), number(leaves))
+        found = number(leaves)
+        found = found if isinstance(found, Tensor) else _as_tensor(found, leaves)
+        return _reduced_by(_for_parts, (*self.shards, *self.model), found)
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -85,6 +87,18 @@ class RankReduction:
 def _zero(x: Tensor) -> Tensor:
     """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
     return x[:0] if x.ndim else nothing_of(x).sum()
+
+
+def _as_tensor(number: Any, leaves: dict[str, Tensor]) -> Tensor:
+    """A number of Python, such as the 0 that `sum` makes of no leaves at all, as a tensor that can be sent.
+
+    A rank without elements may have such a number where others have a sum. So it is of the dtype of one, and a function
+    of the leaves, or that rank would be missing where the others exchange derivatives.
+    """
+    none: Any = torch.zeros((), dtype=torch.float32)
+    if leaves:
+        none = sum(nothing_of(x).abs().sum() for x in leaves.values())
+    return none.to(torch.promote_types(none.dtype, torch.float32)) + number
 
 
 class _Maximum(Function):
