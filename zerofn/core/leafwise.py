@@ -20,7 +20,7 @@ from .own_memory import own_start, own_update
 from .returned_updates import misfit
 from .state import counter
 from .transform import Transform, TransformState
-from .tree import flatten
+from .tree import flatten, tree_map
 from .update_context import Context, Prepared
 
 P = ParamSpec("P")
@@ -202,9 +202,12 @@ class _OnLeaves:
             rate = plain(ctx.lr.get(ctx.prefix, self.config["lr"]))
             if self.scheduled or rate is not self.config["lr"]:
                 rate = learning_rate(self.name, rate, now)
-            if isinstance(rate, int | float | Tensor):
-                ctx.report("lr", rate)
-            found["lr"] = ctx.replicated(rate) if self.scheduled else rate
+            found["lr"] = rate
+        if ctx.recorded:
+            # All ranks have the same arguments, beside what each has of a leaf: a derivative by them is a sum.
+            found = tree_map(ctx.replicated, found)
+        if self.optimizes and isinstance(rate := found.get("lr"), int | float | Tensor):
+            ctx.report("lr", rate)
         if STEP in self.provided:
             found[STEP] = now
         return Prepared(carry=found, state={STEP: state[STEP] + 1} if self.counts else {})

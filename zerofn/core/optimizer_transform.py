@@ -115,13 +115,13 @@ class _Update:
         rate = ctx.lr.get(ctx.prefix, self.lr)
         if rate is not self.lr or not self.checked:
             rate = learning_rate(self.name, rate, ctx.read(state["step"]))
-        ctx.report("lr", rate)
         changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
         if changed:
             numbers = {**numbers, **_by_number(changed, numbers)}
         if ctx.recorded:
             (rate,) = once(rate)
             rate, numbers = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in numbers.items()}
+        ctx.report("lr", rate)
         return Prepared(carry=(rate, numbers), state={"step": state["step"] + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):

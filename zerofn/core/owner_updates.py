@@ -19,6 +19,7 @@ from .._errors import bad_leaves
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaves
 from .leaf_entries import of_leaves, overlaid, places
+from .owner_derivatives import hung_on, nothing_of_all
 from .owners import OwnerExchange, OwnerFailed, owner_exchange
 from .partition import replace_innermost
 from .row_updates import Rows, local_rows, on_rows, states_have_leaf_shapes
@@ -82,7 +83,8 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
         here = {path: x for path, x in pieces.items() if path not in owned}
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
             return part.init_fn({**here, **{p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}}, layout)
-        wholes = at.to_owners({path: x.detach() for path, x in pieces.items()})
+        received: list[Tensor] = []
+        wholes = at.to_owners(pieces, received)
         failure: Exception | None = None
         everywhere: TransformState = {}
         own: TransformState = {}
@@ -97,27 +99,31 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
             failure = error
         at.agree(failure)
         device = next(iter(pieces.values())).device
-        return overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
+        made = overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
+        return hung_on(nothing_of_all(received), made)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
         theirs = {path: g for path, g in grads.items() if path in owned}
         here = [path for path in grads if path not in owned]
         own = of_leaves(state, places(state, paths), {*here, *at.mine(theirs)})
-        wholes = {**{path: params[path] for path in here}, **at.to_owners(given)}
-        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs)}
+        received: list[Tensor] = []
+        wholes = {**{path: params[path] for path in here}, **at.to_owners(given, received)}
+        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs, received)}
+        nothing = nothing_of_all((received, state, carry)) if ctx.recorded else None
         like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
         try:
             out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
         except Exception as error:
             # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
             with contextlib.suppress(OwnerFailed):
-                at.to_pieces(error, like, first)
+                at.to_pieces(error, like, first, nothing)
             raise
+        kept = hung_on(nothing, overlaid(state, new))
         if out is None:
-            return None, overlaid(state, new)
-        pieces = at.to_pieces(out, like, first)
-        return {path: pieces[path] if path in owned else out[path] for path in grads}, overlaid(state, new)
+            return None, kept
+        pieces = at.to_pieces(out, like, first, nothing)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, kept
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .._errors import explain
 from ..kernels.recording import concrete
+from ..ranks.all_to_all import exchange_rows
 from ..ranks.backend import gather_objects
-from ..ranks.collectives import exchange_into
 from .layout import Leaf, Leaves
 from .views import Wire
 
@@ -91,23 +91,22 @@ class AxisExchange:
         spans = [{p: (low - begin[p], high - begin[p]) for p, (low, high) in own.items()} for own in found]
         return cls(wire, leaves, rank_of, spans)
 
-    def to_owners(self, pieces: Leaves) -> Leaves:
+    def to_owners(self, pieces: Leaves, received: list[Tensor]) -> Leaves:
         out: Leaves = {}
         for leaves in self._by_dtype(pieces):
             like, owned = pieces[leaves[0].path], self._by_owner(leaves)
             mine = owned[self.wire.group.rank]
             sent = [[pieces[leaf.path] for leaf in of_rank] for of_rank in owned]
             lengths = [[self._length(rank, leaf) for leaf in mine] for rank in self._ranks]
-            got = self._exchange(sent, lengths, like)
+            got, rows = self._exchange(sent, lengths, like)
+            received.append(rows)
             for i, leaf in enumerate(mine):
-                full = like.new_empty(max(spans[leaf.path][1] for spans in self.spans))
-                for rank in self._ranks:
-                    low, high = self.spans[rank][leaf.path]
-                    full[low:high] = got[rank][i]
-                out[leaf.path] = full.view(leaf.shape) if full.numel() == leaf.numel else full
+                in_turn = sorted(self._ranks, key=lambda rank, path=leaf.path: self.spans[rank][path])
+                full = torch.cat([got[rank][i] for rank in in_turn])
+                out[leaf.path] = full.view(leaf.shape if full.numel() == leaf.numel else -1)
         return out
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
+    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor, nothing: Tensor | None) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
         # Where no leaf travels along this axis a flag does all the same: a rank that owns none may have failed too.
@@ -127,11 +126,11 @@ class AxisExchange:
             if tells:
                 said = first.new_full((1,), float(isinstance(wholes, Exception)))
                 sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
-            got = self._exchange(sent, lengths, first)
+            got, _ = self._exchange(sent, lengths, first, nothing)
             if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
                 raise OwnerFailed(self.failures(wholes))
             for of_rank, parts in zip(owned, got, strict=True):
-                out.update({leaf.path: part for leaf, part in zip(of_rank, parts, strict=True)})
+                out.update({leaf.path: part.view(-1) for leaf, part in zip(of_rank, parts, strict=True)})
         if isinstance(wholes, Exception):
             raise wholes
         return {path: out[path] for path in like}
@@ -166,13 +165,19 @@ class AxisExchange:
                 found.setdefault((tensors[leaf.path].dtype, tensors[leaf.path].device), []).append(leaf)
         return list(found.values())
 
-    def _exchange(self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """All-to-all of lists of tensors, one list for each rank; `lengths` are those of what comes from each."""
-        flat = torch.cat([like.new_empty(0), *(x.reshape(-1) for parts in sent for x in parts)])
+    def _exchange(
+        self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor, nothing: Tensor | None = None
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        """All-to-all of lists of tensors, one list for each rank; `lengths` are those of what comes from each.
+
+        What comes are columns, and all of them one below the other: of a second derivative `torch.cat` leaves out what
+        has one axis and no elements. They are functions of `nothing`.
+        """
+        hung = [like.new_empty((0, 1)) if nothing is None else nothing.to(like)]
+        rows = torch.cat([*hung, *(x.reshape(-1, 1) for parts in sent for x in parts)])
         totals = [sum(of_rank) for of_rank in lengths]
-        out = like.new_empty(sum(totals))
-        exchange_into(out, flat, totals, [sum(x.numel() for x in parts) for parts in sent], self.wire.group)
-        return [list(got.split(of_rank)) for got, of_rank in zip(out.split(totals), lengths, strict=True)]
+        out = exchange_rows(rows, totals, [sum(x.numel() for x in parts) for parts in sent], self.wire.group)
+        return [list(got.split(of_rank)) for got, of_rank in zip(out.split(totals), lengths, strict=True)], out
 
 
 @dataclass(frozen=True)
@@ -196,19 +201,25 @@ class OwnerExchange:
         """Those of leaves that this rank owns."""
         return _owned_here(self.axes, paths)
 
-    def to_owners(self, pieces: Leaves) -> Leaves:
-        """The whole leaves that this rank owns, from the pieces of all ranks. The same paths on every rank."""
+    def to_owners(self, pieces: Leaves, received: list[Tensor]) -> Leaves:
+        """The whole leaves that this rank owns, from the pieces of all ranks. The same paths on every rank.
+
+        What has come, which is nothing where this rank owns nothing, goes into `received` too.
+        """
         for axis in reversed(self.axes):
-            pieces = axis.to_owners(pieces)
+            pieces = axis.to_owners(pieces, received)
         return pieces
 
-    def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor) -> Leaves:
+    def to_pieces(
+        self, wholes: Leaves | Exception, like: Leaves, first: Tensor, nothing: Tensor | None = None
+    ) -> Leaves:
         """This rank's pieces of all leaves, from the whole ones at their owners.
 
         Args:
             wholes: the leaves that this rank owns; or why there are none.
             like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
             first: a tensor on that device.
+            nothing: of no elements; the pieces are functions of it.
 
         Raises:
             OwnerFailed: on every rank, if there are none on one.
@@ -216,7 +227,7 @@ class OwnerExchange:
         for i, axis in enumerate(self.axes):
             here = _owned_here(self.axes[i + 1 :], like)
             try:
-                wholes = axis.to_pieces(wholes, {path: like[path] for path in here}, first)
+                wholes = axis.to_pieces(wholes, {path: like[path] for path in here}, first, nothing)
             except Exception as error:  # which the other axes are told too
                 wholes = error
         if isinstance(wholes, Exception):

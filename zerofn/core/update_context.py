@@ -22,7 +22,7 @@ class Reduction(Protocol):
         """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
         ...
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
         ...
 
@@ -38,6 +38,10 @@ class Reduction(Protocol):
         """`x`, which is the same on all ranks, for use with a shard: its derivative adds up over shards."""
         ...
 
+    def alike(self, x: Tensor) -> Tensor:
+        """`x`, made of numbers for use with a shard, as one number again: of its derivative ranks have equal parts."""
+        ...
+
 
 class OneProcess:
     """The reduction of a world of one."""
@@ -45,7 +49,7 @@ class OneProcess:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         return number(leaves)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -55,6 +59,9 @@ class OneProcess:
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
+        return x
+
+    def alike(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -130,21 +137,26 @@ class Context:
         return number(x) if self.recorded else x.item()
 
     def replicated(self, x: Any) -> Any:
-        """A number that all ranks hold, a rate or a norm, for use with what each rank has of a leaf.
+        """A number that all ranks hold, such as a rate, for use with what each rank has of a leaf.
 
-        A derivative by it then adds up over ranks. Anything but a tensor is as it is.
+        A derivative by it then adds up over ranks. Anything but a tensor is as it is. Not for what `total` gives, which
+        is made for that use.
         """
         return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
 
-        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks.
+        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks. It is for
+        use with what each rank has of a leaf, as what `replicated` gives.
         """
         return self.reduction.total(number, leaves)
 
     def report(self, name: str, value: Any) -> None:
-        """Show a number in the step's metrics; of several with one name the first, that before any clipping."""
+        """Show a number in the step's metrics; of several with one name the first, that before any clipping.
+
+        To a derivative by the metric it is made of numbers of `total` and `replicated`.
+        """
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
@@ -152,6 +164,8 @@ class Context:
         if isinstance(self.comes, Tensor) and name in self.standing:
             held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
             value = torch.where(self.comes.to(value.device), value, held)
+        if self.recorded and value.is_floating_point():
+            value = self.reduction.alike(value)
         self.metrics.setdefault(self.prefix + name, value)
 
     def before_the_end(self, wait: Callable[[], None]) -> None:

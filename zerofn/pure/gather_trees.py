@@ -98,7 +98,8 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
 )
 def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
     pipe = pipe_of(tx, state, "zf.global_norm")
-    return pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm"))).sqrt()
+    squares = pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm")))
+    return pipe.reduction.alike(squares).sqrt()
 
 
 def _squares(leaves: Leaves) -> Tensor:

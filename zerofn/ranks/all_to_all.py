@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.recording import numbers_alone
 from .collective_checks import Split, check_match
 from .collectives import exchange_into
 from .differentiable import LinearCollective
@@ -51,6 +53,36 @@ class _Exchange(LinearCollective):
     def backward(ctx: Any, g: Tensor) -> Any:
         group, split_dim, concat_dim, _, split = ctx.args
         return _Exchange.apply(g, group, concat_dim, split_dim, split.rows, Split()), None, None, None, None, None
+
+
+class _ExchangeRows(LinearCollective):
+    @staticmethod
+    def forward(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+        # What is sent is of the lengths that ranks have agreed on, but for a batch.
+        check_match("an exchange of rows", x, group, Split(), free=0)
+        return _rows(x, outs, ins, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        outs, ins, group = ctx.args
+        return _ExchangeRows.apply(g, ins, outs, group), None, None, None
+
+
+def _rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+    got, wide = x.new_empty((sum(outs), *x.shape[1:])), math.prod(x.shape[1:])
+    lengths = [n * wide for n in outs], [n * wide for n in ins]
+    exchange_into(got.view(-1), x.contiguous().view(-1), *lengths, group)
+    return got
+
+
+def exchange_rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+    """Send `ins[r]` rows of `x` to rank r of several, in turn; of what is returned `outs[r]` rows come from it.
+
+    Its own adjoint, with the lengths swapped.
+    """
+    if numbers_alone((x,)):
+        return _rows(x, outs, ins, group)
+    return _ExchangeRows.apply(x, outs, ins, group)  # type: ignore[return-value]
 
 
 def all_to_all(

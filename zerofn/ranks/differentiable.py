@@ -121,6 +121,29 @@ class _Reduce(LinearCollective):
         return _Replicate.apply(g, *ctx.args), None, None
 
 
+class _Alike(LinearCollective):
+    """The mean over ranks of what is the same on all of them, which nothing need be sent for."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Shared.apply(g, *ctx.args), None
+
+
+class _Shared(LinearCollective):
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return x / group.size
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (group,) = ctx.args
+        return _Reduce.apply(g, group, None) / group.size, None  # type: ignore[operator]
+
+
 def all_gather(
     x: Tensor, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -204,6 +227,31 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
     if group.size == 1:
         return x
     return _Reduce.apply(x, group, reduce_dtype)  # type: ignore[return-value]
+
+
+def alike(x: Tensor, group: Group) -> Tensor:
+    """`x` itself, equal on all ranks, of which one value is wanted; each rank's cotangent is an equal part of its own.
+
+    For a number made of `replicate`d ones, whose cotangents would be counted on every rank. Inverse of `replicate`.
+
+    >>> alike(torch.ones(2), Group())
+    tensor([1., 1.])
+    """
+    if group.size == 1:
+        return x
+    return _Alike.apply(x, group)  # type: ignore[return-value]
+
+
+def nothing_of(x: Tensor) -> Tensor:
+    """A tensor without elements, of shape (0, 1), that is a function of `x`.
+
+    A collective that a rank has nothing for hangs on it: all ranks are to make the same collectives in backward. Of an
+    axis alone `torch.cat` would leave it out of second derivatives.
+
+    >>> nothing_of(torch.ones(2, 3)).shape
+    torch.Size([0, 1])
+    """
+    return (x if x.dim() else x[None])[:0].reshape(0, 1)
 
 
 def check_axis(x: Tensor, size: int, what: str) -> None:

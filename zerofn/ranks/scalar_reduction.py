@@ -2,8 +2,8 @@
 
 Where autograd or torch.func records them they are differentiable collectives. The derivative depends on the scalar:
 
-* a norm is one number, computed alike on all ranks: its one cotangent passes to each rank's part;
-* a scalar that a rank uses with its own shard is `replicate`d first: the cotangents of all shards add up;
+* a scalar that a rank uses with its own shard, a norm or a rate, is `replicate`d: the cotangents of all shards add up;
+* a metric is one number, and made `alike` of such scalars: of its one cotangent each rank has an equal part;
 * of a mean of scalars that each rank has for itself, the cotangent is a mean too: a rank's loss counts as one of many.
 """
 
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from .._errors import explain
 from ..kernels.recording import numbers_alone
 from .collectives import all_reduce_
-from .differentiable import all_reduce, replicate
+from .differentiable import alike, all_reduce, nothing_of, replicate
 from .group import Group
 
 
@@ -51,12 +51,14 @@ class RankReduction:
                     "ctx.total(squared_norm, grads): of what, and how a number is made of it",
                 )
             )
-        return _sum(x, *self.shards, *self.model)
+        return _reduced_by(_for_parts, (*self.shards, *self.model), x)
 
-    def total(self, number: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor]) -> Tensor:
+    def total(self, number: Callable[[dict[str, Tensor]], Any], leaves: dict[str, Tensor]) -> Tensor:
         if self.elsewhere:
             leaves = {path: _zero(x) if path in self.elsewhere else x for path, x in leaves.items()}
-        return _sum(number(leaves), *self.shards, *self.model)
+        found = number(leaves)
+        found = found if isinstance(found, Tensor) else _as_tensor(found, leaves)
+        return _reduced_by(_for_parts, (*self.shards, *self.model), found)
 
     def mean(self, x: Tensor) -> Tensor:
         return mean_over(self.groups, x)
@@ -70,14 +72,33 @@ class RankReduction:
         return x
 
     def replicate(self, x: Tensor) -> Tensor:
+        return self._on_parts(x, replicate)
+
+    def alike(self, x: Tensor) -> Tensor:
+        return self._on_parts(x, alike)
+
+    def _on_parts(self, x: Tensor, collective: Any) -> Tensor:
+        """A collective that sends something in backward alone, over the ranks that have parts of leaves."""
         for group in () if numbers_alone((x,)) else (*self.shards, *self.model):
-            x = _on_group_device(group, x, replicate)
+            x = _on_group_device(group, x, collective)
         return x
 
 
 def _zero(x: Tensor) -> Tensor:
     """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
-    return x.new_zeros((0,) if x.ndim else ())
+    return x[:0] if x.ndim else nothing_of(x).sum()
+
+
+def _as_tensor(number: Any, leaves: dict[str, Tensor]) -> Tensor:
+    """A number of Python, such as the 0 that `sum` makes of no leaves at all, as a tensor that can be sent.
+
+    A rank without elements may have such a number where others have a sum. So it is of the dtype of one, and a function
+    of the leaves, or that rank would be missing where the others exchange derivatives.
+    """
+    none: Any = torch.zeros((), dtype=torch.float32)
+    if leaves:
+        none = sum(nothing_of(x).abs().sum() for x in leaves.values())
+    return none.to(torch.promote_types(none.dtype, torch.float32)) + number
 
 
 class _Maximum(Function):
@@ -100,10 +121,15 @@ class _Maximum(Function):
         return _Maximum.apply(x, group), in_dims[0]  # type: ignore[return-value]
 
 
-def _sum(x: Tensor, *groups: Group) -> Tensor:
+def _for_parts(x: Tensor, group: Group) -> Tensor:
+    return replicate(all_reduce(x, group), group)
+
+
+def _reduced_by(collective: Callable[[Tensor, Group], Tensor], groups: Sequence[Group], x: Tensor) -> Tensor:
+    """The sum over the ranks of all groups: by this collective where it is recorded."""
     alone = numbers_alone((x,))
     for group in groups:
-        x = _reduced(x, group, "sum") if alone else _on_group_device(group, x, all_reduce)
+        x = _reduced(x, group, "sum") if alone else _on_group_device(group, x, collective)
     return x
 
 
@@ -121,5 +147,5 @@ def mean_over(groups: Sequence[Group], x: Tensor) -> Tensor:
     """The mean of a scalar over the ranks of all axes."""
     for group in groups:
         x = x if numbers_alone((x,)) else _on_group_device(group, x, replicate)
-        x = _sum(x, group) / group.size
+        x = _reduced_by(all_reduce, (group,), x) / group.size
     return x

@@ -65,8 +65,8 @@ class RecordedNumbers:
     def sum(self, x: Tensor) -> Tensor:
         return self._ask("sum", x)
 
-    def total(self, number: Callable[[Leaves], Tensor], leaves: Leaves) -> Tensor:
-        return self.sum(number(leaves))
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        return self.sum(torch.as_tensor(number(leaves)))
 
     def mean(self, x: Tensor) -> Tensor:
         return self._ask("mean", x)
@@ -75,6 +75,9 @@ class RecordedNumbers:
         return self._ask("max", x)
 
     def replicate(self, x: Tensor) -> Tensor:
+        return x
+
+    def alike(self, x: Tensor) -> Tensor:
         return x
 
     def _ask(self, kind: str, x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def _prepare(
     # In most steps the factor is certainly one: then it is not computed.
     if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
         return Prepared()
-    ratio = (norm + 1e-6).reciprocal().mul(max_norm)
+    ratio = (norm + 1e-6).reciprocal().mul(ctx.replicated(max_norm) if ctx.recorded else max_norm)
     # A factor of one changes no bit of the gradient and none of a derivative.
     if not ctx.recorded and ratio.is_cpu:
         # The minimum of one and a factor that is no larger, or NaN, is that factor.
@@ -94,7 +94,7 @@ def _prepare(
     if certain(ratio > 1):
         return Prepared()
     (coefficient,) = once(ratio.clamp(max=1.0))
-    return Prepared(carry=ctx.replicated(coefficient))
+    return Prepared(carry=coefficient)
 
 
 def _update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):
@@ -103,7 +103,8 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, coefficient: T
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
     """What `over` returns, after a check that it is no smaller than `squares` and equal on all ranks."""
-    total = torch.as_tensor(over(squares))
+    # `over` adds numbers that are one on all ranks, to a derivative too.
+    total = torch.as_tensor(ctx.replicated(over(ctx.reduction.alike(squares))))
     if total.ndim or not total.is_floating_point():
         _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
