@@ -72,7 +72,27 @@ def into_out(g, p):
     return torch.mul(g, 3.0, out=out)
 
 
+def full(g):
+    return torch.arange(g.numel(), dtype=torch.float64).view(g.shape) % 3
+
+
+def with_a_mask(g, p):
+    return g * full(g) + full(g)[:1] * g
+
+
+def where_a_mask_says(g, p):
+    return torch.where(full(g) > 0, g, 0.0).masked_fill(full(g) > 1, 0.5)
+
+
+def with_masks_in_lists(g, p):
+    (masked,) = torch._foreach_mul([g], [full(g)])
+    return torch.addcmul(masked, g, full(g) - 1, value=0.5)
+
+
 LINEAR = (
+    with_a_mask,
+    where_a_mask_says,
+    with_masks_in_lists,
     times,
     decayed,
     by_the_parameter,

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import in_backward
 from .global_shape import printed, sizes
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
 from .read_only_views import read_only
-from .torch_function_arguments import FOREACH, columns_of, side_by_side, tensors_in, wholes
+from .torch_function_arguments import FOREACH, Wholes, columns_of, side_by_side, tensors_in, wholes
 from .torch_function_kinds import Kind, dtype_in
 
 # Memory formats that a flat shard cannot have.
@@ -38,11 +39,37 @@ def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """The same of single tensors, or of one column of the lists of a `foreach` function."""
-    if stays(name, args, kwargs, origin_of):
-        out = func(*args, **kwargs)
-        of = first_of((*args, *kwargs.values()), origin_of)
-        return Stay(out, of) if isinstance(out, Tensor) else _each(out, [of] * len(out))
-    return computes(func, name, args, kwargs, origin_of)
+    if not stays(name, args, kwargs, origin_of):
+        local = _rows_beside(args, kwargs, origin_of)
+        if local is None:
+            return computes(func, name, args, kwargs, origin_of)
+        args, kwargs = local
+    out = func(*args, **kwargs)
+    of = first_of((*args, *kwargs.values()), origin_of)
+    return Stay(out, of) if isinstance(out, Tensor) else _each(out, [of] * len(out))
+
+
+def _rows_beside(args: tuple, kwargs: dict, origin_of: OriginOf) -> tuple[tuple, dict] | None:
+    """In a hook, and of what it kept: the arguments with this rank's rows of plain tensors beside parts, a mask.
+
+    Nothing is gathered there. `None` elsewhere, and where it takes more than rows of what broadcasts to the whole.
+    """
+    tensors = [*tensors_in((*args, *kwargs.values()))]
+    parts = [of for of in map(origin_of, tensors) if of is not None]
+    of = parts[0]
+    if not (in_backward() or any(part.in_hook for part in parts)) or not all(map(of.alike, parts)):
+        return None
+    beside = [x for x in tensors if origin_of(x) is None]
+    if any((x.requires_grad and torch.is_grad_enabled()) or not _expands(x.shape, of.shape) for x in beside):
+        return None
+    cut = Wholes(lambda x: of.rows(x) if isinstance(x, Tensor) and x.dim() and origin_of(x) is None else None)
+    return cut.of(args), cut.of(kwargs)
+
+
+def _expands(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether `x.expand(whole)` is right for an `x` of this shape."""
+    aligned = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(own in (1, size) for own, size in aligned)
 
 
 def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
