@@ -65,6 +65,7 @@ class Placement:
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
         slots: what transforms keep of leaves, where leaves are cut.
+        seen_by: names of the views of one's own through which the model sees what is stored.
     """
 
     rank: int = 0
@@ -80,6 +81,7 @@ class Placement:
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     slots: tuple[SlotForm, ...] = ()
+    seen_by: tuple[str, ...] = ()
 
     def of(self, owner: str) -> Placement:
         """How the state of the transform of this name lies over ranks."""

@@ -198,7 +198,8 @@ def _with_owners(
 
 def _placement(road: Road) -> Placement:
     """How what is stored lies over ranks, and sums of gradients that are not yet reduced."""
-    placement = _behind(road, len(road.stages))
+    seen_by = tuple([view.name for view in road.stages if view.renumbers])
+    placement = replace(_behind(road, len(road.stages)), seen_by=seen_by)
     if not road.late:
         return placement
     copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])
