@@ -29,7 +29,9 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
         for name, value in standing(part, states.get(part.name, {})).items():
             ctx.report(name, value)
         if part.members_fn is not None:
-            for prefix, (member, paths) in part.members_fn(ctx.layout).items():
+            whole = len(params) == len(ctx.layout.trained)
+            asked = ctx.layout if whole else ctx.layout.only(params.keys())
+            for prefix, (member, paths) in part.members_fn(asked).items():
                 label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
                 inner = {member.name: states[part.name][label]}
                 here = {path: x for path, x in params.items() if path in paths}

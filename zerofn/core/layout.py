@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -189,6 +189,14 @@ class Layout:
         for i, _, entry in self.match(tree, "these are not the parameters of this state", "state.params"):
             found.setdefault(self.leaves[i].path, entry)
         return found
+
+    def only(self, paths: Set[str]) -> Layout:
+        """The layout of the leaves of these paths: what is inside of a group is not asked of leaves of others."""
+        if paths >= self.every:
+            return self
+        leaves = tuple([leaf for leaf in self.leaves if leaf.path in paths])
+        numbers: dict[str | None, int] = {leaf.path: i for i, leaf in enumerate(leaves)}
+        return replace(self, leaves=leaves, places=tuple([numbers.get(path, -1) for path in self.at]))
 
     def map_places(self, fn: Callable[[Leaf, Tensor], Tensor], tree: Tree) -> Tree:
         """`fn(leaf, tensor)` at every position by itself: to torch.func tied places are separate variables."""
