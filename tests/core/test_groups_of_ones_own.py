@@ -73,3 +73,56 @@ def test_an_update_of_its_own_is_kept_where_members_need_whole_leaves(stage: str
     torch.testing.assert_close(step_of_halved(stage), expected)
     for found in zf.launch(step_of_halved, 2, stage, timeout=limit()):
         torch.testing.assert_close(found, expected)
+
+
+KINDS = {"w": "matrix", "v": "vector"}
+
+
+def nested(policy: Callable, inside: Callable) -> Transform:
+    """A group inside of a partition, which knows the kinds of its own leaves alone."""
+    inner = inside({"matrix": zf.sgd(lr=0.1), "vector": zf.sgd(lr=0.2)}, policy)
+    return zf.partition({"known": inner, "bias": zf.sgd(lr=0.5)}, lambda path: "known" if path in KINDS else "bias")
+
+
+INSIDE = {
+    "partition": zf.partition,
+    "a chain of them": lambda of, kinds: zf.chain(
+        zf.masked(zf.clip_by_value(9.0), lambda path: bool(KINDS[path])), zf.partition(of, kinds)
+    ),
+    "on the host": lambda of, kinds: zf.offload(zf.partition(of, kinds)),
+    "two deep": lambda of, kinds: zf.partition({"all": zf.partition(of, kinds)}, lambda path: KINDS[path] and "all"),
+    "of one's own": by_kind,
+    "with its own update": halved,
+}  # fmt: skip
+
+
+def asked_of_its_own(inside: str, stage: str) -> list:
+    asked: set[str] = set()
+
+    def kinds(path: str) -> str:
+        asked.add(path)
+        return KINDS[path]
+
+    tx = zf.chain(FIRST[stage](), nested(kinds, INSIDE[inside]))
+    model = torch.nn.ParameterDict({name: torch.ones(2, 3) for name in ("w", "v", "c")})
+    opt = zf.attach(model, tx)
+    sum(p.sum() for p in model.values()).backward()
+    opt.step()
+    state = zf.init(tx, {name: torch.ones(2, 3) for name in ("w", "v", "c")})
+    state, _ = zf.make_step(lambda params: sum(p.sum() for p in params.values()), tx)(state)
+    assert asked == set(KINDS)
+    with opt.gathered():
+        found = [{name: p.detach().clone() for name, p in model.items()}, zf.full_params(tx, state)]
+    return found
+
+
+@pytest.mark.parametrize("stage", FIRST)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_group_inside_of_another_is_asked_of_its_own_leaves_alone(inside: str, stage: str) -> None:
+    half = 0.5 if inside == "with its own update" else 1.0
+    want = {"w": half * 0.9, "v": half * 0.8, "c": 0.5}
+    for ranks in (1, 2):
+        for found in zf.launch(asked_of_its_own, ranks, inside, stage, timeout=limit()):
+            for params in found:
+                for name, x in params.items():
+                    torch.testing.assert_close(x, torch.full((2, 3), want[name]))

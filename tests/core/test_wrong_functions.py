@@ -8,7 +8,7 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.extend import Facts, Scope, Transform, transform
+from zerofn.extend import Facts, Prepared, Scope, Transform, transform
 from zerofn.testing import check_transform
 
 
@@ -32,6 +32,23 @@ WRONG = {
     "prepares nothing of its own": (
         lambda: mine(prepare_fn=lambda *_: None, facts=Facts(keeps=False)),
         r"prepare_fn that gives a NoneType(.|\n)*Prepared\(",
+    ),
+    "emits nothing": (
+        lambda: mine(prepare_fn=lambda *_: Prepared(emit=None)),
+        r"Prepared\(emit=None\)(.|\n)*emit is a bool(.|\n)*emit=torch.isfinite",
+    ),
+    "emits nothing of its own": (
+        lambda: mine(prepare_fn=lambda *_: Prepared(emit=None), facts=Facts(keeps=False)),
+        r"Prepared\(emit=None\)",
+    ),
+    "emits a number": (lambda: mine(prepare_fn=lambda *_: Prepared(emit=1)), r"Prepared\(emit=1\)"),
+    "emits two": (
+        lambda: mine(prepare_fn=lambda *_: Prepared(emit=torch.tensor([True, False]))),
+        r"emit=<tensor of shape \(2,\), torch.bool(.|\n)*flags.all\(\)",
+    ),
+    "emits two of its own": (
+        lambda: mine(prepare_fn=lambda *_: Prepared(emit=torch.ones(2)), facts=Facts(keeps=False)),
+        r"emit=<tensor of shape \(2,\), torch.float32",
     ),
     "init of one": (
         lambda: mine(init_fn=lambda leaves: {}),

@@ -79,4 +79,5 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
                 if g is not None:
                     # A shard stays flat.
                     out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
-        return out
+        # Buckets are of one dtype each.
+        return {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}

@@ -22,7 +22,7 @@ from .leaf_entries import Places, moved, of_leaves, overlaid, places
 from .segments import States, Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
-from .update_context import Context, Prepared, not_prepared
+from .update_context import Context, Prepared, check_prepared
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
@@ -117,8 +117,8 @@ class Segment:
             self.prepared.append(
                 _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
             )
-            if not isinstance(self.prepared[-1], Prepared):
-                raise not_prepared(part.name, self.prepared[-1])
+            if not isinstance(self.prepared[-1], Prepared) or not isinstance(self.prepared[-1].emit, bool):
+                check_prepared(part.name, self.prepared[-1])
             if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
                 # What follows is chosen between old and new values, for each member of the batch.
                 self.ctx = ctx = replace(ctx, donate_to_kernels=False)

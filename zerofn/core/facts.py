@@ -24,7 +24,8 @@ class Facts:
         rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
         reports: metrics of the whole gradient that it reports, which the pipeline then does not compute; and counts of
-            its own. In a step that does not reach it each is 0, or what its state has under that name.
+            its own. In a step that does not reach it each is 0, or what its state has under that name. An optimizer
+            that looks at gradients (`Scope.TREE`) is not run in such a step, not even for its rate.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
         keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
             is handed or with one another, and updates with parameters of other leaves. Such are copied, for which

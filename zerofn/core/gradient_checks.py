@@ -46,7 +46,9 @@ def split_grads(layout: Layout, grads: Tree) -> Leaves:
     if bad:
         right = "the whole gradient at one place and None at the others; zf.vjp and zf.bind give gradients that add up"
         raise ValueError(bad_leaves("one gradient at several places of a tied parameter", bad, right))
-    return found
+    # One whose first place has none would come behind others.
+    tied = len(layout.places) > len(layout.leaves)
+    return {x.path: found[x.path] for x in layout.leaves if x.path in found} if tied else found
 
 
 def misshapen(g: Any, shape: Sequence[int]) -> str | None:

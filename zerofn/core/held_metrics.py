@@ -14,9 +14,10 @@ from .update_context import Context
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
     """Report the metrics of transforms that a held step does not reach.
 
-    An optimizer's rate is that of the update to come. A counter has its value in the transform's state, under the name
-    of the metric; any other metric is 0. In a graph or a batch, where every step computes everything and chooses
-    afterwards, `Context.report` puts these values in the place of those computed from gradients of zero.
+    An optimizer's rate is that of the update to come, where it looks at no gradient. A counter has its value in the
+    transform's state, under the name of the metric; any other metric is 0. In a graph or a batch, where every step
+    computes everything and chooses afterwards, `Context.report` puts these values in the place of those computed from
+    gradients of zero.
 
     Args:
         parts: the transforms after the one that holds.
@@ -28,14 +29,17 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
         for name, value in standing(part, states.get(part.name, {})).items():
             ctx.report(name, value)
         if part.members_fn is not None:
-            for prefix, (member, paths) in part.members_fn(ctx.layout).items():
+            whole = len(params) == len(ctx.layout.trained)
+            asked = ctx.layout if whole else ctx.layout.only(params.keys())
+            for prefix, (member, paths) in part.members_fn(asked).items():
                 label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
                 inner = {member.name: states[part.name][label]}
                 here = {path: x for path, x in params.items() if path in paths}
                 report_held([member], inner, here, ctx.inside(f"{part.name}.{label}"))
         elif part.in_turn:
             report_held(part.parts, states[part.name], params, ctx)
-        elif part.facts.optimizes and part.scope is not Scope.WHOLE:
+        elif part.facts.optimizes and part.scope is Scope.LEAF:
+            # One that looks at gradients is not run where there are none.
             part.prepare_fn(states[part.name], None, params, ctx)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -65,6 +65,7 @@ class Placement:
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
         slots: what transforms keep of leaves, where leaves are cut.
+        seen_by: names of the views of one's own through which the model sees what is stored.
     """
 
     rank: int = 0
@@ -80,6 +81,7 @@ class Placement:
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     slots: tuple[SlotForm, ...] = ()
+    seen_by: tuple[str, ...] = ()
 
     def of(self, owner: str) -> Placement:
         """How the state of the transform of this name lies over ranks."""
@@ -187,6 +189,14 @@ class Layout:
         for i, _, entry in self.match(tree, "these are not the parameters of this state", "state.params"):
             found.setdefault(self.leaves[i].path, entry)
         return found
+
+    def only(self, paths: Set[str]) -> Layout:
+        """The layout of the leaves of these paths: what is inside of a group is not asked of leaves of others."""
+        if paths >= self.every:
+            return self
+        leaves = tuple([leaf for leaf in self.leaves if leaf.path in paths])
+        numbers: dict[str | None, int] = {leaf.path: i for i, leaf in enumerate(leaves)}
+        return replace(self, leaves=leaves, places=tuple([numbers.get(path, -1) for path in self.at]))
 
     def map_places(self, fn: Callable[[Leaf, Tensor], Tensor], tree: Tree) -> Tree:
         """`fn(leaf, tensor)` at every position by itself: to torch.func tied places are separate variables."""

@@ -79,10 +79,11 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
     owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
-        forms = {x.path: (x.shape, pieces[x.path].dtype) for x in at.leaves}
         here = {path: x for path, x in pieces.items() if path not in owned}
+        shapes = {**{path: x.shape for path, x in here.items()}, **{x.path: x.shape for x in at.leaves}}
+        forms = {path: (shapes[path], x.dtype) for path, x in pieces.items()}
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
-            return part.init_fn({**here, **{p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}}, layout)
+            return part.init_fn({p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}, layout)
         received: list[Tensor] = []
         wholes = at.to_owners(pieces, received)
         failure: Exception | None = None
@@ -91,8 +92,8 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
         try:
             # The form of the state of leaves that other ranks own.
             everywhere = form_of_start(part, forms, layout)
-            check_at_owners(part.name, everywhere, owned)
-            own = part.init_fn({**here, **wholes}, layout)
+            check_at_owners(part.name, everywhere, pieces)
+            own = part.init_fn(_ordered({**here, **wholes}, pieces), layout)
             _check_forms(part.name, everywhere, own)
         except Exception as error:
             # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
@@ -105,11 +106,11 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
         theirs = {path: g for path, g in grads.items() if path in owned}
-        here = [path for path in grads if path not in owned]
-        own = of_leaves(state, places(state, paths), {*here, *at.mine(theirs)})
+        here = {path: g for path, g in grads.items() if path not in owned}
         received: list[Tensor] = []
-        wholes = {**{path: params[path] for path in here}, **at.to_owners(given, received)}
-        all_of = {**{path: grads[path] for path in here}, **at.to_owners(theirs, received)}
+        wholes = _ordered({**{path: params[path] for path in here}, **at.to_owners(given, received)}, grads)
+        all_of = _ordered({**here, **at.to_owners(theirs, received)}, grads)
+        own = of_leaves(state, places(state, paths), all_of)
         nothing = nothing_of_all((received, state, carry)) if ctx.recorded else None
         like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
         try:
@@ -126,6 +127,11 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
         return {path: pieces[path] if path in owned else out[path] for path in grads}, kept
 
     return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
+
+
+def _ordered(found: Leaves, like: Leaves) -> Leaves:
+    """Leaves in the order of `like`: those that travel come by dtype, behind those that do not."""
+    return {path: found[path] for path in like if path in found}
 
 
 def _expanded(x: Any, device: torch.device) -> Any:

@@ -38,8 +38,9 @@ def masked(transform: Transform, mask: Any) -> Transform:
     """
     inner = _member(as_transform(transform), "masked")
 
-    def labels(layout: Layout) -> dict[str, str | None]:
-        return {path: "on" if on else None for path, on in values_by_path(mask, layout, "mask", bool).items()}
+    def labels(layout: Layout, paths: Set[str]) -> dict[str, str | None]:
+        here = values_by_path(mask, layout, "mask", bool, paths)
+        return {path: "on" if on else None for path, on in here.items()}
 
     return _by_label("masked", labels, {"on": inner})
 
@@ -77,7 +78,8 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
                 "an optimizer for every label, or for none",
             )
         )
-    return _by_label("partition", lambda layout: values_by_path(labels, layout, "labels", str), inner)
+    own = lambda layout, paths: values_by_path(labels, layout, "labels", str, paths)  # noqa: E731
+    return _by_label("partition", own, inner)
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
@@ -109,10 +111,11 @@ def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Tra
         if t.members_fn is None or t.update_fn is not t.hands_out:
             return fn(t, paths, where)
         # The key of a member's state is what follows the name in its prefix.
-        found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in t.members_fn(layout).items()}
+        given = t.members_fn(layout.only(paths)).items()
+        found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in given}
         labels = {path: k for k, (_, own) in found.items() for path in own}
         inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
-        return replace(t, **_running_fields(_by_label(t.name, lambda _: {p: labels.get(p) for p in paths}, inner)))
+        return replace(t, **_running_fields(_by_label(t.name, lambda *_: {p: labels.get(p) for p in paths}, inner)))
 
     return over(t, layout.every, "")
 
@@ -123,23 +126,26 @@ def _running_fields(t: Transform) -> dict[str, Any]:
     return {name: getattr(t, name) for name in names}
 
 
-def values_by_path(given: Any, layout: Layout, what: str, kind: type) -> dict[str, Any]:
+def values_by_path(given: Any, layout: Layout, what: str, kind: type, only: Set[str] | None = None) -> dict[str, Any]:
     """The value of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+
+    `only` are the paths of those that are asked for.
 
     Raises:
         TypeError: of another kind; every such leaf is named.
         ValueError: another value at two places of one tensor.
     """
+    leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
     if callable(given):
-        values = {leaf.path: given(leaf.path) for leaf in layout.leaves}
+        values = {leaf.path: given(leaf.path) for leaf in layout.leaves if only is None or leaf.path in only}
     else:
         values = prefix_values(given, layout, f"this {what} does not fit the parameters")
+        values = {p: v for p, v in values.items() if only is None or leaf_at[p] in only}
     wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
     if wrong:
         raise TypeError(
             bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
         )
-    leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
     for place, value in values.items():
         path = leaf_at[place]
         if found.setdefault(path, value) != value:
@@ -173,8 +179,14 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
     return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
+def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
+    wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v is not None and v not in inner]
+    if wrong:
+        raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
+
+
 def _by_label(
-    name: str, labels: Callable[[Layout], dict[str, Any]], inner: Mapping[str, Transform | None]
+    name: str, labels: Callable[[Layout, Set[str]], dict[str, Any]], inner: Mapping[str, Transform | None]
 ) -> Transform:
     """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are."""
     members = {k: t for k, t in inner.items() if t is not None}
@@ -183,22 +195,20 @@ def _by_label(
     alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
 
-    def groups(layout: Layout) -> dict[str, set[str]]:
-        given = labels(layout)
-        wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v is not None and v not in inner]
-        if wrong:
-            raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
+    def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
+        given = labels(layout, paths)
+        _check_labels(given, inner)
         return {k: {p for p, v in given.items() if v == k} for k in members}
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {
             k: members[k].init_fn({p: x for p, x in leaves.items() if p in paths}, layout)
-            for k, paths in groups(layout).items()
+            for k, paths in groups(layout, leaves.keys()).items()
         }
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         found: dict[str, tuple[set[str], Segment]] = {}
-        for k, paths in groups(ctx.layout).items():
+        for k, paths in groups(ctx.layout, params.keys()).items():
             look = None if grads is None else {p: g for p, g in grads.items() if p in paths}
             own = {p: x for p, x in params.items() if p in paths}
             states = {members[k].name: state[k]}
@@ -229,7 +239,9 @@ def _by_label(
         prepare_fn=prepare,
         update_fn=update,
         parts=tuple(members.values()),
-        members_fn=lambda layout: {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout).items()},
+        members_fn=lambda layout: {
+            f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout, layout.every).items()
+        },
         hands_out=update,
         named_fn=lambda other: _by_label(other, labels, inner),
     )

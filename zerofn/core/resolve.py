@@ -29,7 +29,7 @@ from .state_names import check_state
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, pass_through
-from .update_context import Context, Prepared, not_prepared
+from .update_context import Context, Prepared, check_prepared
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
 
@@ -117,9 +117,7 @@ def _with_own_memory(t: Transform) -> Transform:
         return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        shown, found = len(ctx.metrics), t.prepare_fn(state, grads, params, ctx)
-        if not isinstance(found, Prepared):
-            raise not_prepared(t.name, found)
+        shown, found = len(ctx.metrics), check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
         return own_prepared(found, shown, state, grads, params, ctx)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
@@ -198,7 +196,8 @@ def _with_owners(
 
 def _placement(road: Road) -> Placement:
     """How what is stored lies over ranks, and sums of gradients that are not yet reduced."""
-    placement = _behind(road, len(road.stages))
+    seen_by = tuple([view.name for view in road.stages if view.renumbers])
+    placement = replace(_behind(road, len(road.stages)), seen_by=seen_by)
     if not road.late:
         return placement
     copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])

@@ -86,7 +86,8 @@ def check_returned(
         rows = [(str(path), reason) for path, reason in bad.items()]
         right = _right(facts, rows)
         raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
-    return out, state  # type: ignore[return-value]
+    # In the order of the layout, whatever theirs is: what stands behind may pair lists by position.
+    return {path: out[path] for path in params if path in out}, state
 
 
 def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str | None:

@@ -203,8 +203,20 @@ class Prepared:
     carries_state: bool = False
 
 
-def not_prepared(name: str, given: Any) -> TypeError:
-    """The error for a `prepare_fn` that gives something else."""
-    why = "what is decided before leaves are updated is a zerofn.extend.Prepared"
-    right = "return Prepared(), or Prepared(carry=..., state={...})"
-    return TypeError(explain(f"{name}: a prepare_fn that gives {kind_of(given)}", why, right))
+def check_prepared(name: str, given: Any) -> Any:
+    """What a `prepare_fn` gave, if it is a `Prepared` that says by one bool whether anything goes on.
+
+    Raises:
+        TypeError: it is something else, or its `emit` is.
+    """
+    if not isinstance(given, Prepared):
+        why = "what is decided before leaves are updated is a zerofn.extend.Prepared"
+        right = "return Prepared(), or Prepared(carry=..., state={...})"
+        raise TypeError(explain(f"{name}: a prepare_fn that gives {kind_of(given)}", why, right))
+    emit = given.emit
+    if isinstance(emit, bool) or (isinstance(emit, Tensor) and emit.dtype is torch.bool and not emit.ndim):
+        return given
+    told = f"<tensor of shape {tuple(emit.shape)}, {emit.dtype}>" if isinstance(emit, Tensor) else repr(emit)
+    wrong = f"{name}: a prepare_fn that gives Prepared(emit={told})"
+    why = "a step goes on to the right as a whole, or not: emit is a bool, or a 0-d tensor of bools"
+    raise TypeError(explain(wrong, why, "Prepared(emit=torch.isfinite(norm)) of a 0-d norm; flags.all() of several"))

@@ -91,7 +91,9 @@ class MicroStep:
             old = hooks.taken
             grads = {**old, **{path: old[path] + g if path in old else g for path, g in grads.items()}}
         hooks.taken, hooks.reduced = grads, {}
-        return self.uncleared.take(grads)
+        grads = self.uncleared.take(grads)
+        # They have come in the order of backward and of buckets, and a transform may pair lists by position.
+        return {path: grads[path] for path in self.trainable if path in grads}
 
     def _grads(self) -> Leaves:
         """What this rank has in `p.grad`."""

@@ -266,7 +266,7 @@ def _optimizers(pipe: Pipeline) -> list[tuple[str, Transform, list[str]]]:
 
     def visit(t: Transform, prefix: str, paths: list[str]) -> None:
         if t.members_fn is not None and (t.facts.optimizes or t.in_turn):
-            for label, (member, own) in t.members_fn(pipe.layout).items():
+            for label, (member, own) in t.members_fn(pipe.layout.only(set(paths))).items():
                 visit(member, prefix + label, [p for p in paths if p in own])
             return
         for part in t.parts if t.in_turn else ():

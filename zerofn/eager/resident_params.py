@@ -24,6 +24,7 @@ from ..module.boundary import ModelBoundary, take_back
 from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_boundary
 from ..module.parameter_guards import gathering_of, label
+from ..module.seen_state_dict import hook_seen_state_dicts
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
@@ -142,6 +143,7 @@ class ResidentParams:
             self.boundary = ModelBoundary(pipe, self.scale, self.units, model, self.unchanged, forms)
             self.undo.append(functools.partial(take_back, self.boundary.undo))
             install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks)
+            hook_seen_state_dicts(model, self.boundary, params, self.undo)
         # Updates within backward write into parts before a step could look at whole parameters.
         equals = channels.equals if context is None else None
         self.wholes = None if equals is None else WholeParameters(params, equals, self.current)
@@ -150,8 +152,7 @@ class ResidentParams:
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         self.state_views = ShardedStateViews(gathering)
-        early = self.in_backward is not None
-        label(self.undo, model, pipe, params, gathering, self.units, early, asks, forms)
+        label(self.undo, model, pipe, params, gathering, self.units, context is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -231,6 +232,8 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
 @contextmanager
 def _suspended(home: ResidentParams) -> Iterator[None]:
     """Inside, the model computes with its parameters as they are: nothing is gathered or cast on use."""
+    # What was written into copies before is seen inside, and not lost at the end.
+    home.masters.carry_over()
     views: list[Any] = [
         x for x in (home.units, None if home.boundary is None else home.boundary.views) if x is not None
     ]

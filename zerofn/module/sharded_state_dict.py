@@ -4,8 +4,8 @@ The tensors of `model.state_dict()` are this rank's flat parts. They serve withi
 back by `load_state_dict`), but in a file they are of no use, and who finds that out has lost the model. So saving
 them is refused. To gather instead would hang the many programs that save on one rank alone. Full tensors can be loaded:
 each rank takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, are given
-DTensors of the leaves' shapes, cut by rows. Where ranks have other parts than torch would give them, the leaf is
-gathered first.
+DTensors of the leaves' shapes, cut by rows, of what the model sees. Where ranks have other parts than torch would give
+them, or what is stored is seen through a view of one's own, the leaf is gathered first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from .._compat.modules import registered
 from .._errors import explain
+from ..core.composed_view import see
 from ..core.layout import Leaf, Leaves
 from ..core.nested_sharding import spans_by_rank
 from ..core.pipeline import Pipeline
 from ..core.row_sharding import cut_by_rows, rows_between, span
+from ..core.views import View
 from ..ranks.dtensor_parameters import Form
 from ..ranks.dtensor_shards import as_dtensors, as_local, in_full, mesh_of
 from ..sharded.gather_on_use import Units
@@ -74,19 +76,11 @@ class StateDictParts:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
             right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
             raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
-        if not self.road.exact:
-            raise RuntimeError(
-                explain(
-                    f"{caller} of a sharded model whose parameters are seen through a view of one's own",
-                    f"what this rank has of {leaf.path} is what is stored, and not what the model sees",
-                    f"with opt.gathered(): {caller}(...), on every rank",
-                )
-            )
         mine, group = part.as_subclass(Tensor).detach(), self.wire.group
         if self._cut_alike(leaf):
             low, high = self.wire.span(leaf)
         else:
-            whole = self.wire.view(mine, leaf)
+            whole = see(self._uncast, mine, leaf)
             if not leaf.shape:
                 # A number has no rows, and torch takes a plain tensor for the same on all ranks.
                 return whole
@@ -106,8 +100,15 @@ class StateDictParts:
             return self.guarded(as_local(full).reshape(-1), leaf)
         return self.guarded(self.road.kept(in_full(full), leaf), leaf)
 
+    @property
+    def _uncast(self) -> list[View]:
+        """The views between this rank's parts and what the model sees of them, but for casts."""
+        return [view for view in self.road.at_use if view.dtypes is None]
+
     def _cut_alike(self, leaf: Leaf) -> bool:
-        """Whether every rank has the rows that torch would give it; the same answer on all."""
+        """Whether every rank has the rows that torch would give it, as the model sees them; the same answer on all."""
+        if any([view.renumbers and view.changes(leaf) for view in self._uncast]):
+            return False
         size = self.wire.group.size
         chunks = [span(leaf.shape, rank, size) for rank in range(size)]
         return cut_by_rows(leaf.shape, size) and list(spans_by_rank([self.wire], leaf)) == chunks

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
+from ..core.outside_form import stored_part
 from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
@@ -107,7 +108,11 @@ def _filled(opt: Optimizer, files: Files) -> State:
             return read(e, name)
         return torch.full_like(e.value, most) if not e.of_leaf and name in COUNTS else e.value
 
-    leaves = rebuild(state, weight).leaves
+    road, leaves = opt._own.pipe.road, rebuild(state, weight).leaves
+    with torch.no_grad():
+        # What DeepSpeed has is what its model computes with; a view of one's own stores another form of it.
+        read_here = [leaf for leaf in state.layout.leaves if (leaf.path, WEIGHT) in files]
+        leaves = {**leaves, **{leaf.path: stored_part(road, leaves[leaf.path], leaf) for leaf in read_here}}
     fresh = State(leaves, init_transforms(opt._own.pipe, leaves), state.step, state.micro_step, state.layout)
     return rebuild(fresh, kept)
 

@@ -104,6 +104,8 @@ def _own(x: Tensor) -> Tensor:
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
 
+    Behind a view of one's own it has what the model sees, and `state.params` what is stored.
+
     Args:
         tx: the pipeline.
         state: its state.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
+from ..core.outside_form import stored_part
 from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries
@@ -39,7 +40,8 @@ def load_safetensors(
 
     The other way of `export_safetensors`, and the way in for weights that others have trained: names are those of
     `model.state_dict()`. A rank reads the rows that it keeps and no others, so that it needs no memory for the whole
-    model; `like` may be a state of meta tensors. Numbers are cast to the dtype that the state stores them in.
+    model; `like` may be a state of meta tensors. Numbers are cast to the dtype that the state stores them in, and are
+    what the model is to compute with: behind a view of one's own what is stored of them is what its `store` gives.
 
     At step 0 the states of transforms begin anew from what was read (an `ema` averages from there); later they stay.
 
@@ -78,6 +80,8 @@ def load_safetensors(
     wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._own.model)} if opt else {}
     leaves, others = _read_all(path, state, buffers, only, safe_open)
+    with torch.no_grad():
+        leaves = {leaf.path: stored_part(pipe.road, leaves[leaf.path], leaf) for leaf in state.layout.leaves}
     new = _with_parameters(state, leaves, pipe)
     if opt is None:
         return new
@@ -91,8 +95,7 @@ def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) ->
     fresh = state.micro_step.is_meta or not int(state.micro_step)
     transforms = init_transforms(pipe, leaves) if fresh else state.transforms
     step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
-    ordered = {leaf.path: leaves[leaf.path] for leaf in state.layout.leaves}
-    return State(ordered, transforms, step, micro_step, state.layout)
+    return State(leaves, transforms, step, micro_step, state.layout)
 
 
 def _read_all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from .._errors import explain, users_line
 from ..core.facts import AVERAGE
+from ..core.layout import Leaf
+from ..core.outside_form import check_known, seen_part
+from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.tensor_parallel_leaves import joined
+from ..core.transform import Transform
 from ..eager.optimizer import Optimizer
+from ..pure.states import pipe_of
 from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
@@ -27,8 +33,13 @@ from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ran
 
 
 @kept_out_of_graphs("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
-def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: str = "params") -> None:
+def export_safetensors(
+    path: str | os.PathLike, state: State | Optimizer, of: str = "params", tx: Transform | None = None
+) -> None:
     """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
+
+    Numbers are those of `zf.full_params`: what the model computes with before it is cast. Behind a view of one's own
+    that is not what is stored (weights on a grid), which `zf.save` keeps. fp32 masters are written as they are.
 
     Of tied names the first is written, the others stand in the metadata as the name they are tied to:
     `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
@@ -40,11 +51,13 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
         path: of the file.
         state: of `zf.init` or of a step, or an attached model's `opt`.
         of: `"params"`, or the name of an `ema` for the averages.
+        tx: the pipeline, needed where `state` is a state whose parameters are seen through a view of one's own.
 
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
         OSError: it cannot be written. A file that was there is as it was.
         RuntimeError: only some ranks call it, as for `zf.save`.
+        TypeError: a state that is seen through a view of one's own, without `tx`.
 
     >>> import tempfile, torch, zerofn as zf
     >>> from safetensors.torch import load_file
@@ -56,6 +69,7 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     """
     save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
+    pipe = _pipe(state, tx)
     wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
     owner, slot = ("params", "") if of == "params" else (of, AVERAGE)
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
@@ -65,7 +79,8 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
     group = checkpoint_group(given.layout.placement, path)
     # An ema watches trainable leaves; frozen ones are as they are.
     params = {e.path: e for e in entries(given) if e.owner == "params"}
-    tensors = {path: _gather(found.get(path, e), group) for path, e in params.items()}
+    leaves = {leaf.path: leaf for leaf in given.layout.leaves}
+    tensors = {path: _gather(_seen(pipe, found.get(path, e), leaves[path]), group) for path, e in params.items()}
     failure = None
     if group.rank == 0:
         names = zip(given.layout.paths, given.layout.at, strict=True)
@@ -75,6 +90,22 @@ def export_safetensors(path: str | os.PathLike, state: State | Optimizer, of: st
         except OSError as error:
             failure = error
     raise_on_all_ranks(failure, group)
+
+
+def _pipe(state: State | Optimizer, tx: Transform | None) -> Pipeline | None:
+    """The pipeline of a state; `None` where nobody says it, of a state that is seen as it is stored."""
+    if isinstance(state, Optimizer):
+        return state._own.pipe
+    pipe = None if tx is None else pipe_of(tx, state, "zf.export_safetensors")
+    right = "zf.export_safetensors(path, state, tx=tx), or of opt, an attached model's"
+    check_known(state.layout.placement, pipe, "zf.export_safetensors(path, state)", right)
+    return pipe
+
+
+@torch.no_grad()
+def _seen(pipe: Pipeline | None, e: Entry, leaf: Leaf) -> Entry:
+    """The entry of a parameter, or of its average, as the model sees it."""
+    return e if pipe is None else replace(e, value=seen_part(pipe.road, e.value.detach(), leaf))
 
 
 def safetensors_function(name: str, caller: str) -> Any:
