@@ -12,7 +12,6 @@ waits for this rank.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,8 +75,7 @@ class Stream:
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
-        # Backwards in several threads bring gradients at once.
-        self.patience, self.lock = PATIENCE, threading.RLock()
+        self.patience = PATIENCE
         self.dropping = self.broken = False  # broken: a `settle` was interrupted, and gradients may be lost
         # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
@@ -89,12 +87,12 @@ class Stream:
 
     def arrived(self, path: str, grad: Tensor) -> None:
         """Take a gradient of this rank, which may be written into from now on; send the buckets that it completes."""
-        with self.lock:
-            (queue := self.pending.setdefault(path, deque())).append(grad)
-            if len(queue) == 1:
-                self.missing[self.home[path]] -= 1
-            while self.missing[self.next] == 0 and self._may_begin(len(queue) > DEPTH):
-                self._send()
+        queue = self.pending.setdefault(path, deque())
+        queue.append(grad)
+        if len(queue) == 1:
+            self.missing[self.home[path]] -= 1
+        while self.missing[self.next] == 0 and self._may_begin(len(queue) > DEPTH):
+            self._send()
 
     def _may_begin(self, behind: bool) -> bool:
         """Whether all ranks know of the next bucket's round; asks them if not, and waits if gradients are `behind`."""
