@@ -161,7 +161,7 @@ class Road:
 
     def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The resident form of a full parameter, in the dtype of `x`."""
-        return store([stage for stage in self.at_use if stage.dtypes is None], x, leaf)
+        return store(uncast(self), x, leaf)
 
     def own(self, x: Tensor, leaf: Leaf) -> Tensor:
         """The shard of a resident parameter that this rank stores, in the dtype of `x`."""
@@ -176,6 +176,11 @@ class Road:
         if not recorded(leaves.values()):
             return self.see(stages, leaves)
         return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
+
+
+def uncast(road: Road) -> list[View]:
+    """The views between resident parameters and what the model sees of them, but for casts."""
+    return [stage for stage in road.at_use if stage.dtypes is None]
 
 
 def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._compat.modules import registered
 from ..core.composed_view import see
 from ..core.layout import Leaf, Leaves
+from ..core.road import uncast
 from ..ranks.dtensor_parameters import is_distributed
 from .boundary import ModelBoundary
 from .forward_hooks import Hook
@@ -48,7 +49,7 @@ def hook_seen_state_dicts(
 def _give(
     boundary: ModelBoundary, own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    views = [view for view in boundary.pipe.road.at_use if view.renumbers]
+    views = uncast(boundary.pipe.road)
     _replace(boundary, own, state, prefix, lambda x, leaf: see(views, x, leaf).detach())
 
 

@@ -24,8 +24,8 @@ from ..core.composed_view import see
 from ..core.layout import Leaf, Leaves
 from ..core.nested_sharding import spans_by_rank
 from ..core.pipeline import Pipeline
+from ..core.road import uncast
 from ..core.row_sharding import cut_by_rows, rows_between, span
-from ..core.views import View
 from ..ranks.dtensor_parameters import Form
 from ..ranks.dtensor_shards import as_dtensors, as_local, in_full, mesh_of
 from ..sharded.gather_on_use import Units
@@ -80,7 +80,7 @@ class StateDictParts:
         if self._cut_alike(leaf):
             low, high = self.wire.span(leaf)
         else:
-            whole = see(self._uncast, mine, leaf)
+            whole = see(uncast(self.road), mine, leaf)
             if not leaf.shape:
                 # A number has no rows, and torch takes a plain tensor for the same on all ranks.
                 return whole
@@ -100,14 +100,9 @@ class StateDictParts:
             return self.guarded(as_local(full).reshape(-1), leaf)
         return self.guarded(self.road.kept(in_full(full), leaf), leaf)
 
-    @property
-    def _uncast(self) -> list[View]:
-        """The views between this rank's parts and what the model sees of them, but for casts."""
-        return [view for view in self.road.at_use if view.dtypes is None]
-
     def _cut_alike(self, leaf: Leaf) -> bool:
         """Whether every rank has the rows that torch would give it, as the model sees them; the same answer on all."""
-        if any([view.renumbers and view.changes(leaf) for view in self._uncast]):
+        if any([view.renumbers and view.changes(leaf) for view in uncast(self.road)]):
             return False
         size = self.wire.group.size
         chunks = [span(leaf.shape, rank, size) for rank in range(size)]
