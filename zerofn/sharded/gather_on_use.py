@@ -10,8 +10,8 @@ a tensor that user code may hold: a later use would read memory that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -166,9 +166,11 @@ class Units:
         self.rests.after_backward()
         return outside_inference_mode()
 
-    def updating(self, path: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def updating(self, path: str) -> Iterator[None]:
         """Inside, one leaf is updated alone, in backward."""
-        return updating(self.gathered, {self.plans.place[path], (self.plans.alone[path], 0)})
+        with self.rounds.lock, updating(self.gathered, {self.plans.place[path], (self.plans.alone[path], 0)}):
+            yield
 
     def end_of_call(self) -> None:
         """A call of the model has ended: the tensors it was given belong to its graph alone."""
