@@ -31,6 +31,11 @@ def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
     return p._backward_hooks or {}  # type: ignore[return-value]
 
 
+def hooks_after(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
+    """The hooks that autograd runs once it has added a gradient to that of a leaf, as `gradient_hooks`."""
+    return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
 # The number of the backward that this thread runs; `NO_BACKWARD` outside of one.
 NO_BACKWARD = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id

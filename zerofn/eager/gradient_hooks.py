@@ -11,8 +11,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
+from .._compat.autograd import gradient_hooks, hooks_after
 from .._compat.compiler import uncompiled
 from ..core.coalesced_views import Like
 from ..core.composed_view import pull
@@ -120,15 +122,25 @@ class GradientHooks:
             self._pass_on(path, grad)
 
     def accept(self, leaf: Leaf, g: Tensor) -> None:
-        """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun."""
-        if self.in_backward is not None:
-            self._hold(leaf.path, g)
-            return
-        if self.stream is not None:
-            self.stream.arrived(leaf.path, g)
-            return
+        """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun.
+
+        Hooks on the parameter are run as autograd runs them: the other ranks' are, on their rows of this gradient.
+        """
         p = self.params[leaf.path]
-        p.grad = g if p.grad is None else p.grad.add_(g)
+        if self.in_backward is not None and self.units is not None:
+            self.units.rounds.partial.add(leaf.path)
+        with torch.no_grad():
+            for hook in list(gradient_hooks(p).values()):
+                given = hook(g)
+                g = g if given is None else given
+            # Alone, since hooks have been run on what is there.
+            before = read(p)
+            write(p, g)
+            for hook in list(hooks_after(p).values()):
+                hook(p)
+            after = read(p)
+            if before is not None:
+                write(p, before if after is None else before.add_(after))
 
     def release(self) -> None:
         """All ranks are at a step: gradients that were held are complete."""

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat.autograd import gradient_hooks, in_backward
+from .._compat.autograd import gradient_hooks, hooks_after, in_backward
 from .._compat.compiler import uncompiled
 from .._compat.tensors import SHALLOW_COPY_CHECK
 from ..sharded.gather_part import Piece
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.part import Handed, first_by_position, handed, kept, own_shard, part_of, plain, written
+from ..sharded.part import AfterGradients, Handed, first_by_position, handed, kept, own_shard, part_of, plain, written
 from ..sharded.part import origin_of as of_part
 from ..sharded.part_origin import Origin, check_sizes
 from ..sharded.read_only_views import check_unwritten
@@ -48,7 +48,7 @@ LOOKING = frozenset({
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
 # Functions that give out this rank's part, or its gradient.
-GIVING = frozenset({"detach", "grad", "register_hook"})
+GIVING = frozenset({"detach", "grad", "register_hook", "register_post_accumulate_grad_hook"})
 # Functions that ask their second argument for its sizes alone.
 BESIDE = frozenset({"expand_as", "reshape_as", "view_as"})
 PRINTING = BY_NAME[Kind.PRINTS]
@@ -174,6 +174,9 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
     if name == "register_hook":
         p, hook = args
         return func(p, hook if ours(frame) else handed(hook, _of_hooks(p)))
+    if name == "register_post_accumulate_grad_hook":
+        p, hook = args
+        return func(p, hook if ours(frame) else AfterGradients(hook, p))
     return shown_gradients(func, args, kwargs, frame)
 
 
@@ -186,12 +189,17 @@ def wrap_existing_hooks(p: ShardedParameter, undone: list[Callable[[], object]])
 
     def undo() -> None:
         # Later ones too.
-        hooks = gradient_hooks(p)
-        hooks.update((number, hook.hook) for number, hook in hooks.items() if isinstance(hook, Handed))
+        for hooks in (gradient_hooks(p), hooks_after(p)):
+            ours = [(number, hook) for number, hook in hooks.items() if isinstance(hook, Handed | AfterGradients)]
+            hooks.update((number, hook.hook) for number, hook in ours)
+            for _, hook in ours:
+                if isinstance(hook, AfterGradients):
+                    hook.watch.remove()
 
     undone.append(undo)
-    hooks = gradient_hooks(p)
+    hooks, after = gradient_hooks(p), hooks_after(p)
     hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
+    after.update((number, AfterGradients(hook, p)) for number, hook in after.items())
 
 
 def _looks(name: str, attribute: str) -> bool:

@@ -204,8 +204,10 @@ class GatherUnit(Function):
         ctx.units, ctx.i = inputs[0], inputs[1]
         ctx.set_materialize_grads(False)
         if inputs[2] == PARAMETERS:
-            frozen = inputs[0].plans.frozen[inputs[1]]
-            ctx.mark_non_differentiable(*map(output.__getitem__, frozen))
+            # Those that are frozen for this call too: their neighbours in the unit need gradients, and what came of
+            # one would be dropped here and taken by the ranks that only join.
+            trained = ctx.needs_input_grad[3:]
+            ctx.mark_non_differentiable(*(x for x, needed in zip(output, trained, strict=True) if not needed))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:  # type: ignore[override]
@@ -216,8 +218,13 @@ class GatherUnit(Function):
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_alone(ctx.units.units[ctx.i], gs)
+        units: Units = ctx.units
         # Without a node where nobody would differentiate it.
-        found = ctx.units.gradients(ctx.i, gs) if untracked() else ScatterUnit.apply(ctx.units, ctx.i, *gs)
+        found = units.gradients(ctx.i, gs) if untracked() else ScatterUnit.apply(units, ctx.i, *gs)
+        # What other ranks have of a leaf that was frozen here alone: autograd drops it.
+        for leaf, g, needed in zip(units.units[ctx.i], found, ctx.needs_input_grad[3:], strict=True):
+            if g is not None and not needed:
+                units.rounds.late.append((leaf, g.detach()))
         return None, None, None, *found
 
 

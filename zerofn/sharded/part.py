@@ -184,8 +184,28 @@ class Handed(NamedTuple):
     hook: Callable[[Tensor], Any]
     of: Origin
 
-    def __call__(self, g: Tensor) -> Any:
+    def __call__(self, g: Tensor | None) -> Any:
+        if g is None:  # its block is in the graph, and this leaf is not: torch runs no hook of a plain one
+            return None
         return own_shard(g, self.of, self.hook(part_of(g, self.of)), "what a hook returns")
+
+
+class AfterGradients:
+    """A hook of the user's that runs once a gradient has been added to `p.grad`, and not where none has come.
+
+    torch runs it for all leaves of a block that is in the graph, those that the loss does not come from too.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], Any], p: Tensor):
+        self.hook, self.came = hook, False
+        self.watch = p.register_hook(self.arrives)
+
+    def arrives(self, g: Tensor | None) -> None:
+        self.came = g is not None
+
+    def __call__(self, p: Tensor) -> None:
+        if self.came:
+            self.hook(p)
 
 
 def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:

@@ -60,7 +60,6 @@ class UnitPlans:
         blocks: how many of them the model sees.
         place: by path, the unit of a leaf that the model sees, and the place in it.
         alone: by path, the unit of the leaf by itself.
-        frozen: by unit, the places of leaves that are not trained.
         full_stages: views that full gradients are pulled back through, in this order.
         shard_stages: views of shards, from the model to storage.
         pull_stages: those of them that do more than change the dtype.
@@ -72,7 +71,6 @@ class UnitPlans:
         self.blocks = len(units)
         self.place = {leaf.path: (i, j) for i, unit in enumerate(units) for j, leaf in enumerate(unit)}
         self.alone = {leaf.path: i for i, leaf in enumerate(alone, self.blocks)}
-        self.frozen = [[j for j, leaf in enumerate(unit) if not leaf.trainable] for unit in self.units]
         stages = road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
