@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from torch import Tensor, nn
@@ -57,15 +58,17 @@ class ActiveCall:
     Attributes:
         module: is called.
         outermost: whether its caller is outside of the model.
+        callers: of an outermost one, the modules that are called from outside together with it.
         start: the number of the first autograd node that may be made in it.
         shown: its output as hooks of the user's see it.
         error: what was being handled when it began, to be told from what the call raises.
         undo: runs at its end.
     """
 
-    __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
+    __slots__ = ("callers", "error", "module", "outermost", "shown", "start", "undo")
 
     def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None):
         self.module, self.outermost, self.start, self.error = module, outermost, start, error
+        self.callers: Collection[int] = ()
         self.shown: HookedOutput | None = None
         self.undo = ExitStack()

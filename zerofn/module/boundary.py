@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -11,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
+from .._compat.autograd import (
+    backward_call,
+    current_node,
+    graph_task,
+    next_sequence_nr,
+    saved_tensors_hooks,
+    sequence_nr,
+)
 from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
@@ -72,6 +80,8 @@ class ModelBoundary:
         self.node_kinds: dict[type, int] = {}
         self.attributes = AttributeTensors(self, list(model.modules()))
         self.blocks: set[int] = set()
+        # By what unpacks saved tensors, which they keep alive.
+        self.together: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], object]] = []
@@ -86,12 +96,26 @@ class ModelBoundary:
         if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
             return False
         made = self.node_ranges.find(sequence_nr(node))
-        if made is None or (module is not None and made.caller == id(module)):
+        if made is None or (module is not None and id(module) in made.callers):
             return False
         # What is made here belongs to the call as well: a checkpoint inside a checkpoint.
         now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
+
+    def callers(self, module: nn.Module) -> set[int]:
+        """Modules, by `id`, that are called from outside of the model together with this one, which is called now.
+
+        They are inside of the same hooks of the user's on saved tensors. A checkpoint around several calls repeats all
+        of them at the first node of the last one's graph.
+        """
+        together, hooks = set[int](), saved_tensors_hooks()
+        if hooks is not None:
+            # What is no key is no checkpoint's.
+            with contextlib.suppress(TypeError):
+                together = self.together.setdefault(hooks[1], together)
+        together.add(id(module))
+        return together
 
     def begin(self) -> None:
         """Before a call from outside, or one that a backward repeats: tensors in attributes enter."""

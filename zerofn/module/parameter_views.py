@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import current_function
 from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
@@ -59,6 +60,9 @@ class ParameterViews:
 
     def _get(self, path: str, stored: Tensor) -> Tensor:
         view = self.pipe.views_at_use[path]
+        handed = self._handed(path)
+        if handed is not None:
+            return handed
         if self.units is not None:
             if stored is self.units.params[path]:
                 return self.units.look(path, keep=bool(self.local.calls))
@@ -80,6 +84,28 @@ class ParameterViews:
                     seen = self._through(view, stored)
             found = self.local.seen[path] = (stored, seen, address(seen))
         return found[1]
+
+    def _handed(self, path: str) -> Tensor | None:
+        """The view that the user's `autograd.Function`, whose backward calls a module again, was given in forward.
+
+        That backward, as of an adjoint method, asks for the gradient of its argument, so the module computes with it.
+        """
+        ctx = current_function()
+        given = () if ctx is None else ctx.next_functions
+        edges = [(node, output) for node, output in given if self._gives(node, output, path)]
+        if ctx is None or not edges:
+            return None
+        last = self.local.last_views.get(path, (lambda: None, None))[0]()
+        found = [last, *ctx.saved_tensors]
+        return next((x for x in found if x is not None and (x.grad_fn, x.output_nr) in edges), None)
+
+    def _gives(self, node: Any, output: int, path: str) -> bool:
+        """Whether an output of an autograd node is a view of a parameter."""
+        if self.units is not None and getattr(node, "units", None) is self.units:
+            return self.units.plans.place[path] == (node.i, output)
+        made_by = getattr(getattr(node, "forth", None), "__self__", None)
+        made_by = made_by.edge if isinstance(made_by, Crossing) else made_by
+        return isinstance(made_by, LeafView) and made_by.leaf is self.pipe.views_at_use[path].leaf
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
         return self.crossing(view, True).cross(stored) if self.scaled else view(stored, None)
