@@ -53,8 +53,9 @@ class ParameterViews:
         if form is None:
             return self._get(path, stored)
         given = form.local(stored) if is_distributed(stored) else stored
-        # In no mode of the caller's: what an operation does with the view is decided where it is used.
-        with outside_inference_mode(), torch.enable_grad():
+        # In no mode of the caller's: what an operation does with the view is decided where it is used. To the views the
+        # parameter is its local tensor.
+        with outside_inference_mode(), torch.enable_grad(), torch.DisableTorchFunctionSubclass():
             return form.wrap(self._get(path, given))
 
     def _get(self, path: str, stored: Tensor) -> Tensor:
