@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import tensor_parallel as T
-import torch
 from time_limits import limit
 from torch.distributed.tensor import DTensor
 
