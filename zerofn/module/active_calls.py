@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from typing import Any
 
 from torch import Tensor, nn
 
+from .._compat.autograd import saved_tensors_hooks
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
 from ..sharded.write_back import Place, Sampling
@@ -72,3 +74,24 @@ class ActiveCall:
         self.callers: Collection[int] = ()
         self.shown: HookedOutput | None = None
         self.undo = ExitStack()
+
+
+class CalledTogether:
+    """Modules that are called from outside of the model inside of the same hooks of the user's on saved tensors.
+
+    A checkpoint around several calls repeats all of them at the first node of the last one's graph.
+    """
+
+    def __init__(self) -> None:
+        # By what unpacks saved tensors, which they keep alive.
+        self.by_hooks: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+    def called(self, module: nn.Module) -> set[int]:
+        """Those that are called together with this one, which is called now, by `id`."""
+        together, hooks = set[int](), saved_tensors_hooks()
+        if hooks is not None:
+            # What is no key is no checkpoint's.
+            with suppress(TypeError):
+                together = self.by_hooks.setdefault(hooks[1], together)
+        together.add(id(module))
+        return together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -12,20 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import (
-    backward_call,
-    current_node,
-    graph_task,
-    next_sequence_nr,
-    saved_tensors_hooks,
-    sequence_nr,
-)
+from .._compat.autograd import backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
 from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
-from .active_calls import ThreadState
+from .active_calls import CalledTogether, ThreadState
 from .backward_graph_search import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .leaked_tensors import AttributeTensors
@@ -80,8 +72,7 @@ class ModelBoundary:
         self.node_kinds: dict[type, int] = {}
         self.attributes = AttributeTensors(self, list(model.modules()))
         self.blocks: set[int] = set()
-        # By what unpacks saved tensors, which they keep alive.
-        self.together: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        self.together = CalledTogether()
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], object]] = []
@@ -102,20 +93,6 @@ class ModelBoundary:
         now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
-
-    def callers(self, module: nn.Module) -> set[int]:
-        """Modules, by `id`, that are called from outside of the model together with this one, which is called now.
-
-        They are inside of the same hooks of the user's on saved tensors. A checkpoint around several calls repeats all
-        of them at the first node of the last one's graph.
-        """
-        together, hooks = set[int](), saved_tensors_hooks()
-        if hooks is not None:
-            # What is no key is no checkpoint's.
-            with contextlib.suppress(TypeError):
-                together = self.together.setdefault(hooks[1], together)
-        together.add(id(module))
-        return together
 
     def begin(self) -> None:
         """Before a call from outside, or one that a backward repeats: tensors in attributes enter."""

@@ -188,7 +188,7 @@ def _begin_call(
         local.walks.begin(module)
     local.calls.append(call)
     if outermost:
-        call.callers = boundary.callers(module)
+        call.callers = boundary.together.called(module)
         if boundary.units is not None:
             call.undo.enter_context(noting(boundary.units))
     if lock is not None:

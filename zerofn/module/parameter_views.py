@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
+from ..core.views import View
 from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import outside_inference_mode
@@ -54,8 +55,9 @@ class ParameterViews:
         if form is None:
             return self._get(path, stored)
         given = form.local(stored) if is_distributed(stored) else stored
-        # In no mode of the caller's: what an operation does with the view is decided where it is used.
-        with outside_inference_mode(), torch.enable_grad():
+        # In no mode of the caller's: what an operation does with the view is decided where it is used. To the views the
+        # parameter is its local tensor.
+        with outside_inference_mode(), torch.enable_grad(), torch.DisableTorchFunctionSubclass():
             return form.wrap(self._get(path, given))
 
     def _get(self, path: str, stored: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ class ParameterViews:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
         elif self.suspended:
-            view = _only_cast(view, stored)
+            # In full they have the dtype that is stored, whichever side of a reduction casts.
+            view = _only_cast(view, stored, self.pipe.road.stages)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
         if not self.local.calls:
@@ -131,8 +134,9 @@ def _of_another(view: LeafView, given: Tensor) -> LeafView:
                 "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
             )
         )
-    return _only_cast(view, given)
+    return _only_cast(view, given, view.stages)
 
 
-def _only_cast(view: LeafView, given: Tensor) -> LeafView:
-    return replace(view, stages=tuple(s for s in view.stages if s.dtypes is not None), grad_dtype=given.dtype)
+def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafView:
+    casts = tuple([s for s in stages if s.dtypes is not None and s.changes(view.leaf)])
+    return replace(view, stages=casts, grad_dtype=given.dtype)
