@@ -6,6 +6,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
+from zerofn.extend import Transform, View, as_it_is
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 REFUSED = {
@@ -178,3 +179,35 @@ def test_a_model_is_differentiated_inside_as_a_plain_one():
     for of_stage in (x for of_rank in found for x in of_rank):
         for x, expected in zip(of_stage, (*grads, *twice), strict=True):
             assert torch.equal(x, expected)
+
+
+def half():
+    view = View(view=lambda x, leaf: x * 0.5, pull=lambda g, leaf: g * 0.5, store=lambda x, leaf: x * 2)
+    return Transform("half", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
+
+
+def called(reductions):
+    """What the model gives outside and inside, wherever a view of one's own stands beside a cast."""
+    found = {}
+    for reduction in reductions:
+        cast = zf.precision(param_dtype=torch.bfloat16)
+        for where, parts in {"in front": [half(), reduction, cast], "behind": [reduction, half(), cast]}.items():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+            opt = zf.attach(model, zf.chain(*parts, zf.sgd(0.1)))
+            outside = model(X).detach()
+            with opt.gathered():
+                found[f"{reduction.name}, {where}"] = outside, model(X).detach()
+    return found
+
+
+def test_a_model_computes_inside_in_the_dtype_of_outside_behind_a_view_of_ones_own():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    expected = plain.bfloat16()(X.bfloat16()).detach()
+    reductions = [zf.all_reduce(), zf.reduce_scatter(), zf.shard()]
+    for found in zf.launch(called, 2, reductions, timeout=limit()):
+        assert len(found) == 6
+        for where, (outside, inside) in found.items():
+            # Bitwise: what is stored is twice what a plain model has, and half of it is seen.
+            assert torch.equal(outside, expected) and torch.equal(inside, expected), where

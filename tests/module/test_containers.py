@@ -455,14 +455,14 @@ def test_ranges_are_found_as_by_a_look_at_all_of_them(monkeypatch):
         for i in range(40):
             start = rng.randrange(60)
             end = start + rng.randrange(12)
-            ranges.add(start, end, i)
+            ranges.add(start, end, {i})
             every.append((start, end, i))
             for number in (*range(80), (1 << 64) - 1):
                 made = [caller for a, b, caller in every if a <= number < b]
                 found = ranges.find(number)
-                assert (number in ranges) == bool(made) and (found and found.caller) == (made[-1] if made else None)
+                assert (number in ranges) == bool(made) and (found and found.callers) == ({made[-1]} if made else None)
     ranges = zerofn.module.node_ranges.NodeRanges()
     for i in range(1000):
-        ranges.add(3 * i, 3 * i + 2, i)
+        ranges.add(3 * i, 3 * i + 2, {i})
         assert len(ranges.ranges) <= 80 and all(3 * j in ranges for j in range(max(0, i - 39), i + 1))
     assert 0 not in ranges

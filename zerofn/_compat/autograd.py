@@ -50,6 +50,27 @@ def in_backward() -> bool:
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+def current_function() -> Any:
+    """The `ctx` of the `autograd.Function` whose backward records operations now; `None` if there is none."""
+    node = current_node()
+    if node is None or not torch.is_grad_enabled():
+        return None
+    return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def arguments_of_functions() -> list[Any]:
+    """What the `autograd.Function`s are given whose forward is under way in this thread."""
+    found, frame = [], None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            found += frame.f_locals["args"]
+        frame = frame.f_back
+    return found
+
+
 def after_this_node(fn: Callable[[], None]) -> bool:
     """Run `fn` in the backward once the node that this thread executes is done; whether there is such a node.
 

@@ -18,11 +18,12 @@ from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
 from ..ranks.rendezvous import together
-from ..ranks.scalar_reduction import mean_over
+from ..ranks.scalar_reduction import RankReduction, mean_over
 from .arguments import weight_of
 from .layout import Leaves
 from .pipeline import Pipeline, check_first_views, init_transforms
 from .transform import TransformState
+from .views import cutting_wires
 from .wire_agreement import unequal_wires, wires_over
 
 
@@ -165,27 +166,48 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
         return weight, None
     own = weight_of(weight)
     mean = mean_over(groups, own)
-    return mean, torch.where(mean > 0, own / mean, 0.0)
+    # `accumulate` multiplies by the mean what this rank has of each leaf.
+    parts = RankReduction(tuple([wire.group for wire in cutting_wires(pipe.road.pulled)]), groups)
+    return parts.replicate(mean), own / torch.where(mean > 0, mean, 1.0)
 
 
-def check_weight(pipe: Pipeline, weight: Any) -> None:
-    """Raise on every rank where ranks have unequal weights and gradients have been averaged without them."""
+def equal_weight(pipe: Pipeline, weight: Any) -> Any:
+    """The mean of the weights over ranks, where gradients have been averaged without them: they are to be equal.
+
+    Raises:
+        ValueError: on every rank where they are not.
+    """
     groups = pipe.averaged_before_weights
     if not groups or weight is None:
-        return
-    own = weight_of(weight)
-    mean = mean_over(groups, own)
+        return weight
+    mean, _ = shared_weight(pipe, weight)
+    own, shared = weight_of(weight).detach(), mean.detach()
+    if not concrete(own):
+        raise weight_in_batch(groups)
     # The mean of equal weights may differ from each by roundings of their sum.
-    unequal = ~torch.isclose(own, mean, rtol=1e-9, atol=0.0)
+    unequal = ~torch.isclose(own, shared, rtol=1e-9, atol=0.0)
     if float(mean_over(groups, unequal.to(torch.float64))) > 0:
         raise ValueError(
             explain(
-                f"a step with weight={float(own):g} here and {float(mean):g} on average over ranks",
+                f"a step with weight={float(own):g} here and {float(shared):g} on average over ranks",
                 "gradients are averaged over ranks during backward, when the weight was not known",
                 "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
                 "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
             )
         )
+    return mean
+
+
+def weight_in_batch(groups: Sequence[Group]) -> ValueError:
+    """The error for weights of the members of a batch over ranks."""
+    return ValueError(
+        explain(
+            f"a step with weight= under torch.func.vmap on {math.prod(group.size for group in groups)} ranks",
+            "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
+            "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
+            "accumulate(k) and no weight=",
+        )
+    )
 
 
 def fingerprint(x: Tensor) -> int:

@@ -17,6 +17,7 @@ from .executor import finish, run
 from .gradient_checks import check_readable, misshapen
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms
+from .rank_agreement import weight_in_batch
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
 from .update_context import Context
@@ -177,14 +178,7 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
         return
     size = math.prod(group.size for group in pipe.groups)
     if weight is not None:
-        raise ValueError(
-            explain(
-                f"a step with weight= under torch.func.vmap on {size} ranks",
-                "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
-                "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
-                "accumulate(k) and no weight=",
-            )
-        )
+        raise weight_in_batch(pipe.groups)
     talks = _talks_in_update(pipe)
     if talks is not None and any(is_wrapped(x) for tree in inputs for x in flatten(tree)[0]):
         raise ValueError(

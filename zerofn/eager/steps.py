@@ -13,7 +13,7 @@ from torch import Tensor
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
-from ..core.rank_agreement import check_weight
+from ..core.rank_agreement import equal_weight
 from ..core.update import apply
 from ..core.update_context import Context
 from ..kernels.recording import recorded
@@ -107,7 +107,7 @@ class Steps:
     def _update(self, grads: Leaves, weight: Any, rates: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         if weight is not None:
-            check_weight(self.pipe, weight)
+            equal_weight(self.pipe, weight)
         window = self.window
         closes, old = window.averaged is not None and window.closes(), self.home.current.state
         ctx = self.pipe.context(

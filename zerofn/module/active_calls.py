@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from typing import Any
 
 from torch import Tensor, nn
 
+from .._compat.autograd import saved_tensors_hooks
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
 from ..sharded.write_back import Place, Sampling
@@ -57,15 +60,38 @@ class ActiveCall:
     Attributes:
         module: is called.
         outermost: whether its caller is outside of the model.
+        callers: of an outermost one, the modules that are called from outside together with it.
         start: the number of the first autograd node that may be made in it.
         shown: its output as hooks of the user's see it.
         error: what was being handled when it began, to be told from what the call raises.
         undo: runs at its end.
     """
 
-    __slots__ = ("error", "module", "outermost", "shown", "start", "undo")
+    __slots__ = ("callers", "error", "module", "outermost", "shown", "start", "undo")
 
     def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None):
         self.module, self.outermost, self.start, self.error = module, outermost, start, error
+        self.callers: Collection[int] = ()
         self.shown: HookedOutput | None = None
         self.undo = ExitStack()
+
+
+class CalledTogether:
+    """Modules that are called from outside of the model inside of the same hooks of the user's on saved tensors.
+
+    A checkpoint around several calls repeats all of them at the first node of the last one's graph.
+    """
+
+    def __init__(self) -> None:
+        # By what unpacks saved tensors, which they keep alive.
+        self.by_hooks: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+    def called(self, module: nn.Module) -> set[int]:
+        """Those that are called together with this one, which is called now, by `id`."""
+        together, hooks = set[int](), saved_tensors_hooks()
+        if hooks is not None:
+            # What is no key is no checkpoint's.
+            with suppress(TypeError):
+                together = self.by_hooks.setdefault(hooks[1], together)
+        together.add(id(module))
+        return together

@@ -17,7 +17,7 @@ from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, t
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
-from .active_calls import ThreadState
+from .active_calls import CalledTogether, ThreadState
 from .backward_graph_search import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .leaked_tensors import AttributeTensors
@@ -72,6 +72,7 @@ class ModelBoundary:
         self.node_kinds: dict[type, int] = {}
         self.attributes = AttributeTensors(self, list(model.modules()))
         self.blocks: set[int] = set()
+        self.together = CalledTogether()
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], object]] = []
@@ -86,7 +87,7 @@ class ModelBoundary:
         if node is None or crossing_of(node, self) is not None or node.name() == "BackwardHookFunctionBackward":
             return False
         made = self.node_ranges.find(sequence_nr(node))
-        if made is None or (module is not None and made.caller == id(module)):
+        if made is None or (module is not None and id(module) in made.callers):
             return False
         # What is made here belongs to the call as well: a checkpoint inside a checkpoint.
         now = next_sequence_nr()

@@ -65,6 +65,9 @@ class DTensorParameter(Partial):
             in_parts = args and isinstance(args[0], DTensorParameter) and args[0].in_parts()
             if in_parts and (name in LOOKING or name == "__get__"):
                 return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
+            if name == "__repr__":
+                # torch's function for tensors asks a DTensor for its elements.
+                return repr(args[0].whole())
             if name == "detach":
                 args[0]._check_new(sys._getframe(1))
                 return args[0]._shown(func(*args, **kwargs), "p.detach()", sys._getframe(1))

@@ -187,8 +187,10 @@ def _begin_call(
     if local.walks is not None and (not local.calls or id(module) in boundary.blocks):
         local.walks.begin(module)
     local.calls.append(call)
-    if outermost and boundary.units is not None:
-        call.undo.enter_context(noting(boundary.units))
+    if outermost:
+        call.callers = boundary.together.called(module)
+        if boundary.units is not None:
+            call.undo.enter_context(noting(boundary.units))
     if lock is not None:
         call.undo.enter_context(lock)
         _fill_flat_weights(module)
@@ -231,7 +233,7 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
             local.seen.clear()
             boundary.release_attributes()
             local.tracker = None
-            boundary.node_ranges.add(call.start, next_sequence_nr(), id(module) if call.outermost else None)
+            boundary.node_ranges.add(call.start, next_sequence_nr(), call.callers)
             if boundary.units is not None:
                 boundary.units.end_of_call()
             # The last, for it may refuse what the model wrote.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # The last calls, of some two hundred bytes each: more than a backward goes through. A graph of an earlier call is taken
 # for one made outside.
@@ -13,12 +14,15 @@ REMEMBERED = 1 << 16
 
 
 class NodeRange(NamedTuple):
-    """Nodes from `start` to before `end`, made in the call of that number by `caller`."""
+    """Nodes from `start` to before `end`, made in the call of that number.
+
+    `callers` are the modules, by `id`, of whose calls from outside of the model it is one.
+    """
 
     start: int
     end: int
     call: int
-    caller: Any
+    callers: Collection[int]
 
 
 START, END = attrgetter("start"), attrgetter("end")
@@ -37,13 +41,13 @@ class NodeRanges:
         # Several threads may call the model.
         self.lock = threading.Lock()
 
-    def add(self, start: int, end: int, caller: Any = None) -> None:
-        """Add nodes from `start` to before `end`, made by `caller`."""
+    def add(self, start: int, end: int, callers: Collection[int] = ()) -> None:
+        """Add nodes from `start` to before `end`, made in a call of `callers`."""
         if end <= start:
             return
         with self.lock:
             self.added += 1
-            new = [NodeRange(start, end, self.added, caller)]
+            new = [NodeRange(start, end, self.added, callers)]
             first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
             if first < last:
                 # What earlier ranges have before it and after it.

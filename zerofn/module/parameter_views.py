@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.autograd import current_function
 from .._compat.functorch import is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
+from ..core.views import View
 from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import outside_inference_mode
@@ -53,18 +55,23 @@ class ParameterViews:
         if form is None:
             return self._get(path, stored)
         given = form.local(stored) if is_distributed(stored) else stored
-        # In no mode of the caller's: what an operation does with the view is decided where it is used.
-        with outside_inference_mode(), torch.enable_grad():
+        # In no mode of the caller's: what an operation does with the view is decided where it is used. To the views the
+        # parameter is its local tensor.
+        with outside_inference_mode(), torch.enable_grad(), torch.DisableTorchFunctionSubclass():
             return form.wrap(self._get(path, given))
 
     def _get(self, path: str, stored: Tensor) -> Tensor:
         view = self.pipe.views_at_use[path]
+        handed = self._handed(path)
+        if handed is not None:
+            return handed
         if self.units is not None:
             if stored is self.units.params[path]:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
         elif self.suspended:
-            view = _only_cast(view, stored)
+            # In full they have the dtype that is stored, whichever side of a reduction casts.
+            view = _only_cast(view, stored, self.pipe.road.stages)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
         if not self.local.calls:
@@ -80,6 +87,28 @@ class ParameterViews:
                     seen = self._through(view, stored)
             found = self.local.seen[path] = (stored, seen, address(seen))
         return found[1]
+
+    def _handed(self, path: str) -> Tensor | None:
+        """The view that the user's `autograd.Function`, whose backward calls a module again, was given in forward.
+
+        That backward, as of an adjoint method, asks for the gradient of its argument, so the module computes with it.
+        """
+        ctx = current_function()
+        given = () if ctx is None else ctx.next_functions
+        edges = [(node, output) for node, output in given if self._gives(node, output, path)]
+        if ctx is None or not edges:
+            return None
+        last = self.local.last_views.get(path, (lambda: None, None))[0]()
+        found = [last, *ctx.saved_tensors]
+        return next((x for x in found if x is not None and (x.grad_fn, x.output_nr) in edges), None)
+
+    def _gives(self, node: Any, output: int, path: str) -> bool:
+        """Whether an output of an autograd node is a view of a parameter."""
+        if self.units is not None and getattr(node, "units", None) is self.units:
+            return self.units.plans.place[path] == (node.i, output)
+        made_by = getattr(getattr(node, "forth", None), "__self__", None)
+        made_by = made_by.edge if isinstance(made_by, Crossing) else made_by
+        return isinstance(made_by, LeafView) and made_by.leaf is self.pipe.views_at_use[path].leaf
 
     def _through(self, view: LeafView, stored: Tensor) -> Tensor:
         return self.crossing(view, True).cross(stored) if self.scaled else view(stored, None)
@@ -105,8 +134,9 @@ def _of_another(view: LeafView, given: Tensor) -> LeafView:
                 "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
             )
         )
-    return _only_cast(view, given)
+    return _only_cast(view, given, view.stages)
 
 
-def _only_cast(view: LeafView, given: Tensor) -> LeafView:
-    return replace(view, stages=tuple(s for s in view.stages if s.dtypes is not None), grad_dtype=given.dtype)
+def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafView:
+    casts = tuple([s for s in stages if s.dtypes is not None and s.changes(view.leaf)])
+    return replace(view, stages=casts, grad_dtype=given.dtype)

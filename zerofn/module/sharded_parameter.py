@@ -31,7 +31,7 @@ from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.part import AfterGradients, Handed, first_by_position, handed, kept, own_shard, part_of, plain, written
 from ..sharded.part import origin_of as of_part
-from ..sharded.part_origin import Origin, check_sizes
+from ..sharded.part_origin import Origin, check_no_argument, check_sizes
 from ..sharded.read_only_views import check_unwritten
 from ..sharded.torch_function_arguments import FOREACH, Wholes, columns_of, tensors_in
 from ..sharded.torch_function_kinds import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
@@ -287,7 +287,10 @@ def _wholes(name: str) -> Wholes:
 
     def whole(x: Any) -> Tensor | None:
         if isinstance(x, ShardedParameter):
-            return None if x.is_whole() else x.whole()
+            if x.is_whole():
+                return None
+            check_no_argument()
+            return x.whole()
         of = of_part(x)
         return None if of is None else of.whole(x, name)
 

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from .._compat.compiler import uncompiled
-from .._compat.functorch import functorch_active
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.gradient_checks import split_grads
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import ForwardOnlyView, enter, leave
-from ..core.rank_agreement import check_weight
+from ..core.rank_agreement import equal_weight
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, followed, tree_map
-from ..core.update import Metrics, apply, check_grads, check_stored
+from ..core.update import Metrics, apply, check_grads, check_stored, check_vmap
 from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
 from .evaluate import Pullback, cotangents_of, evaluate
@@ -201,8 +200,9 @@ def update(
     state.check_data("zf.update")
     leaves = pieces(split_grads(state.layout, grads))
     check_grads(pipe, leaves, state.leaves)
-    if not functorch_active():
-        check_weight(pipe, weight)
+    if pipe.groups:
+        check_vmap(pipe, weight)
+        weight = equal_weight(pipe, weight)
     record = records("zf.update", create_graph, leaves, state)
     ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step)
     with ranged(PHASE, "update"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._compat.compiler import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
-from .._compat.functorch import functorch_active
 from .._errors import explain, kind_of
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
@@ -146,13 +145,13 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         with ranged(PHASE, "forward"):
             (loss,), others, pull = linearize("step", pipe, scalar, state, [], scale, False, record)
         loss, share = loss if record else loss.detach(), None
-        if weight is not None and not functorch_active():
+        if weight is not None:
             weight, share = shared_weight(pipe, weight)
-            share = None if share is None else number(share)
+            share = share if record or share is None else number(share)
         unit = torch.ones_like(loss)
         with ranged(PHASE, "backward"):
             # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN.
-            grads, _ = pull([unit if share is None else unit * share], share is None or share > 0)
+            grads, _ = pull([unit if share is None else (unit * share).to(unit)], share is None or share > 0)
         del pull
         if tracing and donate:
             # Copies, since it shows only when the graph runs which of them share memory with the state.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.autograd import in_backward
+from .._compat.autograd import arguments_of_functions, in_backward
 from .._errors import explain
 from .gather_part import Piece, cut, gathered
 
@@ -51,6 +51,7 @@ class Origin(NamedTuple):
             refuse(name, self)
         if self.in_hook and name != EXPLICIT:
             refuse_in_hook(name, self)
+        check_no_argument()
         return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
 
     def rows(self, full: Tensor) -> Tensor:
@@ -101,6 +102,21 @@ def refuse_in_hook(name: str, of: Origin) -> Any:
             "x.to_local() for this rank's piece of the mean by itself; after backward x.full_tensor() for all of it",
         )
     )
+
+
+def check_no_argument() -> None:
+    """Refuse to compute with wholes in an `autograd.Function` that is given a part whose gradient it is to give."""
+    for x in arguments_of_functions():
+        of = getattr(x, "of", None)
+        # A parameter may be whole for a while.
+        if isinstance(of, Origin) and x.requires_grad and not getattr(x, "is_whole", bool)():
+            raise RuntimeError(
+                explain(
+                    f"an autograd.Function that is given {of}",
+                    "under shard its gradient is a part, and the function's backward would give that of the whole",
+                    "Function.apply(x, p.clone()): the whole, at every stage",
+                )
+            )
 
 
 def refuse_saving(of: Origin) -> Any:
