@@ -129,18 +129,7 @@ class GradientHooks:
         p = self.params[leaf.path]
         if self.in_backward is not None and self.units is not None:
             self.units.rounds.partial.add(leaf.path)
-        with torch.no_grad():
-            for hook in list(gradient_hooks(p).values()):
-                given = hook(g)
-                g = g if given is None else given
-            # Alone, since hooks have been run on what is there.
-            before = read(p)
-            write(p, g)
-            for hook in list(hooks_after(p).values()):
-                hook(p)
-            after = read(p)
-            if before is not None:
-                write(p, before if after is None else before.add_(after))
+        _with_hooks(p, g)
 
     def release(self) -> None:
         """All ranks are at a step: gradients that were held are complete."""
@@ -191,3 +180,19 @@ class GradientHooks:
             return
         old = self.reduced.get(leaf.path)
         self.reduced[leaf.path] = g if old is None else old.add_(g)
+
+
+@torch.no_grad()
+def _with_hooks(p: Tensor, g: Tensor) -> None:
+    """Add a gradient to `p.grad` with the hooks that autograd would run."""
+    for hook in list(gradient_hooks(p).values()):
+        given = hook(g)
+        g = g if given is None else given
+    # Alone, since hooks have been run on what is there.
+    before = read(p)
+    write(p, g)
+    for hook in list(hooks_after(p).values()):
+        hook(p)
+    after = read(p)
+    if before is not None:
+        write(p, before if after is None else before.add_(after))

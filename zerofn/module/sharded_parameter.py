@@ -190,9 +190,9 @@ def wrap_existing_hooks(p: ShardedParameter, undone: list[Callable[[], object]])
     def undo() -> None:
         # Later ones too.
         for hooks in (gradient_hooks(p), hooks_after(p)):
-            ours = [(number, hook) for number, hook in hooks.items() if isinstance(hook, Handed | AfterGradients)]
-            hooks.update((number, hook.hook) for number, hook in ours)
-            for _, hook in ours:
+            given = [(number, hook) for number, hook in hooks.items() if isinstance(hook, Handed | AfterGradients)]
+            hooks.update((number, hook.hook) for number, hook in given)
+            for _, hook in given:
                 if isinstance(hook, AfterGradients):
                     hook.watch.remove()
 
