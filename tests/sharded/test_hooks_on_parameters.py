@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_parts import rows, said, two
 from time_limits import limit
+from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import zerofn as zf
@@ -433,3 +434,39 @@ def test_nothing_is_refused_beside_hooks(program, seed):
     parts = [part_of(x.clone(), Origin("p.grad", "w", True, (), torch.Size((6,)))) for x in (g, p)]
     want = run(program, g.clone(), p.clone())
     torch.testing.assert_close(run(program, *parts).to_local(), want, rtol=0, atol=0, equal_nan=True)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
+def given_to_a_function():
+    """What a Function that is given a part says; the change of the weight where it is given a clone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2, bias=False))
+    before = model[1].weight.detach().clone()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(1.0)))
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    with pytest.raises(RuntimeError, match=r"an autograd.Function that is given .*1.weight"):
+        Product.apply(model[0](x), model[1].weight)
+    Product.apply(model[0](x), model[1].weight.clone()).square().mean().backward()
+    opt.step()
+    opt.detach()
+    return model[1].weight.detach() - before
+
+
+def test_a_function_is_given_the_whole_or_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2, bias=False))
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    Product.apply(model[0](x), model[1].weight).square().mean().backward()
+    for change in zf.launch(given_to_a_function, 2, timeout=limit()):
+        torch.testing.assert_close(change, -model[1].weight.grad, rtol=1e-5, atol=1e-6)  # a sum over ranks in fp32
