@@ -448,7 +448,21 @@ class Product(torch.autograd.Function):
         return g @ w, g.T @ x
 
 
-def given_to_a_function():
+class ProductWithSetup(torch.autograd.Function):
+    """The same without `ctx` in forward, and with any number of arguments."""
+
+    @staticmethod
+    def forward(*args):
+        return args[0] @ args[1].T
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = Product.backward
+
+
+def given_to_a_function(product):
     """What a Function that is given a part says; the change of the weight where it is given a clone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2, bias=False))
@@ -456,17 +470,18 @@ def given_to_a_function():
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(1.0)))
     x = torch.linspace(-1, 1, 12).view(2, 6)
     with pytest.raises(RuntimeError, match=r"an autograd.Function that is given .*1.weight"):
-        Product.apply(model[0](x), model[1].weight)
-    Product.apply(model[0](x), model[1].weight.clone()).square().mean().backward()
+        product.apply(model[0](x), model[1].weight)
+    product.apply(model[0](x), model[1].weight.clone()).square().mean().backward()
     opt.step()
     opt.detach()
     return model[1].weight.detach() - before
 
 
-def test_a_function_is_given_the_whole_or_refused():
+@pytest.mark.parametrize("product", [Product, ProductWithSetup])
+def test_a_function_is_given_the_whole_or_refused(product):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2, bias=False))
     x = torch.linspace(-1, 1, 12).view(2, 6)
     Product.apply(model[0](x), model[1].weight).square().mean().backward()
-    for change in zf.launch(given_to_a_function, 2, timeout=limit()):
+    for change in zf.launch(given_to_a_function, 2, product, timeout=limit()):
         torch.testing.assert_close(change, -model[1].weight.grad, rtol=1e-5, atol=1e-6)  # a sum over ranks in fp32

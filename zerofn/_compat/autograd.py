@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from operator import methodcaller
@@ -58,17 +59,34 @@ def current_function() -> Any:
     return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 def arguments_of_functions() -> list[Any]:
-    """What the `autograd.Function`s are given whose forward is under way in this thread."""
-    found, frame = [], None if torch.is_grad_enabled() else sys._getframe(1)
+    """What the `autograd.Function`s are given whose forward is under way in this thread.
+
+    From torch 2.14 on `apply` is in C and has no frame, so that of `forward` is looked for: by its code, which a
+    forward without `ctx` has as well.
+    """
+    if torch.is_grad_enabled():
+        return []
+    found, frame, codes = [], sys._getframe(1), _forwards(torch.autograd.Function)
     while frame is not None:
-        if frame.f_code is _APPLY:
-            found += frame.f_locals["args"]
+        if frame.f_code in codes:
+            names, flags = frame.f_code.co_varnames, frame.f_code.co_flags
+            count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+            found += [frame.f_locals[name] for name in names[:count] if name in frame.f_locals]
+            if flags & inspect.CO_VARARGS:
+                found += frame.f_locals.get(names[count], ())
         frame = frame.f_back
     return found
+
+
+def _forwards(cls: type) -> set[Any]:
+    """The code of `forward` of each class made of this one."""
+    classes, codes = [cls], set()
+    while classes:
+        made = classes.pop()
+        classes += made.__subclasses__()
+        codes.add(getattr(made.forward, "__code__", None))  # type: ignore[attr-defined]
+    return codes
 
 
 def after_this_node(fn: Callable[[], None]) -> bool:

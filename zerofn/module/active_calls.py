@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from .._compat.autograd import saved_tensors_hooks
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
-from ..sharded.write_back import Place, Sampling
+from ..sharded.write_back import Region, Sampling
 from .leaked_tensors import HookedOutput
 from .output_graph import OutputTracker
 
-Seen = dict[str, tuple[Tensor, Tensor, Place | None]]
+Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
 
 
 class ThreadState(threading.local):

@@ -18,7 +18,7 @@ from ..core.views import View
 from ..ranks.dtensor_parameters import Form, is_distributed
 from ..sharded.gather_on_use import Units
 from ..sharded.unit_rounds import outside_inference_mode
-from ..sharded.write_back import Place, place
+from ..sharded.write_back import Region, place
 from .active_calls import ThreadState
 from .crossing import Crossing, Edge
 
@@ -119,7 +119,7 @@ class ParameterViews:
         return stored if view() is x else None
 
 
-def address(x: Tensor) -> Place | None:
+def address(x: Tensor) -> Region | None:
     """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
     return None if is_wrapped(x) else place(x)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._compat.tensors import version
 from ..core.layout import Leaf
 from .freed_copies import Escaped, FreedCopies
-from .write_back import Place, WriteBack, place, places
+from .write_back import Region, WriteBack, place, places
 
 
 class GivenViews:
@@ -33,7 +33,7 @@ class GivenViews:
 
     def __init__(self) -> None:
         self.views: list[tuple[Tensor, ...]] = []
-        self.places: list[list[Place]] = []
+        self.places: list[list[Region]] = []
         self.nodes: list[Any] = []
         self.own: dict[int, Tensor] = {}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Leaf
-from .write_back import Place, WriteBack, place
+from .write_back import Region, WriteBack, place
 
 # A storage is one Python object for as long as anybody has a tensor on it.
 StorageRef = weakref.ref[torch.UntypedStorage]
@@ -21,7 +21,7 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 # Of a leaf whose unit is freed: tensors that forward was given and where their memory was then; and the tensor that
 # forward put in the leaf's place by `w.data = x`, if it did.
-Escaped = tuple[list[tuple[weakref.ref[Tensor], Place]], Tensor | None]
+Escaped = tuple[list[tuple[weakref.ref[Tensor], Region]], Tensor | None]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class FreedCopy:
     ref: StorageRef | None
     full: Tensor
     rows: Tensor
-    views: list[tuple[Tensor, Place]]
+    views: list[tuple[Tensor, Region]]
 
     def is_used(self) -> bool:
         """Whether anybody else has the memory. Drops all references from here to find out."""
@@ -91,7 +91,7 @@ class FreedCopies:
         return changed
 
 
-def alive(refs: list[tuple[weakref.ref[Tensor], Place]]) -> list[tuple[Tensor, Place]]:
+def alive(refs: list[tuple[weakref.ref[Tensor], Region]]) -> list[tuple[Tensor, Region]]:
     """The tensors that are still there."""
     return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
 

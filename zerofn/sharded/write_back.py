@@ -19,15 +19,15 @@ from ..core.layout import Leaf, Leaves
 
 _SHAPE = attrgetter("shape")
 # Of a tensor: address, shape, strides.
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
-def place(x: Tensor) -> Place:
+def place(x: Tensor) -> Region:
     """Where a tensor's memory is: `x.data = y` changes it."""
     return x.data_ptr(), x.shape, x.stride()
 
 
-def places(xs: Sequence[Tensor]) -> list[Place]:
+def places(xs: Sequence[Tensor]) -> list[Region]:
     """`place` of each, without a call in Python for each: every call of the model asks of every leaf."""
     return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
 
