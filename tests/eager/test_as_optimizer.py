@@ -389,3 +389,32 @@ def test_scripted_after_training():
     x = torch.ones(2, 4)
     expected = model(x)
     torch.testing.assert_close(torch.jit.script(opt.detach())(x), expected)
+
+
+def pickled(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_the_state_goes_on(copied):
+    """`torch.save(opt.state, file)`, and a state that `zf.launch` returns: training goes on from it, bitwise."""
+    model, found, kept = net(), [], None
+    opt = zf.attach(model, zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.adamw(1e-2)))
+    inputs = [torch.linspace(-1, 1, 8).view(2, 4).bfloat16() * (i + 1) for i in range(3)]
+    for i in (0, 1, 2, None, 2):
+        if i is None:
+            opt.load_state(kept)
+            continue
+        model(inputs[i]).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+        if i == 1:
+            kept = copied(opt.state)
+            first = kept[kept.leaves["0.weight"]]["exp_avg"]
+            assert torch.equal(first, opt.state[model[0].weight]["exp_avg"])
+    torch.testing.assert_close(found[3], found[2], rtol=0, atol=0)
+    assert not torch.equal(found[2][0], found[1][0])

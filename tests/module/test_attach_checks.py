@@ -223,7 +223,7 @@ def test_errors_that_are_of_something_else_are_left_alone():
     assert not hasattr(caught.value, "__notes__")
 
 
-# -- torch.jit.trace ----------------------------------------------------------------------------------------
+# -- torch.jit.trace and torch.export ---------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -244,3 +244,17 @@ def test_tracing_an_attached_model(pipe):
     opt.step()
     plain = opt.detach()
     torch.testing.assert_close(torch.jit.trace(plain, X)(X), plain(X))
+
+
+@pytest.mark.parametrize("pipe", PIPES)
+def test_exporting_an_attached_model(pipe):
+    """Right where nothing is hooked; refused elsewhere, and right after detach."""
+    model = net()
+    opt = zf.attach(model, PIPES[pipe]())
+    if pipe != "plain":
+        with pytest.raises(RuntimeError, match=r"torch.export.export of an attached model(.|\n)*opt.detach\(\), exam"):
+            torch.export.export(model, (X,))
+    model(X).float().sum().backward()
+    opt.step()
+    plain = model if pipe == "plain" else opt.detach()
+    torch.testing.assert_close(torch.export.export(plain, (X,)).module()(X), plain(X))

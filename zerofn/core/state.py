@@ -146,6 +146,10 @@ class State:
     def items(self) -> ItemsView[Tensor, LeafTensors]:
         return self._by_parameter().items()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle is of no model: its keys are its own leaves, as in the pure route.
+        return vars(self) | {"_parameters": None, "_shown": None}
+
     def __repr__(self) -> str:
         count = sum(leaf.numel for leaf in self.layout.leaves)
         return (

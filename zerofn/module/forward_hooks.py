@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._compat.autograd import next_sequence_nr
-from .._compat.compiler import uncompiled
+from .._compat.compiler import exports, uncompiled
 from .._compat.modules import CALL, backward_hooks, forward_hooks, register_in, registered, set_flat_weights
 from .._errors import explain
 from ..core.pipeline import Pipeline
@@ -155,6 +155,16 @@ def _restore(module: nn.Module, plain: dict) -> None:
         register_in(module, plain)
 
 
+def _recorded(recorder: str) -> RuntimeError:
+    return RuntimeError(
+        explain(
+            f"{recorder} of an attached model",
+            "what it records would have in it how this pipeline sees parameters, and none of their later values",
+            f"{recorder}(opt.detach(), example) after training; torch.compile(model) while it is attached",
+        )
+    )
+
+
 def _begin_call(
     boundary: ModelBoundary,
     lock: AbstractContextManager[Any] | None,
@@ -173,14 +183,8 @@ def _begin_call(
     outermost = not local.calls and not boundary.repeating(module)
     if boundary.scaled:
         check_hooks_of_call(boundary.model(), module, outermost, args)
-    if outermost and torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise RuntimeError(
-            explain(
-                "torch.jit.trace of an attached model",
-                "what it records would have in it how this pipeline sees parameters, and none of their later values",
-                "torch.jit.trace(opt.detach(), example) after training; torch.compile(model) while it is attached",
-            )
-        )
+    if outermost and (torch.jit.is_tracing() or exports()):  # type: ignore[attr-defined]
+        raise _recorded("torch.export.export" if exports() else "torch.jit.trace")
     call = ActiveCall(module, outermost, next_sequence_nr(), sys.exception())
     if not local.calls:
         boundary.begin()
