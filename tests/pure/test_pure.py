@@ -652,3 +652,12 @@ def test_a_write_into_shown_parameters_is_one_into_the_state_and_an_assignment_i
         state.params["w"].mul_(8)
     state.params["w"] = torch.zeros(2)
     assert step(state)[0].params["w"].tolist() == [4, 4]
+
+
+def test_the_rate_in_metrics_is_that_of_its_step():
+    """A rate that is a tensor is filled with another number after the step."""
+    rate = torch.tensor(0.25)
+    tx = zf.chain(zf.sgd(rate))
+    _, metrics = zf.make_step(lambda p: p["w"].sum(), tx)(zf.init(tx, {"w": torch.ones(3)}))
+    rate.fill_(0.5)
+    assert float(metrics["lr"]) == 0.25
