@@ -123,13 +123,15 @@ def test_functions_of_leaves_are_in_the_graph(donate):
 
 
 class Looking:
-    """A backend that keeps the code of the graphs it is given."""
+    """A backend that keeps the code of the graphs it is given, and how many tensors of leaves each copies."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.copies = [], []
 
     def __call__(self, graph, inputs):
         self.seen.append(graph.code)
+        copies = [node for node in graph.graph.nodes if node.target == "clone"]
+        self.copies.append(sum(node.meta["example_value"].ndim > 0 for node in copies))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     def calls(self, operator="zerofn.adam_"):
@@ -191,7 +193,7 @@ def loss_of_many(p, x):
 
 # Parameters and both moments; of a hold the sums as well, and they are written at the end of the graph. Where the state
 # is written the loss too, which may be an element of it.
-COPIES = {(True, False): 1, (False, False): 120, (False, True): 120, (True, True): 121}
+COPIES = {(True, False): 0, (False, False): 120, (False, True): 120, (True, True): 120}
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_in_a_graph_the_kernel_writes_a_donated_state_itself_where_nothing_is_ch
     look, tx = Looking(), zf.chain(*[zf.accumulate(2)] * holds, zf.adamw(0.1))
     fast = torch.compile(zf.make_step(loss_of_many, tx, donate=donate), fullgraph=True, backend=look)
     fast(zf.init(tx, many()), batches(1)[0])
-    assert look.calls("clone(") == COPIES[donate, holds]
+    assert look.copies[-1] == COPIES[donate, holds]
 
 
 @pytest.mark.parametrize("holds", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -224,7 +226,7 @@ def test_many_leaves_are_updated_by_the_fused_kernel_with_its_own_bits(make, hol
         want, state = step(want, x)[0], fast(state, x)[0]
         assert same_bits(state, want)
     assert look.calls("zerofn.fused_adam_") == 1
-    assert look.calls("clone(") == COPIES[True, holds]
+    assert look.copies[-1] == COPIES[True, holds]
     assert memory == {p: x.data_ptr() for p, x in state.leaves.items()}
 
 

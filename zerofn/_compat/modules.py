@@ -13,6 +13,10 @@ from torch import Tensor, nn
 # The code of `module(...)`, by which the frame of a call is found.
 CALL = nn.Module.__call__.__code__
 
+# The code by which containers make an `nn.Parameter` of a tensor, and the file of their other methods.
+_PUTTING = {nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__}
+_CONTAINERS = nn.ParameterList.__setitem__.__code__.co_filename
+
 # The attribute of a model with names of parameters that DistributedDataParallel ignores.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
@@ -28,6 +32,22 @@ def reset_of(module: nn.Module) -> Callable[[], Any] | None:
     """The method that initialises a module's parameters, by torch's convention; private in some of torch's modules."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
+
+
+def put_into_container() -> list[Any] | None:
+    """What the method that fills a container at this moment was given, up to one tuple deep; for registration hooks.
+
+    The container itself has lost it: it goes on with the parameter that it made of it. `None` where no method of the
+    container's does it, as in `module.rows[0] = x`, whose `x` nobody holds.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code not in _PUTTING:
+        frame = frame.f_back
+    frame = frame and frame.f_back
+    if frame is None or frame.f_code.co_filename != _CONTAINERS:
+        return None
+    found = list(frame.f_locals.values())
+    return [*found, *(x for several in found if isinstance(several, (tuple, list)) for x in several)]
 
 
 def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:

@@ -37,34 +37,25 @@ def own_start(given: list[Tree]) -> Tree:
 
 
 def own_prepared(
-    prepared: Prepared, shown: int, state: Mapping[str, Any], grads: Leaves | None, params: Leaves, ctx: Context
+    prepared: Prepared, state: Mapping[str, Any], grads: Leaves | None, params: Leaves, ctx: Context
 ) -> Prepared:
     """What a transform decides before it sees leaves, with copies of what shares memory.
 
     Args:
         prepared: what its `prepare_fn` returned.
-        shown: how many metrics there were before it.
         state: what it was handed, as are `grads`, `params` and `ctx`.
     """
-    carry, new, close = prepared.carry, prepared.state, prepared.close
+    carry, new = prepared.carry, prepared.state
     if carry is not None and (ctx.donate or ctx.donate_to_kernels):
         # A leaf is updated after others have been written.
         carry = apart({"": carry}, params.values())[""]
     if new:
         new = _distinct(dict(new), state, (*(grads or {}).values(), *params.values()))
-    given = state, new, grads or {}, params
-    own_reports(ctx, shown, *given)
-
-    def closing() -> None:
-        before = len(ctx.metrics)
-        close()  # type: ignore[misc]
-        own_reports(ctx, before, *given)
-
     emit = prepared.emit
     if isinstance(emit, Tensor) and not ctx.recorded:
         # Behind what holds nothing is run, and so nothing written.
         emit = bool(emit.item())
-    return replace(prepared, carry=carry, state=new, emit=emit, close=close and closing)
+    return replace(prepared, carry=carry, state=new, emit=emit)
 
 
 def own_update(
@@ -99,13 +90,6 @@ def own_update(
         return out, own
     made = out.values() if optimizes and out else ()
     return out, _distinct(own, state, (*others, *made))
-
-
-def own_reports(ctx: Context, shown: int, *given: Mapping[str, Any]) -> None:
-    """Copy what metrics behind the first `shown` share with these trees: they are read after those are written."""
-    if len(ctx.metrics) > shown:
-        new = dict(list(ctx.metrics.items())[shown:])
-        ctx.metrics.update(apart(new, [x for tree in given for x in tensors_of(tree)]))
 
 
 def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor]) -> Any:

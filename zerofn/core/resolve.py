@@ -17,7 +17,7 @@ from .facts import OF_PIECES
 from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
 from .opaque_states import open_state
-from .own_memory import own_prepared, own_reports, own_start, own_update
+from .own_memory import own_prepared, own_start, own_update
 from .owner_updates import run_at_owners
 from .owners import place_in
 from .partition import replace_innermost
@@ -117,15 +117,12 @@ def _with_own_memory(t: Transform) -> Transform:
         return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        shown, found = len(ctx.metrics), check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
-        return own_prepared(found, shown, state, grads, params, ctx)
+        found = check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
+        return own_prepared(found, state, grads, params, ctx)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        shown = len(ctx.metrics)
         returned = t.update_fn(grads, state, params, carry, ctx)
-        out, own = own_update(t.facts.optimizes, returned, state, grads, params, carry)
-        own_reports(ctx, shown, state, own or {}, grads, params, {"": carry})
-        return out, own
+        return own_update(t.facts.optimizes, returned, state, grads, params, carry)
 
     # What does nothing is known by its functions, and is not run.
     return replace(

@@ -148,7 +148,7 @@ class Transform:
         if wrong:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
-            prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), 0, state, entries, leaves, ctx)
+            prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), state, entries, leaves, ctx)
             returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
         if not self.parts:

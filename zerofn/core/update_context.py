@@ -160,8 +160,11 @@ class Context:
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        # As it is now: a rate that is a tensor of the user's may be filled with another number before this is read.
-        value = value.clone() if isinstance(value, Tensor) else torch.as_tensor(value)
+        elif isinstance(value, Tensor):
+            # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
+            value = value.clone()
+        else:
+            value = torch.as_tensor(value)
         if isinstance(self.comes, Tensor) and name in self.standing:
             held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
             value = torch.where(self.comes.to(value.device), value, held)

@@ -27,6 +27,7 @@ from .forward_errors import add_notes
 from .forward_writes import carry_written
 from .leaked_tensors import HookedOutput
 from .nested_tensors import map_tensors, tensors_in
+from .parameter_containers import hook_containers
 from .parameter_dict import ParameterViewDict
 
 # fmt: off
@@ -107,6 +108,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         blocks: modules whose parameters are gathered together.
     """
     boundary.blocks = {id(m) for m in blocks}
+    hook_containers(boundary)
     for module in model.modules():
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
