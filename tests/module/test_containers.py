@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributions as D
 from parity import Run, compare
 from time_limits import limit
 from torch import Tensor, nn
@@ -149,6 +150,36 @@ def test_containers(kind: str, pipe: str):
         return [x.grad, deep.grad, scale.grad]
 
     compare(program, lambda: Nested(WRAPS[kind]), pipe)
+
+
+def normal(y: Tensor) -> D.Normal:
+    return D.Normal(y.tanh(), 0.5 + y.sigmoid())
+
+
+DISTRIBUTIONS = {
+    "categorical": lambda y, loss: D.Categorical(logits=y.tanh()),
+    "normal": lambda y, loss: normal(y),
+    "independent": lambda y, loss: D.Independent(normal(y), 1),
+    "squashed": lambda y, loss: D.TransformedDistribution(normal(y), [D.SigmoidTransform()]),
+    "affine": lambda y, loss: D.TransformedDistribution(normal(y), [D.AffineTransform(y.cos(), 1 + y.sigmoid())]),
+    "mixture": lambda y, loss: D.MixtureSameFamily(D.Categorical(logits=y.tanh()), normal(y)),
+}
+
+
+@pytest.mark.parametrize("pipe", ["scaled", "fp16 dynamic", "bf16 scaled"])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_distributions(kind: str, pipe: str):
+    """A policy that gives a distribution, as those of reinforcement learning do."""
+
+    def program(run: Run):
+        x = run.data(5, 6, grad=True)
+        found = run.model({"x": (x, {"deep": x}), "ids": torch.arange(5)}, flag="text")
+        assert type(found) is type(DISTRIBUTIONS[kind](x, x.mean()))
+        at = torch.arange(5) % 2 if kind == "categorical" else torch.full(found.batch_shape + found.event_shape, 0.25)
+        (-found.log_prob(at.to(torch.int64 if kind == "categorical" else x.dtype)).float().mean()).backward()
+        return [x.grad]
+
+    compare(program, lambda: Nested(DISTRIBUTIONS[kind]), pipe)
 
 
 def test_the_same_tensor_twice_stays_one():

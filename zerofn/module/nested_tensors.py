@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 
 from .._compat.autograd import sequence_nr
 from .._compat.functorch import is_wrapped
@@ -24,8 +25,8 @@ Fn = Callable[[Tensor], Tensor]
 def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
     """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
 
-    Goes through tuples, NamedTuples, lists, mappings and dataclasses, subclasses included. A tensor that occurs
-    twice is mapped once: `done` has tensors that are mapped already, by id.
+    Goes through tuples, NamedTuples, lists, mappings, dataclasses and `torch.distributions`, subclasses included. A
+    tensor that occurs twice is mapped once: `done` has tensors that are mapped already, by id.
 
     Raises:
         TypeError: an object of another class holds a tensor that requires a gradient, which would cross the boundary
@@ -50,9 +51,8 @@ def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Te
     if isinstance(value, tuple | list):
         items = [map_tensors(fn, v, f"{where}[{i}]", done) for i, v in enumerate(value)]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else _sequence(value, items)
-    if is_dataclass(value):
-        # A field without `init` may be unset.
-        held = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    if is_dataclass(value) or isinstance(value, Distribution | Transform):
+        held = _attributes(value)
         new = {k: map_tensors(fn, v, f"{where}.{k}", done) for k, v in held.items()}
         changed = {k: v for k, v in new.items() if v is not held[k]}
         out = copy.copy(value) if changed else value
@@ -147,17 +147,28 @@ def _sequence(value: Any, items: list) -> Any:
     return type(value)(items)
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """What a dataclass or a distribution holds, by name."""
+    if isinstance(value, Distribution | Transform):
+        return dict(vars(value))
+    # A field without `init` may be unset.
+    return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+
+
 def _refuse_hidden(value: Any, where: str) -> None:
     """Refuse an object of an unknown class that holds a tensor which requires a gradient."""
     slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
     for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
         if _needs_gradient(held, 3):
             kind = type(value).__name__
+            # The user decorates no class of torch's.
+            theirs = type(value).__module__.startswith("torch.")
+            own = "" if theirs else f"; for instance @dataclasses.dataclass on {kind}"
             raise TypeError(
                 explain(
                     f"{where} is a {kind} with a tensor in .{name}",
                     "the boundary that scales and casts gradients cannot see inside, so they would be wrong in silence",
-                    f"a tuple, list, dict or dataclass; for instance @dataclasses.dataclass on {kind}",
+                    f"a tuple, list, dict or dataclass{own}",
                 )
             )
 
