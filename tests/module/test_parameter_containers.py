@@ -156,3 +156,17 @@ def test_the_hook_of_a_model_that_went_without_detach_goes_with_the_next_one():
     gc.collect()
     attached(Rows(PICKS["slice"]))
     assert not mine & hooks()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Of `slice.indices`, in torch's own container, before torch 2.13.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.parametrize("pick", ["slice", "copy"])
+def test_in_a_compiled_model_too(pick):
+    model = Rows(PICKS[pick])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt = zf.attach(model, zf.chain(WIDE, zf.scale_loss(64.0), zf.sgd(0.5)))
+    torch.compile(model, backend="aot_eager")(X).sum().backward()
+    opt.step()
+    for name, x in plain_change(PICKS[pick]).items():
+        assert torch.allclose(model.get_parameter(name).detach() - before[name], x, rtol=0, atol=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._compat.compiler import uncompiled
 from .._compat.modules import put_into_container
 from .._errors import explain
 from .boundary import ModelBoundary
@@ -26,6 +27,7 @@ class ContainerHook:
         # torch keeps the hook as long as the process lives, or until the model is detached.
         self.boundary = weakref.ref(boundary)
 
+    @uncompiled
     def __call__(self, module: nn.Module, name: str, param: Any) -> Any:
         """The view to register in the place of a parameter that was made of it; `None` for any other parameter."""
         boundary = self.boundary()
