@@ -262,6 +262,14 @@ def test_functional_benchmark_runs():
 
 
 @pytest.mark.slow
+def test_attached_update_benchmark_runs():
+    process = run("benchmarks/attached_update.py", "--numel", 1 << 21, "--rounds", 2)
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, err
+    assert out.count("[") == 4 and "fp32 parameters equal; bf16 parameters equal" in out, out
+
+
+@pytest.mark.slow
 def test_curvature_benchmark_runs():
     """By hand and by zerofn the same eigenvalue and the same product."""
     process = run("benchmarks/curvature.py", "--width", 8, "--layers", 1, "--batch", 2, "--products", 2, "--rounds", 2)

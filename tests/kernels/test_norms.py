@@ -1,9 +1,12 @@
 """Norms of large leaves, against float64."""
 
+import math
+
 import pytest
 import torch
 
 import zerofn as zf
+from zerofn.kernels.norms import sum_of_squares  # inside
 
 
 @pytest.mark.parametrize("shape", [(1 << 22,), (1 << 11, 1 << 11)])
@@ -15,3 +18,25 @@ def test_the_norm_of_a_large_leaf_is_exact_to_fp32(shape):
     # Rounding of the sums of 2^17 squares in fp32; in one sum of all the norm is 7e-5 too small.
     torch.testing.assert_close(metrics["grad_norm"].double(), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(state.params["w"].double().norm(), torch.tensor(1.0).double(), rtol=3e-6, atol=0)
+
+
+NORMS = [3.0, 4.0, 1e-30, 5e18, 0.0, 1.5]
+
+
+@pytest.mark.parametrize("tensors", [[], [0], [1, 4], range(6)], ids=["none", "one", "two", "all"])
+@pytest.mark.parametrize("norms", [NORMS, [math.inf, *NORMS[1:]], [math.nan, *NORMS[1:]], [math.nan, math.inf] * 3])
+def test_squares_are_added_of_numbers_and_of_tensors_alike(norms, tensors):
+    given = {f"w{i}": torch.tensor(x) if i in tensors else x for i, x in enumerate(norms)}
+    want = torch.tensor(norms, dtype=torch.float64).square().sum()
+    # One rounding to fp32 of each square and of each sum.
+    torch.testing.assert_close(sum_of_squares(given).double(), want, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_norm_beyond_fp32_is_infinite_and_no_error():
+    """The square of 1e25 is: so it was when fp32 tensors were squared."""
+    assert sum_of_squares({"a": 1e25, "b": 1.0}) == math.inf
+
+
+def test_a_sum_of_numbers_is_the_same_in_any_order():
+    norms = {f"w{i}": math.pi**i / 3**i for i in range(40)}
+    assert sum_of_squares(dict(reversed(norms.items()))) == sum_of_squares(norms)

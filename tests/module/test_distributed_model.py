@@ -74,6 +74,25 @@ def test_on_a_mesh_of_both_axes_every_stage_is_one_process():
     check(zf.launch(every_stage, 4, 2, names, timeout=limit(120)))
 
 
+def norms_by_kernel():
+    """Norms of a first step that no clip asks for: the kernel of low-precision Adam finds them leaf by leaf."""
+    dp, tp = T.axes(1, 2)
+    found = []
+    for stage in ((), (zf.shard(dp),)):
+        model = T.cut(tp, torch.float32)
+        opt = zf.attach(model, zf.chain(*stage, zf.low_precision_adam(lr=1e-2)))
+        found += T.train(model, opt, 1, dp, torch.float32)
+        opt.detach()
+    return found
+
+
+def test_norms_that_a_kernel_finds_count_a_leaf_that_several_ranks_hold_once():
+    _, (want,) = T.alone(zf.low_precision_adam(lr=1e-2), 1, torch.float32)
+    assert want > 0.1
+    # Gradients are sums of some tens of fp32 products, in another order.
+    assert zf.launch(norms_by_kernel, 2, timeout=limit()) == [[pytest.approx(want, rel=1e-5)] * 2] * 2
+
+
 BLOCKS = 6
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels.norms import leaf_norms
@@ -20,13 +20,12 @@ class Norms:
     a gradient that a transform before the optimizer has changed is another tensor, whose norm the metric must not show.
 
     Attributes:
-        found: norms by path, each 0-d.
+        found: norms by path, each 0-d, or a number where a kernel has found it.
     """
 
     def __init__(self) -> None:
-        self.found: Leaves = {}
+        self.found: dict[str, Any] = {}
         self._requests: Leaves = {}
-        self._numbers: dict[str, float] = {}
 
     def request(self, grads: Leaves) -> None:
         """Request the norms of these gradients, which must not be written until the next request."""
@@ -41,7 +40,7 @@ class Norms:
         """Take norms that a kernel has computed of requested gradients."""
         for path, norm in zip(paths, norms, strict=True):
             del self._requests[path]
-            self._numbers[path] = norm
+            self.found[path] = norm
 
     def _compute(self) -> None:
         """Compute the requested norms that no kernel has added."""
@@ -49,12 +48,7 @@ class Norms:
             self.found.update(leaf_norms(self._requests))
             self._requests = {}
 
-    def all(self) -> Leaves:
-        """All requested norms, each 0-d."""
+    def all(self) -> dict[str, Any]:
+        """All requested norms."""
         self._compute()
-        if self._numbers:
-            # One tensor for all buckets, and not one for each.
-            numbers = torch.tensor(list(self._numbers.values()), dtype=torch.float32)
-            self.found.update(zip(self._numbers, numbers.unbind(), strict=True))
-            self._numbers = {}
         return self.found

@@ -75,9 +75,8 @@ class Steps:
                     write(self.params[path], None)
                     early.arrived(path, grad)
                 metrics = early.finish()
-            with torch.set_grad_enabled(False):
-                # Some are entries of the state, into which `load_state_dict` writes.
-                metrics = dict(zip(metrics, map(Tensor.clone, metrics.values()), strict=True))
+            # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
+            metrics["step"] = metrics["step"].detach().clone()
             if bool(metrics["updated"]) or self.home.reads:
                 self.home.refresh()
             if self.groups.scheduled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,14 @@ def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(leaves, _norms(list(leaves.values()), 2.0), strict=True)) if leaves else {}
 
 
-def sum_of_squares(norms_by_path: dict[str, Tensor]) -> Tensor:
-    """The squared norm of a tree from those of its leaves."""
-    norms, wide = _in_order(norms_by_path)
+def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
+    """The squared norm of a tree from those of its leaves: tensors, or numbers where a C kernel found them."""
+    if norms_by_path and set(map(type, norms_by_path.values())) == {float}:
+        # One operation of torch, and not three for each leaf. An exact sum is the same in any order.
+        return torch.tensor(math.fsum(n * n for n in norms_by_path.values()), dtype=torch.float32)
+    norms, wide = _in_order({p: _tensor(n) for p, n in norms_by_path.items()})
     return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())
+
+
+def _tensor(norm: Any) -> Tensor:
+    return torch.tensor(norm, dtype=torch.float32) if isinstance(norm, float) else norm

@@ -84,8 +84,10 @@ class RankReduction:
         return x
 
 
-def _zero(x: Tensor) -> Tensor:
+def _zero(x: Any) -> Any:
     """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
+    if not isinstance(x, Tensor):
+        return 0.0
     return x[:0] if x.ndim else nothing_of(x).sum()
 
 
