@@ -121,12 +121,12 @@ def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
     """The squared norm of a tree from those of its leaves: tensors, or numbers where a C kernel found them."""
-    if norms_by_path and set(map(type, norms_by_path.values())) == {float}:
+    kinds = set(map(type, norms_by_path.values()))
+    if kinds == {float}:
         # One operation of torch, and not three for each leaf. An exact sum is the same in any order.
         return torch.tensor(math.fsum(n * n for n in norms_by_path.values()), dtype=torch.float32)
-    norms, wide = _in_order({p: _tensor(n) for p, n in norms_by_path.items()})
+    if float in kinds:
+        of_kernels = {p: torch.tensor(n, dtype=torch.float32) for p, n in norms_by_path.items() if type(n) is float}
+        norms_by_path = {**norms_by_path, **of_kernels}
+    norms, wide = _in_order(norms_by_path)
     return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())
-
-
-def _tensor(norm: Any) -> Tensor:
-    return torch.tensor(norm, dtype=torch.float32) if isinstance(norm, float) else norm
