@@ -70,33 +70,32 @@ def _check_below(name: str, x: Any, paths: Collection[str], where: str) -> None:
             raise ValueError(
                 explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
             )
-        if not is_by_path(x, paths):
-            for key, y in x.items():
-                _check_below(name, y, paths, f"{where}[{key!r}]")
-    elif isinstance(x, tuple | list):
-        for i, y in enumerate(x):
-            _check_below(name, y, paths, f"{where}[{i}]")
-    elif not isinstance(x, Tensor) and not _keys(x).isdisjoint(paths):
+    elif not isinstance(x, Tensor | tuple | list) and not _keys(x).isdisjoint(paths):
         wrong = f"{name}: a state by path in the {type(x).__name__} of its entry {where}"
         why = "each owner keeps the entries of its own leaves, which are found in dicts, tuples and lists"
         raise ValueError(
             explain(wrong, why, f"return grads, {{{where.split('[')[0]}: {{path: ... for path in grads}}}}")
         )
+    if not is_by_path(x, paths):
+        for y, at in _inside(x, where):
+            _check_below(name, y, paths, at)
 
 
 def _check_no_path(name: str, x: Any, paths: Collection[str], where: str) -> None:
     """Refuse dicts by path whose own names are paths too."""
-    if isinstance(x, dict):
-        if is_by_path(x, paths) and all([is_by_path(y, paths) for y in x.values()]):
-            first = next(iter(x))
-            wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
-            why = "that may be a name or the path of a leaf, whose own state is that dict"
-            raise ValueError(explain(wrong, why, f"another name, as {'n_' + str(first)!r}"))
-        for key, y in x.items():
-            _check_no_path(name, y, paths, f"{where}[{key!r}]")
-    elif isinstance(x, tuple | list):
-        for i, y in enumerate(x):
-            _check_no_path(name, y, paths, f"{where}[{i}]")
+    if isinstance(x, dict) and is_by_path(x, paths) and all([is_by_path(y, paths) for y in x.values()]):
+        first = next(iter(x))
+        wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
+        why = "that may be a name or the path of a leaf, whose own state is that dict"
+        raise ValueError(explain(wrong, why, f"another name, as {'n_' + str(first)!r}"))
+    for y, at in _inside(x, where):
+        _check_no_path(name, y, paths, at)
+
+
+def _inside(x: Any, where: str) -> list[tuple[Any, str]]:
+    """What stands in a dict, tuple or list, each with the place of it."""
+    found = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple | list) else ()
+    return [(y, f"{where}[{key!r}]") for key, y in found]
 
 
 def _keys(tree: Any) -> set[str]:

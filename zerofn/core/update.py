@@ -17,10 +17,10 @@ from .executor import finish, run
 from .gradient_checks import check_readable, misshapen
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms
-from .rank_agreement import weight_in_batch
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
 from .update_context import Context
+from .weight_agreement import weight_in_batch
 
 Metrics = dict[str, Tensor]
 

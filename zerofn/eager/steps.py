@@ -13,9 +13,9 @@ from torch import Tensor
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
-from ..core.rank_agreement import equal_weight
 from ..core.update import apply
 from ..core.update_context import Context
+from ..core.weight_agreement import equal_weight
 from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write

@@ -14,11 +14,11 @@ from ..core.arguments import check_function, check_positional
 from ..core.gradient_checks import split_grads
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import ForwardOnlyView, enter, leave
-from ..core.rank_agreement import equal_weight
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, followed, tree_map
 from ..core.update import Metrics, apply, check_grads, check_stored, check_vmap
+from ..core.weight_agreement import equal_weight
 from ..kernels.recording import recorded
 from ..sharded.guarded_parameter import pieces
 from .evaluate import Pullback, cotangents_of, evaluate

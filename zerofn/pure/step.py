@@ -16,12 +16,12 @@ from ..core.arguments import check_flag, check_function, check_positional
 from ..core.layout import Layout, Leaves
 from ..core.linear_map import leave
 from ..core.pipeline import Pipeline
-from ..core.rank_agreement import shared_weight
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
 from ..core.update import Metrics, apply, check_vmap
+from ..core.weight_agreement import shared_weight
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
 from .api import records

@@ -25,7 +25,6 @@ class Rests:
 
     def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack):
         self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
-        self.unfinished = rounds.unfinished
 
     def after_call(self) -> None:
         """Rest after a call of the model: other ranks may still be in theirs."""
@@ -37,21 +36,21 @@ class Rests:
     def after_backward(self, *_: object) -> None:
         """Rest at the end of the backward that is under way, if one is: other ranks' may be longer."""
         task = graph_task()
-        if task == NO_BACKWARD or task in self.unfinished:
+        if task == NO_BACKWARD or task in self.rounds.unfinished:
             return
 
         def rest() -> None:
-            self.unfinished.discard(task)
+            self.rounds.unfinished.discard(task)
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.after_backward):
                 # A checkpoint repeats forward, and what forward writes.
                 self.gathered.settle_all()
                 self.rounds.rest()
-                if self.rounds.late and not self.unfinished:
+                if self.rounds.late and not self.rounds.unfinished:
                     self.rounds.accept_late()
                 self.write_back.check()
 
-        self.unfinished.add(task)
+        self.rounds.unfinished.add(task)
         at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
@@ -66,7 +65,7 @@ class Rests:
         """Rest until all ranks are at a step; the numbers that each rank tells."""
         # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
-        self.unfinished.clear()
+        self.rounds.unfinished.clear()
         if self.rounds.late:
             self.rounds.accept_late()
         rows = self.rounds.rest(STEP, told)
@@ -78,6 +77,6 @@ class Rests:
 
         One that ended has rested; a second rest would wait for ranks that never come to it.
         """
-        if self.unfinished:
-            self.unfinished.clear()
+        if self.rounds.unfinished:
+            self.rounds.unfinished.clear()
             self.rounds.rest()

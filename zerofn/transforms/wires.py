@@ -11,7 +11,8 @@ Gradients are averaged over ranks, since each rank's loss is the mean over its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -40,6 +41,15 @@ class Cuts(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+def _cuts(shapes: Sequence[torch.Size], rank: int, size: int) -> Cuts:
+    widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
+    return Cuts(widths, [prod(x) for x in shapes], spans)
+
+
+# Of leaves that travel together, which every step asks for several times; and of each by itself, while it is attached.
+_known_cuts = cache(_cuts)
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The wire of `shard` and `reduce_scatter`: an all-gather; its transpose, reduce-scatter of the mean over ranks.
@@ -52,8 +62,6 @@ class Sharding:
     group: Group
     reduce_dtype: torch.dtype | None = None
     cuts: ClassVar[bool] = True
-    # By the shapes of leaves that travel together, which every step asks for several times.
-    _known: dict[tuple[torch.Size, ...], Cuts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
         return replace(self, group=group, reduce_dtype=reduce_dtype)
@@ -62,19 +70,11 @@ class Sharding:
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
+        group = self.group
         if torch.compiler.is_compiling():
             # The compiler cannot read an `attrgetter`, and would guard on what is looked up while it traces.
-            return self._found([leaf.shape for leaf in leaves])
-        shapes = tuple(map(_SHAPE, leaves))
-        found = self._known.get(shapes)
-        if found is None:
-            found = self._known[shapes] = self._found(shapes)
-        return found
-
-    def _found(self, shapes: Sequence[torch.Size]) -> Cuts:
-        rank, size = self.group.rank, self.group.size
-        widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
-        return Cuts(widths, [prod(x) for x in shapes], spans)
+            return _cuts([leaf.shape for leaf in leaves], group.rank, group.size)
+        return _known_cuts(tuple(map(_SHAPE, leaves)), group.rank, group.size)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
