@@ -171,9 +171,11 @@ def test_an_evaluation_changes_nothing_wherever_it_stands(when: str, alone: bool
     want = zf.launch(evaluates, 2, "never", False, 3, False, timeout=limit())
     found = zf.launch(evaluates, 2, when, alone, 3, True, timeout=limit())
     for mine, theirs in zip(found, want, strict=True):
-        assert all(x.abs().max() > 0 for x in theirs.values())
+        assert all(x.abs().max() > 1e-2 for x in theirs.values())
         for path, x in mine.items():
-            assert torch.equal(x, theirs[path]), path
+            # Where one rank alone evaluates, its backward follows that of the other, and each brings a part of its own
+            # for both uses of the tied weight: four fp32 numbers in another order, and in three steps what comes of it.
+            torch.testing.assert_close(x, theirs[path], rtol=0, atol=1e-7 if alone else 0, msg=path)
 
 
 class Counts(nn.Module):
