@@ -20,6 +20,9 @@ functorch = torch._C._functorch  # type: ignore[attr-defined]
 # The innermost transform under way, `None` outside of any: a function of C, which the compiler cannot trace.
 innermost_transform = functorch.peek_interpreter_stack
 
+# A tensor that a transform has wrapped without the wrapper, once that transform has ended; another tensor as it is.
+unwrapped_if_dead: Callable[[Tensor], Tensor] = functorch.unwrap_if_dead
+
 
 # The level of forward-mode AD under way, from 0 on: of `torch.autograd.forward_ad`, torch.func.jvp or linearize.
 forward_level: Callable[[], int] = functools.partial(attrgetter("_current_level"), torch.autograd.forward_ad)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._compat.autograd import applied
 from .._compat.compiler import makes_proxies
-from .._compat.functorch import NO_LEVEL, forward_level, functorch_active, innermost_transform, is_wrapped
+from .._compat.functorch import NO_LEVEL, forward_level, innermost_transform, is_wrapped, unwrapped_if_dead
 from .._errors import explain
 from .composed_view import pull, see
 from .layout import Leaf
@@ -79,6 +80,9 @@ class LinearMapInFunc(Function):
         return linear_map(x, scale, forth, back), 0
 
 
+_apply = applied(LinearMap)
+
+
 def _keep(ctx: Any, scale: Tensor | None, forth: Map, back: Map) -> None:
     ctx.forth, ctx.back, ctx.has_scale = forth, back, scale is not None
     if scale is not None:
@@ -88,8 +92,11 @@ def _keep(ctx: Any, scale: Tensor | None, forth: Map, back: Map) -> None:
 
 def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
     """`forth(x, scale)`, whose derivative is `back`."""
-    rule = LinearMapInFunc if torch.compiler.is_compiling() or functorch_active() else LinearMap
-    return rule.apply(x, scale, forth, back)  # type: ignore[return-value]
+    if torch.compiler.is_compiling() or innermost_transform() is not None:
+        return LinearMapInFunc.apply(x, scale, forth, back)  # type: ignore[return-value]
+    if scale is not None:
+        return LinearMap.apply(x, scale, forth, back)  # type: ignore[return-value]
+    return _apply(unwrapped_if_dead(x), None, forth, back)
 
 
 def is_linear_map(node: Any) -> bool:
@@ -154,17 +161,19 @@ class LeafView:
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """From the stored parameter to what the model sees."""
-        seen = see(self.stages, x, self.leaf)
+        seen = see(self.stages, x, self.leaf) if self.stages else x
         if seen is not x:
             return seen
         # Not a view of `x`: torch refuses to use a view after a write into its memory, as by layers that clamp their
         # weights. The version counter is one for both all the same.
-        return identity(seen) if torch.compiler.is_compiling() or functorch_active() else seen.detach()
+        return identity(seen) if torch.compiler.is_compiling() or innermost_transform() is not None else seen.detach()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """From a cotangent of what the model sees to the true gradient of the stored parameter."""
-        stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
-        narrow = pull(stages, g, self.leaf)
+        narrow = g
+        if self.stages:
+            stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
+            narrow = pull(stages, g, self.leaf)
         narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 

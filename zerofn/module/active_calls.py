@@ -30,7 +30,8 @@ class ThreadState(threading.local):
         sampling: at the end of which calls all views are compared with what is stored.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is the view of.
-        searched: numbers of the backwards whose graphs have been searched: the last one, and those inside of it.
+        searched: by the numbers of the backwards whose graphs have been searched, the last one and those inside of it,
+            the loss scale all through them.
         tracker: of the outputs of the call under way; `None` where outputs are not copied.
     """
 
@@ -41,7 +42,7 @@ class ThreadState(threading.local):
         self.sampling = Sampling()
         self.crossed_at: int | None = None
         self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.searched: set[int] = set()
+        self.searched: dict[int, Tensor | None] = {}
         self.tracker: OutputTracker | None = None
 
     def drop_stale_calls(self) -> None:

@@ -80,7 +80,7 @@ def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Ste
         if kind is None:
             kind = node_kinds[type(other)] = _kind(other)
         if kind == CROSSING and type(crossing := other.forth.__self__) is Crossing and crossing.owner is owner:
-            if other.forth == crossing.back:
+            if other.forth.__func__ is Crossing.back:
                 # A node of a second derivative, which belongs to neither side.
                 return None
             if crossing.inward != inside:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
+from .._compat.autograd import NO_BACKWARD, backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
 from .._compat.functorch import functorch_active
 from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
 from ..core.pipeline import Pipeline
@@ -169,14 +169,17 @@ class ModelBoundary:
         """A tensor of the user's that the model finds in an attribute, on its way in: not cast."""
         return self.crossing(EdgeMap(over, None, x.dtype), True).cross(x) if crosses(x) else x
 
-    def on_cotangent(self) -> None:
-        """A cotangent crosses. At the first one of a backward the graph is searched for ways past the boundary."""
+    def scale_of_cotangent(self) -> Tensor | None:
+        """The loss scale for a cotangent: one for a backward, whose graph is searched for ways past the boundary."""
         if not self.scaled or torch.compiler.is_compiling():
-            return
+            return self.scale()
         local, task = self.local, graph_task()
         local.crossed_at = next_sequence_nr()
+        if task == NO_BACKWARD:
+            return self.scale()
         if task not in local.searched:
             roots, _ = backward_call()
             # A backward inside of another one, as reentrant checkpoints make them, ends before the outer one goes on.
-            local.searched = {task} if roots else {*local.searched, task}
+            local.searched = {**({} if roots else local.searched), task: self.scale()}
             check_closed(self, roots)
+        return local.searched[task]

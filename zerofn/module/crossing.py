@@ -44,8 +44,7 @@ class Crossing:
 
     def back(self, g: Tensor, _: Tensor | None) -> Tensor:
         """The cotangent, with the loss scale or without it again."""
-        self.used = self.owner.scale()
-        self.owner.on_cotangent()
+        self.used = self.owner.scale_of_cotangent()
         return self.edge.back(g, self.used)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, itemgetter
+
 import torch
 from torch import Tensor
 
-from .._compat.functorch import innermost, is_wrapped
+from .._compat.functorch import innermost, innermost_transform, is_wrapped
 from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.linear_map import is_linear_map
-from ..sharded.write_back import carried, same
+from ..sharded.write_back import carried, place, same
 from .active_calls import Seen
 from .boundary import ModelBoundary
 from .parameter_views import address
+
+# Of what is seen of a parameter. By functions of C.
+_VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
 
 
 @torch.no_grad()
@@ -32,11 +37,11 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     bad: dict[str, str] = {}
     local, model = boundary.local, boundary.model()
     compares, late = local.sampling.next(model is not None and model.training)
+    inexact, suspended = boundary.views.inexact, boundary.views.suspended
+    look = place if innermost_transform() is None else address
     for path, (stored, view, begin) in seen.items():
-        stages = boundary.pipe.views_at_use[path].stages
-        exact = all(s.dtypes is not None for s in stages)
-        exchanged = address(view) != begin
-        if not exchanged and view.dtype == stored.dtype and (exact or boundary.views.suspended):
+        exact, exchanged = path not in inexact, look(view) != begin
+        if not exchanged and view.dtype == stored.dtype and (exact or suspended):
             continue
         # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.
         inner = innermost(view)
@@ -69,6 +74,10 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
 
 def _check_leaves(seen: Seen) -> None:
     """Refuse what torch refuses of a leaf: a write with gradients enabled. To torch the view is no leaf."""
+    # A class of nodes is that of linear maps, or is not.
+    kinds = {type(node): node for node in map(_NODE, map(_VIEW, seen.values())) if node is not None}
+    if all(map(is_linear_map, kinds.values())):
+        return
     bad = [
         (path, f"changed by {view.grad_fn.name()}")
         for path, (stored, view, _) in seen.items()

@@ -80,12 +80,13 @@ class ParameterViewDict(dict):
 @uncompiled
 def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
     boundary = parameters.boundary
-    if not boundary.local.calls and not boundary.repeating():
+    local = boundary.local
+    if not local.calls and not boundary.repeating():
         # Asked by the user.
         return stored
     path = parameters.paths[name]
     seen = boundary.views.get(path, stored)
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
-    boundary.local.last_views[path] = (weakref.ref(seen), stored)
+    local.last_views[path] = (weakref.ref(seen), stored)
     return seen

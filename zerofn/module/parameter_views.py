@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat.autograd import current_function
-from .._compat.functorch import is_wrapped
+from .._compat.functorch import innermost_transform, is_wrapped
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
@@ -35,6 +35,7 @@ class ParameterViews:
 
     Attributes:
         suspended: for a while the model sees its parameters in full, through casts alone.
+        inexact: paths of those that are seen through more than casts.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class ParameterViews:
         self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
         self.scaled, self.forms = pipe.scaled, forms
         self.suspended = False
+        found = pipe.views_at_use.items()
+        self.inexact = {path for path, view in found if not all([stage.dtypes is not None for stage in view.stages])}
 
     def get(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter: one all through a call, so that a parameter used twice has one cotangent."""
@@ -94,9 +97,10 @@ class ParameterViews:
         That backward, as of an adjoint method, asks for the gradient of its argument, so the module computes with it.
         """
         ctx = current_function()
-        given = () if ctx is None else ctx.next_functions
-        edges = [(node, output) for node, output in given if self._gives(node, output, path)]
-        if ctx is None or not edges:
+        if ctx is None:
+            return None
+        edges = [(node, output) for node, output in ctx.next_functions if self._gives(node, output, path)]
+        if not edges:
             return None
         last = self.local.last_views.get(path, (lambda: None, None))[0]()
         found = [last, *ctx.saved_tensors]
@@ -121,7 +125,7 @@ class ParameterViews:
 
 def address(x: Tensor) -> Region | None:
     """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
-    return None if is_wrapped(x) else place(x)
+    return None if innermost_transform() is not None and is_wrapped(x) else place(x)
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
