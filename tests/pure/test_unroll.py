@@ -119,3 +119,79 @@ def test_a_step_that_has_a_rate_from_elsewhere_is_refused():
         zf.unroll(step, zf.init(tx(RATE), {"w": W}), [], RATE, every=2)
     with pytest.raises(ValueError, match="every"):
         zf.unroll(step, zf.init(tx(RATE), {"w": W}), list(X), RATE, every=0)
+
+
+def noisy(p, x):
+    """Dropout, and noise on the target."""
+    y = torch.nn.functional.dropout(x, 0.5) @ p["w"]
+    return (torch.tanh(y) - 0.3 * torch.randn(len(x), dtype=x.dtype)).square().mean()
+
+
+def noisy_step(state, x, rate):
+    return zf.make_step(noisy, tx(rate))(state, x)
+
+
+def seeded(rate, every=None):
+    """After seven steps from one seed: by `zf.unroll` if `every` is given."""
+    torch.manual_seed(3)
+    state, losses = zf.init(tx(rate), {"w": W}), []
+    if every is not None:
+        state, losses = zf.unroll(noisy_step, state, list(X), rate, every=every)
+        return state.leaves["w"].square().sum() + losses.mean()
+    for x in X:
+        state, metrics = noisy_step(state, x, rate)
+        losses.append(metrics["loss"])
+    return state.leaves["w"].square().sum() + torch.stack(losses).mean()
+
+
+HOW = {
+    "grad": lambda fn: torch.func.grad_and_value(fn)(RATE)[::-1],
+    "jvp": lambda fn: jvp(fn, (RATE,), (torch.ones_like(RATE),)),
+    "second": lambda fn: (fn(RATE), grad(grad(fn))(RATE)),
+    "forward over reverse": lambda fn: (fn(RATE), jvp(grad(fn), (RATE,), (torch.ones_like(RATE),))),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_steps_that_are_run_again_draw_the_same_random_numbers(how):
+    agree(HOW[how](lambda rate: seeded(rate, 3)), HOW[how](seeded))
+
+
+def test_random_numbers_go_on_behind_an_unrolled_run_as_behind_its_steps():
+    """Plain autograd: neither what is tried first nor what backward runs again moves torch's generator."""
+    h = 1e-6
+    leaf = RATE.clone().requires_grad_()
+    value = seeded(leaf, 3)
+    ahead = torch.rand(4)
+    (slope,) = torch.autograd.grad(value, leaf)
+    state = torch.get_rng_state()
+    # A difference of two fp64 values over 2e-6.
+    torch.testing.assert_close(slope, (seeded(RATE + h) - seeded(RATE - h)) / (2 * h), rtol=1e-6, atol=1e-8)
+    torch.set_rng_state(state)
+    behind = torch.rand(4)
+    seeded(RATE)
+    assert torch.equal(torch.rand(8), torch.cat([ahead, behind]))
+    grad(lambda rate: seeded(rate, 3))(RATE)
+    assert torch.equal(torch.rand(4), ahead)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["torch.func", "autograd"])
+@pytest.mark.parametrize("inside", [False, True], ids=["ended", "on"])
+def test_steps_that_are_run_again_have_the_autocast_of_forward(plain, inside):
+    """Backward outside of the context, and a backward inside of one that forward did not have."""
+
+    def final(rate, every=None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            return unrolled(rate, W.float(), X.float(), every) if every else one_by_one(rate, W.float(), X.float())
+
+    def slope(fn):
+        if plain and fn is not final:
+            leaf = RATE.float().requires_grad_()
+            value = fn(leaf)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                return torch.autograd.grad(value, leaf)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return grad(fn)(RATE.float())
+
+    # The same products of bf16 numbers, added up in another order.
+    torch.testing.assert_close(slope(lambda rate: final(rate, 3)), slope(final), rtol=1e-3, atol=1e-5)

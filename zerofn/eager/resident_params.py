@@ -144,9 +144,9 @@ class ResidentParams:
             self.undo.append(functools.partial(take_back, self.boundary.undo))
             install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks)
             hook_seen_state_dicts(model, self.boundary, params, self.undo)
-        # Updates within backward write into parts before a step could look at whole parameters.
-        equals = channels.equals if context is None else None
-        self.wholes = None if equals is None else WholeParameters(params, equals, self.current)
+        self.wholes = None if channels.equals is None else WholeParameters(params, channels.equals, self.current)
+        if self.wholes is not None and hooks.stream is not None and context is not None:
+            hooks.stream.opening = functools.partial(self.wholes.before_backward, hooks.stream.control)
         agreement = StepAgreement(channels.control, self.wholes)
         self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)

@@ -12,6 +12,7 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten
 from ..kernels.norms import squared_norm
+from ..kernels.recording import root
 from ..sharded.guarded_parameter import pieces
 from .states import pipe_of
 from .uncompiled import RESOLVES, kept_out_of_graphs
@@ -69,7 +70,8 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
         state: its state.
 
     Returns:
-        A 0-d tensor, equal on all ranks where `tx` and `state` are given.
+        A 0-d tensor, equal on all ranks where `tx` and `state` are given. Its derivative where all is zero is zero, as
+        that of `torch.linalg.vector_norm`.
 
     Raises:
         TypeError: one of `tx` and `state` is given without the other.
@@ -88,7 +90,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
         )
     if tx is not None and state is not None:
         return _of_the_whole(tree, tx, state)
-    return _squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}).sqrt()
+    return root(_squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}))
 
 
 @kept_out_of_graphs(
@@ -99,7 +101,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
 def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
     pipe = pipe_of(tx, state, "zf.global_norm")
     squares = pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm")))
-    return pipe.reduction.alike(squares).sqrt()
+    return root(pipe.reduction.alike(squares))
 
 
 def _squares(leaves: Leaves) -> Tensor:

@@ -14,6 +14,7 @@ from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.tree import Tree, flatten, tree_map, unflatten
 from ..kernels.recording import concrete
+from .ambient import Ambient
 from .uncompiled import kept_out_of_graphs
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
@@ -32,7 +33,8 @@ def unroll(
     Forward keeps each `every`-th state and nothing of the steps between; backward runs them again, `every` at a time,
     from the last to the first (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). So the peak is that
     of n / every states and of the activations of `every` steps, for one more evaluation of each step. Best is about the
-    root of the number of steps.
+    root of the number of steps. What is run again draws the same numbers of torch's generators, under the autocast of
+    forward, as `torch.utils.checkpoint` has it; a generator of your own goes on from where it is.
 
     Args:
         step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`: of
@@ -88,14 +90,18 @@ def _check_constants(step: Callable, state: Tree, batches: list[Any], args: tupl
     tensor of the closure for a constant and say nothing.
     """
     state, batches, args = tree_map(lambda x: constant(x) if isinstance(x, Tensor) else x, (state, batches, args))
-    for batch in batches:
-        state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
-        found = [*flatten(state)[0], metrics["loss"]]
-        if any(is_function(x) for x in found if isinstance(x, Tensor) and x.is_floating_point()):
-            raise _from_elsewhere()
-        updated = metrics.get("updated", True)
-        if not concrete(updated) or updated:
-            return
+    with Ambient(_tensors((state, batches, args))).again():
+        for batch in batches:
+            state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
+            if any(is_function(x) for x in (*_tensors(state), metrics["loss"]) if x.is_floating_point()):
+                raise _from_elsewhere()
+            updated = metrics.get("updated", True)
+            if not concrete(updated) or updated:
+                return
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 def _in_turn(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
@@ -112,8 +118,16 @@ def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
     floats, others, constants = _sorted(values)
     given = [values[i] for i in (*floats, *others)]
     after: dict[str, Any] = {}
+    first_run: list[Ambient] = []
 
     def run(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        if first_run:
+            with first_run[0].again():
+                return run_now(some, fixed)
+        first_run.append(Ambient((*some, *fixed)))
+        return run_now(some, fixed)
+
+    def run_now(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         now, rows, more = unflatten(spec, _filled(constants, (*floats, *others), (*some, *fixed)))
         made, after["spec"] = flatten(_in_turn(step, now, rows, more))
         first, second, after["constants"] = _sorted(made)

@@ -50,6 +50,10 @@ class Stream:
         done: takes each reduced gradient; called in a fixed order.
         marks: names of the numbers that `settle` compares.
         name: of the transform that reduces, for profilers.
+
+    Attributes:
+        opening: called when the first bucket since the last `settle` is sent, on every rank; gives what is called
+            before the first gradient is handed on.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Stream:
     ):
         self.agreement = RoundAgreement(control, marks)
         self.wire, self.control, self.done, self.name = wire, control, done, name
+        self.opening: Callable[[], Callable[[], None]] | None = None
+        self.opened: Callable[[], None] | None = None
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
             for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})
@@ -119,6 +125,8 @@ class Stream:
     def _send(self) -> None:
         """Send the next bucket with the gradients that have arrived for it."""
         leaves, numels, dtype = self.buckets[self.next]
+        if self.opening is not None and not self.next and not self.rounds:
+            self.opened = self.opening()
         with ranged(VIEW, self.name):
             with torch.no_grad():
                 buffer = self.wire.pack(_oldest(self.pending, leaves), leaves, numels, dtype, self.devices[self.next])
@@ -140,6 +148,9 @@ class Stream:
         """Wait for the oldest bucket under way, and hand on its reduced gradients."""
         work, out, _, i = self.flying.popleft()
         work.wait()
+        if self.opened is not None:
+            self.opened()
+            self.opened = None
         leaves, numels = self.buckets[i][:2]
         if self.dropping:
             return
