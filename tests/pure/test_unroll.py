@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
@@ -109,7 +109,7 @@ def test_a_step_that_has_a_rate_from_elsewhere_is_refused():
         after(leaf, create_graph=True).backward()
     for call in (
         lambda: grad(after)(RATE),
-        lambda: jvp(after, (RATE,), (RATE,)),
+        lambda: jvp(grad(after), (RATE,), (RATE,)),
         lambda: vmap(grad(after))(RATE[None]),
     ):
         with pytest.raises(RuntimeError, match="a tensor from elsewhere"):
@@ -195,3 +195,71 @@ def test_steps_that_are_run_again_have_the_autocast_of_forward(plain, inside):
 
     # The same products of bf16 numbers, added up in another order.
     torch.testing.assert_close(slope(lambda rate: final(rate, 3)), slope(final), rtol=1e-3, atol=1e-5)
+
+
+def slope(fn):
+    return lambda rate: jvp(fn, (rate,), (torch.ones_like(rate),))[1]
+
+
+TAKEN = {
+    "forward over forward": lambda fn: slope(slope(fn))(RATE),
+    "jacfwd of jacfwd": lambda fn: jacfwd(jacfwd(fn))(RATE),
+    "third in forward mode": lambda fn: slope(slope(slope(fn)))(RATE),
+    "forward over forward over reverse": lambda fn: slope(slope(grad(fn)))(RATE),
+    "reverse over forward": lambda fn: grad(slope(fn))(RATE),
+    "vmap": lambda fn: vmap(fn)(RATES),
+    "vmap of vmap": lambda fn: vmap(vmap(fn))(RATES[None]),
+    "vmap of grad": lambda fn: vmap(grad(fn))(RATES),
+    "grad over vmap": lambda fn: grad(lambda rates: vmap(fn)(rates).sum())(RATES),
+    "forward over vmap": lambda fn: jvp(lambda rates: vmap(fn)(rates), (RATES,), (RATES,))[1],
+    "vmap of forward": lambda fn: vmap(slope(fn))(RATES),
+}
+RATES = torch.stack([RATE, RATE / 3])
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_transforms_of_torch_func_in_any_order(how):
+    agree(TAKEN[how](lambda rate: unrolled(rate, W, X)), TAKEN[how](lambda rate: one_by_one(rate, W, X)))
+
+
+def test_plain_autograd_over_vmap():
+    leaf = RATES.clone().requires_grad_()
+    (got,) = torch.autograd.grad(vmap(lambda rate: unrolled(rate, W, X, create_graph=True))(leaf).sum(), leaf)
+    agree(got, vmap(grad(lambda rate: one_by_one(rate, W, X)))(RATES))
+
+
+def epochs(rate, xs):
+    """Two steps for each batch, as a step of their own."""
+
+    def epoch(state, x, rate):
+        state, losses = zf.unroll(step, state, [x, x.flip(0)], rate, every=1)
+        return state, {"loss": losses.sum()}
+
+    state, losses = zf.unroll(epoch, zf.init(tx(rate), {"w": W}), list(xs), rate, every=2)
+    return state.leaves["w"].square().sum() + losses.mean() / 2
+
+
+@pytest.mark.parametrize("how", ["grad", "vmap of grad", "second", "forward over forward"])
+def test_a_step_may_itself_be_an_unrolled_run(how):
+    how = {"grad": lambda fn: grad(fn)(RATE), "second": lambda fn: grad(grad(fn))(RATE), **TAKEN}[how]
+    rows = torch.stack([y for x in X[:4] for y in (x, x.flip(0))])
+    agree(how(lambda rate: epochs(rate, X[:4])), how(lambda rate: one_by_one(rate, W, rows)))
+
+
+def test_a_rate_from_elsewhere_that_comes_in_late_is_refused_as_well():
+    """A schedule that reads it from the third update on. Forward mode, which runs no step again, is right."""
+
+    def last(late, run):
+        chain = zf.sgd(lambda step: late if step >= 2 else 0.1)
+        state, step = zf.init(chain, {"w": W}), zf.make_step(loss, chain)
+        if run == "unroll":
+            return zf.unroll(step, state, list(X), every=3)[1].sum()
+        losses = []
+        for x in X:
+            state, metrics = step(state, x)
+            losses.append(metrics["loss"])
+        return torch.stack(losses).sum()
+
+    with pytest.raises(RuntimeError, match="a tensor from elsewhere"):
+        grad(last)(RATE, "unroll")
+    agree(slope(lambda rate: last(rate, "unroll"))(RATE), grad(last)(RATE, "loop"))

@@ -45,6 +45,12 @@ def differentiating() -> bool:
     return any(level.key().name in ("Grad", "Jvp") for level in functorch.get_interpreter_stack())
 
 
+def forward_levels() -> tuple[int, bool]:
+    """How many transforms of torch.func are in forward mode, and whether any is in reverse mode."""
+    names = [level.key().name for level in functorch.get_interpreter_stack() or ()]
+    return names.count("Jvp"), "Grad" in names
+
+
 def only_reverse() -> bool:
     """Whether only reverse mode is under way: plain autograd, torch.func.grad and vjp, at any level."""
     if torch.compiler.is_compiling() or forward_level() != NO_LEVEL:
@@ -112,7 +118,9 @@ def constant(x: Tensor) -> Tensor:
 def is_function(x: Tensor) -> bool:
     """Whether `x` has a gradient or a tangent, at any level of torch.func."""
     while True:
-        if x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None:
+        # A batch has neither, but what it is a batch of.
+        alone = not functorch.is_batchedtensor(x)
+        if alone and (x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None):
             return True
         if not is_wrapped(x):
             return False

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.functorch import NO_LEVEL, constant, forward_level, functorch_active, is_function
+from .._compat.functorch import (
+    NO_LEVEL,
+    constant,
+    forward_level,
+    forward_levels,
+    functorch_active,
+    is_function,
+    unwrapped_if_dead,
+)
 from .._errors import explain
 from ..core.arguments import check_count, check_function
-from ..core.tree import Tree, flatten, tree_map, unflatten
-from ..kernels.recording import concrete
+from ..core.tree import Tree, flatten, unflatten
 from .ambient import Ambient
 from .uncompiled import kept_out_of_graphs
 
@@ -53,8 +60,8 @@ def unroll(
 
     Raises:
         ValueError: no batches.
-        RuntimeError: a derivative by a tensor that `step` has from elsewhere: inside of torch.func at once, for which
-            the steps of the first update are run once more, and else in backward.
+        RuntimeError: a derivative by a tensor that `step` has from elsewhere: inside of torch.func at once, and else in
+            backward.
 
     >>> import torch, zerofn as zf
     >>> def step(state, x, rate):
@@ -71,10 +78,8 @@ def unroll(
     batches = list(batches)
     if not batches:
         raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
-    if functorch_active():
-        _check_constants(step, state, batches, args)
-    elif forward_level() != NO_LEVEL:
-        # Forward mode keeps nothing of any step, and in plain forward mode the `jvp` of a Function can open no level.
+    if _in_forward_mode():
+        # Forward mode keeps nothing of any step.
         return _in_turn(step, state, batches, args)
     losses = []
     for i in range(0, len(batches), every):
@@ -83,25 +88,15 @@ def unroll(
     return state, torch.cat(losses)
 
 
-def _check_constants(step: Callable, state: Tree, batches: list[Any], args: tuple) -> None:
-    """Refuse a step that is a function of tensors it is not given: their derivative would be missing without a word.
+def _in_forward_mode() -> bool:
+    """Whether steps are to be differentiated as they are: in forward mode alone, or more than once in forward mode.
 
-    Steps are run until the first update, since a held step reads no rate. Inside of `_Segment` torch.func would take a
-    tensor of the closure for a constant and say nothing.
+    The `jvp` of a Function can open no level in plain forward mode, and torch drops tangents of tangents there.
     """
-    state, batches, args = tree_map(lambda x: constant(x) if isinstance(x, Tensor) else x, (state, batches, args))
-    with Ambient(_tensors((state, batches, args))).again():
-        for batch in batches:
-            state, metrics = step(state, *(batch if isinstance(batch, tuple) else (batch,)), *args)
-            if any(is_function(x) for x in (*_tensors(state), metrics["loss"]) if x.is_floating_point()):
-                raise _from_elsewhere()
-            updated = metrics.get("updated", True)
-            if not concrete(updated) or updated:
-                return
-
-
-def _tensors(tree: Tree) -> list[Tensor]:
-    return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
+    if not functorch_active():
+        return forward_level() != NO_LEVEL
+    forward, reverse = forward_levels()
+    return forward > reverse
 
 
 def _in_turn(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
@@ -113,31 +108,53 @@ def _in_turn(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
 
 
 def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
-    """A few steps as one node of autograd's graph."""
+    """A few steps as one node of autograd's graph.
+
+    Raises:
+        RuntimeError: they are functions of tensors that they are not given.
+    """
     values, spec = flatten((state, batches, args))
     floats, others, constants = _sorted(values)
     given = [values[i] for i in (*floats, *others)]
     after: dict[str, Any] = {}
-    first_run: list[Ambient] = []
 
     def run(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        if first_run:
-            with first_run[0].again():
-                return run_now(some, fixed)
-        first_run.append(Ambient((*some, *fixed)))
-        return run_now(some, fixed)
-
-    def run_now(some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         now, rows, more = unflatten(spec, _filled(constants, (*floats, *others), (*some, *fixed)))
         made, after["spec"] = flatten(_in_turn(step, now, rows, more))
         first, second, after["constants"] = _sorted(made)
         after["places"] = (*first, *second)
-        # Copies: a Function may not return a tensor that it was given.
-        return [made[i].clone() for i in first], [made[i].clone() for i in second]
+        return [made[i] for i in first], [made[i] for i in second]
 
-    out = _Segment.apply(run, len(floats), *given)
+    ambient = Ambient(given)
+    # Of constants, so that what is differentiated here comes from elsewhere. Within a Function torch.func would take it
+    # for a constant and say nothing.
+    fixed = list(map(constant, given))
+    made, rest = run(fixed[: len(floats)], fixed[len(floats) :])
+    if any(map(is_function, made)):
+        raise _from_elsewhere()
+    out = _Segment.apply(_Again(run, ambient, len(made) + len(rest), len(floats)), *made, *rest, *given)
     assert isinstance(out, tuple)
     return unflatten(after["spec"], _filled(after["constants"], after["places"], out))
+
+
+class _Again(NamedTuple):
+    """A segment's steps, to be run again.
+
+    Attributes:
+        run: the steps.
+        ambient: random numbers and autocast of the first run.
+        results: how many tensors it gave.
+        floats: how many of the tensors that it is given have derivatives.
+    """
+
+    run: Run
+    ambient: Ambient
+    results: int
+    floats: int
+
+    def __call__(self, some: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        with self.ambient.again():
+            return self.run(some, fixed)
 
 
 def _sorted(values: list[Any]) -> tuple[list[int], list[int], list[Any]]:
@@ -156,42 +173,46 @@ def _filled(constants: list[Any], places: Sequence[int], tensors: Sequence[Tenso
 
 
 class _Segment(Function):
-    """`run`; only its inputs are saved, and backward and forward mode run it again."""
+    """The results of `again`, of which only the inputs are saved; backward and forward mode run it again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made, rest = run(tensors[:count], tensors[count:])
-        return (*made, *rest)
+    def forward(again: _Again, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Copies: a Function may not return a tensor that it was given.
+        return tuple([x.clone() for x in tensors[: again.results]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.run, ctx.count, *tensors = inputs
+        ctx.again, tensors = inputs[0], inputs[1 + inputs[0].results :]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not x.is_floating_point()))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple:  # type: ignore[override]
-        given, fixed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        again: _Again = ctx.again
+        saved = list(map(unwrapped_if_dead, ctx.saved_tensors))
+        given, fixed = saved[: again.floats], saved[again.floats :]
         alone = not torch.is_grad_enabled() and not functorch_active()
         if alone:
             given = [x.detach() for x in given]
         with torch.set_grad_enabled(alone or torch.is_grad_enabled()):
-            made, pull = torch.func.vjp(lambda *xs: ctx.run(xs, fixed)[0], *given)  # type: ignore[misc]
+            made, pull = torch.func.vjp(lambda *xs: again(xs, fixed)[0], *given)  # type: ignore[misc]
         if alone and any(x.requires_grad for x in made):
             raise _from_elsewhere()
         found = pull([torch.zeros_like(y) if g is None else g for y, g in zip(made, cotangents, strict=False)])
-        return None, None, *found, *(None for _ in fixed)
+        return None, *[None] * again.results, *found, *(None for _ in fixed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple:  # type: ignore[override]
-        given, fixed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        pairs = [(x, torch.zeros_like(x) if t is None else t) for x, t in zip(given, tangents[2:], strict=False)]
+        again: _Again = ctx.again
+        given, fixed = ctx.saved_tensors[: again.floats], ctx.saved_tensors[again.floats :]
+        moving = tangents[1 + again.results :]
+        pairs = [(x, torch.zeros_like(x) if t is None else t) for x, t in zip(given, moving, strict=False)]
         points, moved = zip(*pairs, strict=True)
-        _, out = torch.func.jvp(lambda *xs: ctx.run(xs, fixed)[0], points, moved)  # type: ignore[misc]
-        return (*out, *(None for _ in ctx.run(given, fixed)[1]))
+        _, out = torch.func.jvp(lambda *xs: again(xs, fixed)[0], points, moved)  # type: ignore[misc]
+        return (*out, *[None] * (again.results - len(out)))
 
 
 def _from_elsewhere() -> RuntimeError:
