@@ -72,6 +72,11 @@ class Part(Tensor):
         with torch.DisableTorchFunctionSubclass():
             return self.of.whole(self, "full_tensor")
 
+    def set_(self, *source: Any, **more: Any) -> Tensor:
+        # Torch tells no subclass of it. This object would have other memory, and what it stands for would not.
+        why = "p.grad and p.data are another object each time, on the same memory"
+        raise RuntimeError(explain(f"x.set_(y) of {self.of}", why, "x.copy_(y); p.grad = y; p.data = y"))
+
 
 def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function that is given parts, by its kind."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from .functions_of_wholes import with_wholes
 from .part_origin import Origin, OriginOf, check_sizes, refuse
 from .torch_function_arguments import FOREACH, columns_of, tensors_in, wholes
 from .torch_function_kinds import RANDOM, from_init, pointwise
@@ -64,12 +65,13 @@ def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
         refuse(f"{name} with out=", of)
     if of is None:
         _check_target(name, target, args, origin_of)
-    into = target if of is None else torch.empty(of.shape, dtype=target.dtype, device=target.device)
+        with_wholes(func, name, args, kwargs, origin_of)
+        return target
+    into = torch.empty(of.shape, dtype=target.dtype, device=target.device)
     given = wholes(name, origin_of)
     func(*given.of(args), **given.of(kwargs | {"out": into}))
-    if of is not None:
-        with torch.no_grad():
-            target.copy_(of.rows(into))
+    with torch.no_grad():
+        target.copy_(of.rows(into))
     return target
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from .._compat.autograd import in_backward
+from .functions_of_wholes import computes
 from .global_shape import printed, sizes
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_saving
-from .read_only_views import read_only
-from .torch_function_arguments import FOREACH, Wholes, columns_of, side_by_side, tensors_in, wholes
+from .torch_function_arguments import FOREACH, Wholes, columns_of, side_by_side, tensors_in
 from .torch_function_kinds import Kind, dtype_in
 
 # Memory formats that a flat shard cannot have.
@@ -70,20 +70,6 @@ def _expands(shape: torch.Size, whole: torch.Size) -> bool:
     """Whether `x.expand(whole)` is right for an `x` of this shape."""
     aligned = zip(reversed(shape), reversed(whole), strict=False)
     return len(shape) <= len(whole) and all(own in (1, size) for own, size in aligned)
-
-
-def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function that needs wholes, which are gathered."""
-    if name.startswith(FOREACH) and any(type(x) in (list, tuple) for x in args[:1]):
-        found = [_of_wholes(func, name, column, kwargs, origin_of) for column in columns_of(args)]
-        return None if found and found[0] is None else tuple(x[0] for x in found)
-    return _of_wholes(func, name, args, kwargs, origin_of)
-
-
-def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    given = wholes(name, origin_of)
-    out = func(*given.of(args), **given.of(kwargs))
-    return read_only(out, list(given.found.values()))
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
