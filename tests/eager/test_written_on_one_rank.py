@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -44,9 +45,9 @@ def by_checkpoint(model: nn.Module) -> None:
 WRITES: dict[str, Callable[[nn.Module], None]] = {"in place": written, "data": by_data, "checkpoint": by_checkpoint}
 
 
-def train(tx: zf.Transform, act: Callable[[nn.Module, int], None]) -> list[Tensor]:
+def train(tx: zf.Transform, act: Callable[[nn.Module, int], None], in_backward: bool = False) -> list[Tensor]:
     model = model_of()
-    opt = zf.attach(model, tx)
+    opt = zf.attach(model, tx, in_backward=in_backward)
     for step in range(3):
         if step == 1:
             act(model, P.rank_and_size()[0])
@@ -79,7 +80,7 @@ def pipes() -> list[zf.Transform]:
     ]
 
 
-def on_ranks() -> list[str]:
+def on_ranks(in_backward: bool) -> list[str]:
     """What was wrong, in words."""
     found = []
     for number, tx in enumerate(pipes()):
@@ -87,7 +88,7 @@ def on_ranks() -> list[str]:
         for name, write in WRITES.items():
             where = f"{tx} {name}"
             try:
-                train(tx, lambda model, rank, write=write: write(model) if rank == 0 else None)
+                train(tx, lambda model, rank, write=write: write(model) if rank == 0 else None, in_backward)
                 found.append(f"{where}: not refused")
             except RuntimeError as error:
                 if "0.weight: other values" not in str(error) or "empty:" in str(error):
@@ -100,18 +101,20 @@ def on_ranks() -> list[str]:
                     dist.broadcast(p.data, 0)
 
             for act in (repaired, lambda model, rank, write=write: write(model)):
-                got = train(tx, act)
+                got = train(tx, act, in_backward)
                 # Two steps in fp32: a few roundings of parameters below one.
                 if exact and any((g - w).abs().max() > 1e-6 for g, w in zip(got, plain(), strict=True) if w.numel()):
                     found.append(f"{where}: other numbers")
         # To read on one rank alone is no write.
-        train(tx, lambda model, rank: [float(p.data.sum()) for p in model.parameters()] if rank == 0 else None)
+        read = lambda model, rank: [float(p.data.sum()) for p in model.parameters()] if rank == 0 else None  # noqa: E731
+        train(tx, read, in_backward)
     return found
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["at the step", "in backward"])
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_write_on_one_rank_alone_is_refused_at_the_step(size):
-    found = [f for told in zf.launch(on_ranks, size, timeout=limit()) for f in told]
+def test_a_write_on_one_rank_alone_is_refused_at_the_step(size, in_backward):
+    found = [f for told in zf.launch(on_ranks, size, in_backward, timeout=limit()) for f in told]
     # A lone rank writes on all ranks there are.
     assert [f for f in found if size > 1 or "not refused" not in f] == []
     assert size > 1 or len(found) == 9
@@ -124,3 +127,59 @@ def whole_on_each() -> list[Tensor]:
 def test_under_all_reduce_every_rank_has_its_own_as_in_torch():
     mine, other = zf.launch(whole_on_each, 2, timeout=limit())
     assert not torch.equal(mine[1], other[1])
+
+
+def torn() -> tuple[str, str, list[Tensor]]:
+    """The error of a step within backward, of the one after it, and parameters once a state is loaded."""
+    model = model_of()
+    opt = zf.attach(model, zf.chain(zf.reduce_scatter(), zf.sgd(0.1)), in_backward=True)
+    kept = copy.deepcopy(opt.state_dict())
+    said = []
+    if P.rank_and_size()[0] == 0:
+        written(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            model(X).square().mean().backward()
+            opt.step()
+        said.append(str(error.value))
+        opt.zero_grad()
+    opt.load_state_dict(kept)
+    model(X).square().mean().backward()
+    opt.step()
+    opt.detach()
+    return (*said, [p.detach().clone() for p in model.parameters()])
+
+
+def one_step() -> list[Tensor]:
+    model = model_of()
+    opt = zf.attach(model, zf.sgd(0.1))
+    model(X).square().mean().backward()
+    opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_within_backward_the_state_is_torn_until_one_is_loaded():
+    """Each rank has updated its part by the time of the step."""
+    want = one_step()
+    for first, second, got in zf.launch(torn, 2, timeout=limit()):
+        assert "0.weight: other values" in first and "written on some ranks only" in first
+        assert "load" in second
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+
+
+def saved(directory: str, export: bool) -> str:
+    model = model_of()
+    opt = zf.attach(model, zf.chain(zf.reduce_scatter(), zf.sgd(0.1)))
+    if P.rank_and_size()[0] == 0:
+        written(model)
+    with pytest.raises(RuntimeError) as error:
+        zf.export_safetensors(f"{directory}/x.safetensors", opt) if export else zf.save(f"{directory}/x", opt)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("export", [False, True], ids=["save", "export"])
+def test_a_mixture_is_not_saved(tmp_path, export):
+    for said in zf.launch(saved, 2, str(tmp_path), export, timeout=limit()):
+        assert "0.weight: other values" in said and "written on some ranks only" in said
+    assert not list(tmp_path.iterdir())

@@ -140,6 +140,11 @@ class Attachment:
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
 
+    def agree_on_writes(self) -> None:
+        """Refuse what was written by hand into whole parameters on some ranks only. All ranks call it."""
+        if self.home.wholes is not None:
+            self.home.wholes.agree()
+
     def check_state_dict(self) -> None:
         """Refuse `opt.state_dict()` where parameters are averages, or a step is half made."""
         self.averages.refuse("opt.state_dict()")

@@ -74,6 +74,11 @@ class WholeParameters:
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             return [checksum(p.detach().contiguous()) for p in self.params.values()]
 
+    def agree(self) -> None:
+        """Compare the values of all ranks, if any has noticed a write. All ranks call it; see `compare`."""
+        if any(map(any, gather_numbers([self.noticed()], self.control))):
+            self.compare()
+
     def compare(self) -> None:
         """Compare the values of all ranks. All ranks call it, if any has noticed a write.
 

@@ -121,6 +121,7 @@ def write_checkpoint(
     header = _header(given, buffers)
     header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
     if opt is not None:
+        opt._own.agree_on_writes()
         opt._own.averages.refuse("zf.save(directory, opt)")
         check_can_be_saved(opt._own.model, buffers)
     try:

@@ -71,6 +71,8 @@ def export_safetensors(
     given = state_of(state, "zf.export_safetensors(path, {})")
     pipe = _pipe(state, tx)
     wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
+    if isinstance(state, Optimizer):
+        state._own.agree_on_writes()
     owner, slot = ("params", "") if of == "params" else (of, AVERAGE)
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
     if not found:
