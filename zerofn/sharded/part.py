@@ -85,6 +85,8 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
     if attribute == "data" and name == "__set__":
         return set_data(*args)
+    if func is torch.autograd.grad:
+        return _derivatives(*args, **kwargs)
     kind = kind_of(name, attribute)
     if (kind in WRITTEN and in_place(name)) or kwargs.get("out") is not None:
         return written(func, name, args, kwargs, origin_of)
@@ -95,6 +97,14 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 and not kwargs else kind]
     out = handler(func, name, args, kwargs, origin_of)
     return in_hook(out, name) if hooked and kind not in BESIDE else out
+
+
+def _derivatives(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
+    """`torch.autograd.grad` by parts: of each a part."""
+    found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    by = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    pairs = [(g, origin_of(x)) for g, x in zip(found, by, strict=True)]
+    return tuple([g if of is None or g is None else Stay(plain(g), of._replace(gradient=True)) for g, of in pairs])
 
 
 def first_by_position(kwargs: dict) -> tuple[tuple, dict]:
