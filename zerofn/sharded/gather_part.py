@@ -68,7 +68,7 @@ class Gathering:
         self._meet(asked)
         view = over_ranks(self.wire.on(self.wire.group, None), False)
         fulls = full.split([piece.leaf.numel for piece in pieces])
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             means = (view.pull(x.view(piece.leaf.shape), piece.leaf) for x, piece in zip(fulls, pieces, strict=True))
             return torch.cat([mean.reshape(-1) for mean in means]).to(full.dtype)
 
