@@ -234,6 +234,8 @@ def clearing() -> None:
                 model.zero_grad()
             with pytest.raises(RuntimeError, match=r"p.grad = None after a backward"):
                 clear(model)
+            with pytest.raises(RuntimeError, match=r"del p.grad after a backward"):
+                del next(model.parameters()).grad
             opt.zero_grad()
         else:
             model.zero_grad()
@@ -242,6 +244,7 @@ def clearing() -> None:
         opt.step()
         model.zero_grad()
         clear(model)
+        del next(model.parameters()).grad
 
 
 def test_gradients_that_have_left_are_cleared_by_the_optimizer():

@@ -139,19 +139,24 @@ class Partial(nn.Parameter):
         return x
 
     def _set(self, value: Tensor | None) -> None:
+        self._before(value, "p.grad = None" if value is None else "p.grad = g", sys._getframe(1))
+        write(self, self._own(value, "p.grad = x", sys._getframe(1)))
+
+    def _before(self, value: Tensor | None, how: str, frame: FrameType) -> None:
+        """Refuse a gradient that the user sets where one has left; or note that the user clears it."""
         # A function that the compiler made has no module name.
-        asks = not is_dynamo_compiling() and sys._getframe(1).f_globals.get("__name__", OURS)
+        asks = not is_dynamo_compiling() and frame.f_globals.get("__name__", OURS)
         if asks and not asks.startswith(OURS):
-            self._check_clearing("p.grad = None" if value is None else "p.grad = g")
+            self._check_clearing(how)
             if value is None:
                 self.asks.cleared(True)
-        write(self, self._own(value, "p.grad = x", sys._getframe(1)))
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         """What to store for `value` that the caller sets."""
         return plain(value)
 
     def _delete(self) -> None:
+        self._before(None, "del p.grad", sys._getframe(1))
         Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
 
     grad = property(_get, _set, _delete)  # type: ignore[assignment]

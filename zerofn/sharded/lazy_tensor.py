@@ -57,7 +57,7 @@ class Lazy(Tensor):
 
     def full(self) -> Tensor:
         """The tensor with memory, gathered; outside of autograd."""
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             full = self.blocks.parameter(*self.place, self.age)
         return full.as_strided(self.size(), self.stride(), self.storage_offset())
 
