@@ -5,6 +5,7 @@ By `aot_eager`, which traces all and generates no code: that takes a minute for 
 
 import shutil
 
+import optree
 import pytest
 import torch
 from models import Dot
@@ -376,3 +377,24 @@ def test_transforms_of_torch_func_inside_of_a_graph():
     anew = torch._dynamo.config.patch(error_on_recompile=False)  # of torch.func.grad, for another function
     with anew, pytest.raises(Exception, match="a step that writes into its state"):
         compiled(torch.func.grad(lambda x: donated(state, x)[0].leaves["w"].sum()))(x)
+
+
+@optree.dataclasses.dataclass(namespace="zerofn")
+class Weights:
+    w: torch.Tensor
+
+
+# Of the compiler's, which does not know such a container: what it traces of the step instead has calls into C.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_a_step_that_the_compiler_gives_up_keeps_no_graph_from_step_to_step():
+    """Uncompiled it keeps none. It kept those of all steps before, since a function of it was compiled by itself."""
+    tx = zf.adamw(0.1)
+    step = zf.make_step(lambda p: (p.w**2).sum(), tx)
+    compiled = torch.compile(step, backend="eager")
+    ours = theirs = zf.init(tx, Weights(torch.arange(1.0, 4.0)))
+    for _ in range(4):
+        ours, metrics = compiled(ours)
+        theirs, expected = step(theirs)
+        assert not ours.params.w.requires_grad and not metrics["loss"].requires_grad
+        torch.testing.assert_close(ours.params.w, theirs.params.w, rtol=1e-6, atol=0)
+        torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-6, atol=0)

@@ -209,6 +209,7 @@ def update(
         return apply(pipe, leaves, state, ctx)
 
 
+@uncompiled
 def records(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
     """Whether autograd or torch.func records a step: as `create_graph` says, else where a tensor requires grad."""
     if create_graph is not None:

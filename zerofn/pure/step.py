@@ -111,7 +111,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
                 return run(pipe, state, batch, weight, record=True)
         if not tracing:
             state.check_usable("a step")
-        record = records("make_step", create_graph, {}, state)
+        record = tracing or records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
         return run(pipe, state, batch, weight, record)
