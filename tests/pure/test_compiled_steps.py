@@ -384,17 +384,31 @@ class Weights:
     w: torch.Tensor
 
 
-# Of the compiler's, which does not know such a container: what it traces of the step instead has calls into C.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_a_step_that_the_compiler_gives_up_keeps_no_graph_from_step_to_step():
-    """Uncompiled it keeps none. It kept those of all steps before, since a function of it was compiled by itself."""
+@optree.dataclasses.dataclass(namespace="zerofn")
+class Registered(Weights):
+    """Registered with torch as well."""
+
+
+torch.utils._pytree.register_dataclass(Registered)
+
+
+@pytest.mark.parametrize("kind, whole", [(Weights, False), (Registered, False), (Registered, True)])
+def test_a_step_of_parameters_in_a_dataclass_keeps_no_graph_from_step_to_step(kind, whole):
+    """It kept those of all steps before where the compiler gave it up: a function of it was compiled by itself."""
     tx = zf.adamw(0.1)
     step = zf.make_step(lambda p: (p.w**2).sum(), tx)
-    compiled = torch.compile(step, backend="eager")
-    ours = theirs = zf.init(tx, Weights(torch.arange(1.0, 4.0)))
+    compiled = torch.compile(step, backend="eager", fullgraph=whole)
+    ours = theirs = zf.init(tx, kind(torch.arange(1.0, 4.0)))
     for _ in range(4):
         ours, metrics = compiled(ours)
         theirs, expected = step(theirs)
         assert not ours.params.w.requires_grad and not metrics["loss"].requires_grad
         torch.testing.assert_close(ours.params.w, theirs.params.w, rtol=1e-6, atol=0)
         torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-6, atol=0)
+
+
+def test_a_container_that_the_compiler_cannot_read_is_refused_in_one_graph():
+    tx = zf.sgd(0.1)
+    step = torch.compile(zf.make_step(lambda p: (p.w**2).sum(), tx), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"register_dataclass\(Weights\)"):
+        step(zf.init(tx, Weights(torch.ones(2))))

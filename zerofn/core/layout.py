@@ -135,6 +135,7 @@ class Layout:
         trained: their paths.
         every: the paths of all leaves.
         numbered: the tree with the number of each position in its place, as a compiler can read the structure.
+        readable: whether it can: whether its containers are registered with torch's own library of trees.
     """
 
     leaves: tuple[Leaf, ...]
@@ -143,6 +144,7 @@ class Layout:
     spec: Any = field(repr=False)
     placement: Placement = Placement()
     numbered: Any = field(init=False, repr=False, compare=False)
+    readable: bool = field(init=False, repr=False, compare=False)
     at: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
     trainable: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -154,6 +156,7 @@ class Layout:
         object.__setattr__(self, "trained", tuple([leaf.path for leaf in self.trainable]))
         object.__setattr__(self, "every", frozenset([leaf.path for leaf in self.leaves]))
         object.__setattr__(self, "numbered", unflatten(self.spec, list(range(len(self.places)))))
+        object.__setattr__(self, "readable", set(map(type, pytree.tree_leaves(self.numbered))) <= {int})
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""

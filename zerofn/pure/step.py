@@ -94,6 +94,8 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(whole, state, batch, weight)
         pipe = pipes.of(state, tracing)
+        if tracing and not pipe.layout.readable:
+            return step_of_other_containers(whole, state, batch, weight)
         if pipe.reads:
             if tracing:
                 return step_with_states_in_views(whole, state, batch, weight)
@@ -232,6 +234,11 @@ step_by_own_wire = _uncompiled_step(
 step_with_states_in_views = _uncompiled_step(
     "A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.\n\n"
     "write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph"
+)
+step_of_other_containers = _uncompiled_step(
+    "Parameters in a container that torch's own library of trees does not know: the compiler cannot read it.\n\n"
+    "write: torch.utils._pytree.register_dataclass(Weights) beside optree's registration; or parameters in dicts,\n"
+    "lists, tuples and named tuples; or torch.compile(step) without fullgraph"
 )
 step_before_torch_2_13 = _uncompiled_step(
     "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"
