@@ -134,8 +134,8 @@ class Layout:
         trainable: the leaves that want a gradient.
         trained: their paths.
         every: the paths of all leaves.
-        numbered: the tree with the number of each position in its place, as a compiler can read the structure.
-        readable: whether it can: whether its containers are registered with torch's own library of trees.
+        numbered: the tree with the number of each position in its place, for a compiler.
+        readable: whether torch's own library of trees knows the containers.
     """
 
     leaves: tuple[Leaf, ...]
@@ -287,9 +287,7 @@ def canonical(layout: Layout) -> Layout:
     return _first_of(layout, layout.placement.axes)
 
 
-@lru_cache(maxsize=256)
-def _first_of(layout: Layout, _axes: tuple[tuple[int, ...], ...]) -> Layout:
-    return layout
+_first_of = lru_cache(maxsize=256)(lambda layout, _: layout)
 
 
 def _same_path(params: Tree, paths: list[str], path: str) -> str:

@@ -91,6 +91,9 @@ class WholeParameters:
             for path, found in zip(self.params, by_leaf, strict=True)
             if len(set(found)) > 1
         ]
+        if bad and self.before:
+            # Each rank's part is updated already.
+            self.current.tear()
         if bad:
             right = (
                 "the write on every rank, with the same values\n"

@@ -81,7 +81,8 @@ class MicroStep:
             if read(p) is not None:
                 # Put there by hand.
                 hooks.hand_over(path, p)
-        self._compare(stream.settle(marks, self._noticed()))
+        # By an update within backward whole parameters are written too.
+        self.agreement.compare(stream.settle(marks, hooks.in_backward is None and self.agreement.noticed()))
         rest, grads = self.pipe.road.behind_reduction, hooks.reduced
         grads = self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads
         if hooks.taken:
@@ -92,24 +93,6 @@ class MicroStep:
         grads = self.uncleared.take(grads)
         # They have come in the order of backward and of buckets, and a transform may pair lists by position.
         return {path: grads[path] for path in self.trainable if path in grads}
-
-    def _noticed(self) -> bool:
-        """Whether whole parameters were written by hand; by an update within backward they are written too."""
-        wholes = self.agreement.wholes
-        return wholes is not None and self.hooks.in_backward is None and wholes.noticed()
-
-    def _compare(self, noticed: bool) -> None:
-        """Compare whole parameters, if any rank has noticed a write."""
-        wholes = self.agreement.wholes
-        if wholes is None or not (noticed or wholes.before):
-            return
-        try:
-            wholes.compare()
-        except RuntimeError:
-            if self.hooks.in_backward is not None:
-                # Each rank's part is updated already.
-                self.current.tear()
-            raise
 
     def _grads(self) -> Leaves:
         """What this rank has in `p.grad`."""

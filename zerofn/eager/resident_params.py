@@ -146,7 +146,7 @@ class ResidentParams:
             hook_seen_state_dicts(model, self.boundary, params, self.undo)
         self.wholes = None if channels.equals is None else WholeParameters(params, channels.equals, self.current)
         if self.wholes is not None and hooks.stream is not None and context is not None:
-            hooks.stream.opening = functools.partial(self.wholes.before_backward, hooks.stream.control)
+            hooks.stream.agreement.opening = functools.partial(self.wholes.before_backward, hooks.stream.control)
         agreement = StepAgreement(channels.control, self.wholes)
         self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)

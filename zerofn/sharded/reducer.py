@@ -50,10 +50,6 @@ class Stream:
         done: takes each reduced gradient; called in a fixed order.
         marks: names of the numbers that `settle` compares.
         name: of the transform that reduces, for profilers.
-
-    Attributes:
-        opening: called when the first bucket since the last `settle` is sent, on every rank; gives what is called
-            before the first gradient is handed on.
     """
 
     def __init__(
@@ -68,8 +64,6 @@ class Stream:
     ):
         self.agreement = RoundAgreement(control, marks)
         self.wire, self.control, self.done, self.name = wire, control, done, name
-        self.opening: Callable[[], Callable[[], None]] | None = None
-        self.opened: Callable[[], None] | None = None
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
             for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})
@@ -82,7 +76,7 @@ class Stream:
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
         self.patience = PATIENCE
-        self.dropping = self.broken = False  # broken: a `settle` was interrupted, and gradients may be lost
+        self.dropping = self.broken = False  # broken: a `settle` was interrupted
         # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
@@ -125,8 +119,8 @@ class Stream:
     def _send(self) -> None:
         """Send the next bucket with the gradients that have arrived for it."""
         leaves, numels, dtype = self.buckets[self.next]
-        if self.opening is not None and not self.next and not self.rounds:
-            self.opened = self.opening()
+        if not self.next and not self.rounds:
+            self.agreement.begin()
         with ranged(VIEW, self.name):
             with torch.no_grad():
                 buffer = self.wire.pack(_oldest(self.pending, leaves), leaves, numels, dtype, self.devices[self.next])
@@ -148,16 +142,11 @@ class Stream:
         """Wait for the oldest bucket under way, and hand on its reduced gradients."""
         work, out, _, i = self.flying.popleft()
         work.wait()
-        if self.opened is not None:
-            self.opened()
-            self.opened = None
+        self.agreement.begun()
         leaves, numels = self.buckets[i][:2]
-        if self.dropping:
-            return
         with torch.no_grad():
-            for leaf, g in zip(leaves, self.wire.unpack(out, leaves, numels), strict=True):
-                if g is not None:
-                    # A view of the bucket's buffer.
+            for leaf, g in () if self.dropping else zip(leaves, self.wire.unpack(out, leaves, numels), strict=True):
+                if g is not None:  # a view of the bucket's buffer
                     self.done(leaf, g)
 
     def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:

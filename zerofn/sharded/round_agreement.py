@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -25,6 +26,8 @@ class RoundAgreement:
 
     Attributes:
         allowed: how many rounds all ranks know of. The first one needs no agreement.
+        opening: called on every rank before it sends anything of a step; gives what is called before the first
+            gradient is handed on.
     """
 
     def __init__(self, control: Group, marks: tuple[str, ...]):
@@ -32,6 +35,19 @@ class RoundAgreement:
         self.allowed = 1
         # What was asked and is not answered.
         self.sent: tuple[Any, Tensor, Tensor] | None = None
+        self.opening: Callable[[], Callable[[], None]] | None = None
+        self.opened: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """The first bucket of a step is to be sent."""
+        if self.opening is not None:
+            self.opened = self.opening()
+
+    def begun(self) -> None:
+        """A bucket has arrived."""
+        if self.opened is not None:
+            self.opened()
+            self.opened = None
 
     def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
         """Ask all ranks, unless they are asked already; the work handle.
