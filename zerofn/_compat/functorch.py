@@ -20,6 +20,10 @@ functorch = torch._C._functorch  # type: ignore[attr-defined]
 # The innermost transform under way, `None` outside of any: a function of C, which the compiler cannot trace.
 innermost_transform = functorch.peek_interpreter_stack
 
+# The level of the transform that has wrapped a tensor, of one that has ended too; `NOT_WRAPPED` of a plain one.
+level_of: Callable[[Tensor], int] = functorch.maybe_get_level
+NOT_WRAPPED = -1
+
 # A tensor that a transform has wrapped without the wrapper, once that transform has ended; another tensor as it is.
 unwrapped_if_dead: Callable[[Tensor], Tensor] = functorch.unwrap_if_dead
 

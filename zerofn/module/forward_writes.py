@@ -7,11 +7,11 @@ from operator import attrgetter, itemgetter
 import torch
 from torch import Tensor
 
-from .._compat.functorch import innermost, innermost_transform, is_wrapped
+from .._compat.functorch import innermost, is_wrapped
 from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.linear_map import is_linear_map
-from ..sharded.write_back import carried, place, same
+from ..sharded.write_back import carried, same
 from .active_calls import Seen
 from .boundary import ModelBoundary
 from .parameter_views import address
@@ -38,9 +38,8 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     local, model = boundary.local, boundary.model()
     compares, late = local.sampling.next(model is not None and model.training)
     inexact, suspended = boundary.views.inexact, boundary.views.suspended
-    look = place if innermost_transform() is None else address
     for path, (stored, view, begin) in seen.items():
-        exact, exchanged = path not in inexact, look(view) != begin
+        exact, exchanged = path not in inexact, address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or suspended):
             continue
         # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.

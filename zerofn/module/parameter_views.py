@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat.autograd import current_function
-from .._compat.functorch import innermost_transform, is_wrapped
+from .._compat.functorch import NOT_WRAPPED, level_of
 from .._errors import bad_leaves
 from ..core.linear_map import LeafView, differentiable
 from ..core.pipeline import Pipeline
@@ -125,7 +125,7 @@ class ParameterViews:
 
 def address(x: Tensor) -> Region | None:
     """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
-    return None if innermost_transform() is not None and is_wrapped(x) else place(x)
+    return place(x) if level_of(x) == NOT_WRAPPED else None
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:

@@ -39,8 +39,8 @@ class RoundAgreement:
         self.opened: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """The first bucket of a step is to be sent."""
-        if self.opening is not None:
+        """The first bucket of a step is to be sent, or again after an error in front of it."""
+        if self.opening is not None and self.opened is None:
             self.opened = self.opening()
 
     def begun(self) -> None:
