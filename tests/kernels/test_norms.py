@@ -40,3 +40,35 @@ def test_a_norm_beyond_fp32_is_infinite_and_no_error():
 def test_a_sum_of_numbers_is_the_same_in_any_order():
     norms = {f"w{i}": math.pi**i / 3**i for i in range(40)}
     assert sum_of_squares(dict(reversed(norms.items()))) == sum_of_squares(norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_norm_of_complex_leaves_is_that_of_torch(dtype, recorded):
+    z = torch.view_as_complex(torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2)).to(dtype)
+    leaf = z.clone().requires_grad_(recorded)
+    found, want = (
+        zf.global_norm({"z": leaf, "r": torch.ones(2)}),
+        torch.linalg.vector_norm(torch.cat([z, z.new_ones(2)])),
+    )
+    torch.testing.assert_close(found.detach().double(), want.double(), rtol=1e-6, atol=0)
+    if recorded:
+        other = z.clone().requires_grad_()
+        torch.linalg.vector_norm(torch.cat([other, z.new_ones(2)])).backward()
+        found.backward()
+        torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-5, atol=1e-7)
+        # As numbers without one have it.
+        torch.testing.assert_close(found.detach(), zf.global_norm({"z": z, "r": torch.ones(2)}), rtol=1e-6, atol=0)
+
+
+def test_a_norm_of_zeros_has_a_derivative_of_zero():
+    zeros = torch.zeros(3)
+    tx = zf.sgd(0.1)
+    state = zf.init(tx, {"w": zeros})
+    for norm in (lambda w: zf.global_norm({"w": w}), lambda w: zf.global_norm({"w": w}, tx, state)):
+        assert torch.equal(torch.func.grad(norm)(zeros), zeros)
+        assert torch.func.jvp(norm, (zeros,), (torch.ones(3),))[1] == 0
+        leaf = zeros.clone().requires_grad_()
+        norm(leaf).backward()
+        assert torch.equal(leaf.grad, zeros)
+        torch.testing.assert_close(torch.func.grad(norm)(torch.tensor([3.0, 4.0, 0.0])), torch.tensor([0.6, 0.8, 0.0]))

@@ -99,7 +99,7 @@ def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items()}
     # A product, whose derivative is two; that of a square is a power.
-    return {p: (x * x).sum() for p, x in wide.items()}
+    return {p: ((x * x.conj()).real if x.is_complex() else x * x).sum() for p, x in wide.items()}
 
 
 def added(squares_by_path: dict[str, Tensor]) -> Tensor:
