@@ -63,7 +63,7 @@ class StepAgreement:
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """What this rank sends: how many gradients it has, whether whole parameters were written, and marks."""
-        return [len(grads), self.noticed(), *marks.values()]
+        return [len(grads), self.wholes is not None and self.noticed(), *marks.values()]
 
     def noticed(self) -> bool:
         """Whether this rank has noticed a write by hand into whole parameters."""
@@ -99,5 +99,6 @@ class StepAgreement:
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
         some, noticed, *_ = map(max, zip(*rows, strict=True))
-        self.compare(bool(noticed))
+        if self.wholes is not None:
+            self.compare(bool(noticed))
         return grads if some else {}
