@@ -275,7 +275,9 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
         elif name not in into and list(entry) == list(was):
             into[name] = entry  # of all leaves, in their order
         else:
-            into.setdefault(name, dict(was)).update(entry)
+            if name not in into:  # copied once, and not for each leaf that backward updates
+                into[name] = dict(was)
+            into[name].update(entry)
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:
