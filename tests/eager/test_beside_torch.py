@@ -154,6 +154,12 @@ def test_a_grad_scaler_is_refused_over_ranks():
             assert "torch.amp.GradScaler with a pipeline over ranks" in told and 'zf.scale_loss("dynamic")' in told
 
 
+def test_a_grad_scaler_is_refused_with_updates_within_backward():
+    model = model_of()
+    told = said(lambda: with_scaler(model, zf.attach(model, zf.chain(zf.sgd(LR)), in_backward=True)))
+    assert "torch.amp.GradScaler with in_backward=True" in told and "without in_backward" in told
+
+
 def test_a_grad_scaler_on_one_process():
     plain, model = model_of(), model_of()
     want = with_scaler(plain, torch.optim.SGD(plain.parameters(), lr=LR))

@@ -93,14 +93,7 @@ class OptimizerBase(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
-        if self._own.pipe.step_groups:
-            raise RuntimeError(
-                explain(
-                    "torch.amp.GradScaler with a pipeline over ranks",
-                    "each rank looks for overflow in what it has alone, and some would skip a step that others make",
-                    'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler',
-                )
-            )
+        _refuse_scaler(self._own)
         return False
 
     @contextmanager
@@ -168,3 +161,14 @@ class OptimizerBase(torch.optim.Optimizer):
         """
         self._own.detach()
         return self._own.model
+
+
+def _refuse_scaler(own: Attachment) -> None:
+    if own.pipe.step_groups:
+        why = "each rank looks for overflow in what it has alone, and some would skip a step that others make"
+        right = 'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler'
+        raise RuntimeError(explain("torch.amp.GradScaler with a pipeline over ranks", why, right))
+    if own.home.in_backward is not None:
+        why = "backward has updated parameters with gradients that were scaled, and none is left to be looked at"
+        right = "zf.attach(model, tx) without in_backward; or bf16, which needs no scale"
+        raise RuntimeError(explain("torch.amp.GradScaler with in_backward=True", why, right))
