@@ -71,7 +71,11 @@ def parts(name):
     return [x.full_tensor().detach().clone() for x in (model.weight.grad, model.weight, buffer)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Torch before 2.13 tells no subclass of a broadcast.
+KNOWN = [name for name in PROGRAMS if name != "broadcast" or torch.__version__ >= "2.13"]
+
+
+@pytest.mark.parametrize("name", KNOWN)
 def test_what_they_write_is_stored(name):
     want = PROGRAMS[name][1]
     for found in zf.launch(parts, 2, name, timeout=limit()):
