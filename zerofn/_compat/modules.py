@@ -83,7 +83,7 @@ def sharded_by_torch(model: nn.Module) -> list[str]:
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
 
 
-def hooks_backward(module: nn.Module) -> bool:
+def has_backward_hooks(module: nn.Module) -> bool:
     """Whether `backward_hooks` has any: asked of each module in each call."""
     every = torch.nn.modules.module
     own = module._backward_hooks or module._backward_pre_hooks

@@ -81,8 +81,11 @@ class MicroStep:
             if read(p) is not None:
                 # Put there by hand.
                 hooks.hand_over(path, p)
-        # By an update within backward whole parameters are written too.
-        self.agreement.compare(stream.settle(marks, hooks.in_backward is None and self.agreement.noticed()))
+        wholes = self.agreement.wholes
+        # An update within backward is a write too: there they were asked about before the first one.
+        noticed = stream.settle(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
+        if wholes is not None and (noticed or wholes.before):
+            wholes.compare()
         rest, grads = self.pipe.road.behind_reduction, hooks.reduced
         grads = self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads
         if hooks.taken:

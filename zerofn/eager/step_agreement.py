@@ -63,16 +63,8 @@ class StepAgreement:
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """What this rank sends: how many gradients it has, whether whole parameters were written, and marks."""
-        return [len(grads), self.wholes is not None and self.noticed(), *marks.values()]
-
-    def noticed(self) -> bool:
-        """Whether this rank has noticed a write by hand into whole parameters."""
-        return self.wholes is not None and self.wholes.noticed()
-
-    def compare(self, noticed: bool) -> None:
-        """Compare whole parameters, if any rank has noticed a write."""
-        if self.wholes is not None and (noticed or self.wholes.before):
-            self.wholes.compare()
+        noticed = self.wholes is not None and self.wholes.noticed()
+        return [len(grads), noticed, *marks.values()]
 
     def shared(self, rows: list[list[int]], marks: dict[str, int]) -> dict[str, int]:
         """Marks to compare among all ranks, from the rows of those that gather together and share sums of gradients."""
@@ -99,6 +91,6 @@ class StepAgreement:
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
         some, noticed, *_ = map(max, zip(*rows, strict=True))
-        if self.wholes is not None:
-            self.compare(bool(noticed))
+        if noticed and self.wholes is not None:
+            self.wholes.compare()
         return grads if some else {}

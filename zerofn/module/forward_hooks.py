@@ -16,7 +16,7 @@ from torch import nn
 
 from .._compat.autograd import next_sequence_nr
 from .._compat.compiler import exports, uncompiled
-from .._compat.modules import CALL, forward_hooks, hooks_backward, register_in, registered, set_flat_weights
+from .._compat.modules import CALL, forward_hooks, has_backward_hooks, register_in, registered, set_flat_weights
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
@@ -82,7 +82,9 @@ class _PreForwardHook(Hook):
         if self.plain:
             local = self.boundary.local
             # Without a hook of the user's nothing of the inside is shown.
-            quiet = not self.boundary.scaled or not (_has_user_hooks(self.boundary, module) or hooks_backward(module))
+            quiet = not self.boundary.scaled or not (
+                _has_user_hooks(self.boundary, module) or has_backward_hooks(module)
+            )
             if quiet and local.calls and module not in map(_MODULE, local.calls):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)

@@ -96,7 +96,7 @@ def _in_forward_mode() -> bool:
     if not functorch_active():
         return forward_level() != NO_LEVEL
     forward, reverse = forward_levels()
-    return forward > reverse
+    return forward > 1 if reverse else forward > 0
 
 
 def _in_turn(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tuple[Any, Tensor]:
