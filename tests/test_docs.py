@@ -53,17 +53,6 @@ def test_every_block_runs_on_two_ranks(page, tmp_path):
     zf.launch(on_a_rank, 2, page.read_text(), str(tmp_path), timeout=limit(120))
 
 
-def test_the_page_on_architecture_names_every_file_in_its_folder():
-    package = Path(zf.__file__).parent
-    page = next(p for p in PAGES if p.stem == "architecture").read_text().partition("## The files")[2]
-    shown = set()
-    for part in page.split("\n### ")[1:]:
-        folder = re.match(r"`([\w/]+)/`", part)
-        shown |= {f"{folder[1]}/{name}" if folder else name for name in re.findall(r"^\| `(\w+\.py)`", part, re.M)}
-    files = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    assert shown == {f for f in files if not f.endswith("__init__.py")} | {"testing/__init__.py"}
-
-
 def model_of():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1, bias=False))
