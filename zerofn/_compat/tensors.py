@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import gcd
 from operator import attrgetter
 from typing import Any
 
@@ -74,6 +75,60 @@ def self_overlapping(x: Tensor) -> bool:
     # Dimensions may interleave without an overlap: rare, and so counted.
     places = torch.arange(span + 1).as_strided(x.shape, x.stride())
     return places.unique().numel() < x.numel()
+
+
+def sharing_memory(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Tensors that have an element in memory of an earlier one: by name, the name of that one.
+
+    Views of one storage that have no element in common, as columns of one matrix, are not among them.
+
+    >>> x = torch.zeros(2, 4)
+    >>> sharing_memory({"a": x[0], "b": x[1], "left": x[:, :2], "right": x[:, 2:], "empty": x[:0]})
+    {'left': 'a', 'right': 'a'}
+    """
+    storages: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, x in named.items():
+        x = innermost(x)
+        if x.numel() and (key := memory(x)):
+            storages.setdefault(key, []).append((name, x))
+    found: dict[str, str] = {}
+    for views in storages.values():
+        # By where they begin, so that a view is compared with those alone that reach into it.
+        reach: list[tuple[int, int, str, Tensor]] = []
+        for i, (name, x) in sorted(enumerate(views), key=lambda item: _bytes_of(item[1][1])[0]):
+            low, high = _bytes_of(x)
+            reach = [item for item in reach if item[0] > low]
+            for _, j, other, y in reach:
+                if _common(x, y):
+                    first, second = (other, name) if j < i else (name, other)
+                    found.setdefault(second, first)
+            reach.append((high, i, name, x))
+    return {name: found[name] for name in named if name in found}
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """The range of its storage in which the elements of a tensor lie."""
+    last = sum(int(stride) * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    first = int(x.storage_offset())
+    return first * x.itemsize, (first + last + 1) * x.itemsize
+
+
+def _common(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors over one storage, whose ranges overlap, have a byte in common."""
+    if x.is_contiguous() and y.is_contiguous():
+        return True
+    unit = gcd(x.itemsize, y.itemsize)
+    (low, high), (other_low, other_high) = _bytes_of(x), _bytes_of(y)
+    begin = min(low, other_low)
+    taken = torch.zeros((max(high, other_high) - begin) // unit, dtype=torch.bool)
+
+    def places(t: Tensor) -> Tensor:
+        n = t.itemsize // unit
+        strides = [stride * n for stride in t.stride()]
+        return taken.as_strided((*t.shape, n), (*strides, 1), (t.storage_offset() * t.itemsize - begin) // unit)
+
+    places(x).fill_(True)
+    return bool(places(y).any())
 
 
 def all_plain(tensors: Sequence[object]) -> bool:

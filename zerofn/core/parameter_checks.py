@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._compat.tensors import sharing_memory
+from .._errors import bad_leaves
 from ..ranks.dtensor_parameters import is_distributed
 
 DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
@@ -47,3 +50,22 @@ def not_a_parameter(leaf: Any) -> str | None:
         name = type(leaf).__name__
         return f"dataclass {name} is not registered: optree.dataclasses.dataclass({name}, namespace='zerofn')"
     return f"{type(leaf).__name__} is no tensor"
+
+
+def check_own_memory(call: str, leaves: Mapping[str, Tensor]) -> None:
+    """Refuse two leaves over one memory, as `state_dict()` of a model with tied parameters has them.
+
+    Which tensors are one parameter is told by the tensor object. Two objects would become two parameters.
+
+    Args:
+        call: as the user writes it.
+        leaves: by path, a tied tensor once.
+    """
+    shared = sharing_memory(leaves).items()
+    bad = [(path, f"shares memory with {first}, and is another tensor object") for path, first in shared]
+    if bad:
+        right = (
+            "the same tensor object at each place of a tied parameter, as of a model\n"
+            "         dict(model.named_parameters(remove_duplicate=False)); or params[name] = x.clone() for two"
+        )
+        raise ValueError(bad_leaves(f"{call}: leaves that are over one memory would become two parameters", bad, right))

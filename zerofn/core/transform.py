@@ -23,6 +23,7 @@ from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
 from .own_memory import own_prepared, own_start, own_update
+from .parameter_checks import check_own_memory
 from .returned_updates import check_returned
 from .spec import Through
 from .tree import Tree, flatten
@@ -131,6 +132,7 @@ class Transform:
     def init(self, params: Tree) -> TransformState:
         """The transform's own state for a tree of parameters; `zf.init` does it for a pipeline."""
         layout, leaves = make_layout(params)
+        check_own_memory(f"{self.name}.init(params)", leaves)
         made = [self.init_fn(leaves, layout)]
         return own_start(made) if self.facts.keeps else made[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from .._compat.modules import registered
-from .._compat.tensors import is_wrapper, self_overlapping
+from .._compat.tensors import is_wrapper, self_overlapping, sharing_memory
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaves
 
@@ -196,7 +196,7 @@ def check_memory(params: dict[str, Tensor]) -> None:
 
     Of two parameters over one memory, or two elements at one place, each would be updated by both gradients.
     """
-    seen: dict[int, str] = {}
+    shared = sharing_memory(params)
     bad = []
     for path, p in params.items():
         if is_wrapper(p):
@@ -207,12 +207,9 @@ def check_memory(params: dict[str, Tensor]) -> None:
             bad.append((path, "on the meta device: it has no data yet; zf.materialize(model, tx) makes it"))
         elif self_overlapping(p):
             bad.append((path, f"of strides {p.stride()}: elements share memory; nn.Parameter(x.contiguous())"))
-        elif p.numel():
-            first = seen.setdefault(p.data_ptr(), path)
-            if first != path:
-                bad.append(
-                    (path, f"shares memory with {first} but is another Parameter; tie them: a.weight = b.weight")
-                )
+        elif path in shared:
+            why = f"shares memory with {shared[path]} but is another Parameter; tie them: a.weight = b.weight"
+            bad.append((path, why))
     if bad:
         raise ValueError(
             bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")

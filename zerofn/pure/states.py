@@ -13,6 +13,7 @@ from .._errors import bad_leaves, explain
 from ..core.initializers import Init, check_init, device_of, first_values, made_by
 from ..core.layout import make_layout
 from ..core.parameter_averages import averages_of
+from ..core.parameter_checks import check_own_memory
 from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_start, check_finite, failed_ranks, first_states
 from ..core.resolve import pipeline
@@ -54,7 +55,8 @@ def init(
 
     Raises:
         TypeError: a leaf is no floating-point tensor.
-        ValueError: no optimizer, an empty tree, or NaN in a parameter; every bad leaf is named. What `init` leaves
+        ValueError: no optimizer, an empty tree, NaN in a parameter, or two leaves over one memory, as
+            `state_dict()` of a tied model has them; every bad leaf is named. What `init` leaves
             unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
 
     >>> import torch, zerofn as zf
@@ -69,6 +71,7 @@ def init(
     check_graph("zf.init", create_graph)
     check_init("zf.init", init, seed)
     layout, tensors = make_layout(params)
+    check_own_memory("zf.init(tx, params)", tensors)
     _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from .._compat.tensors import NoNumbers, shape_only
 from .._errors import explain
 from ..core.layout import Leaves, make_layout
-from ..core.parameter_checks import parameters_of
+from ..core.parameter_checks import check_own_memory, not_a_parameter, parameters_of
 from ..core.pipeline import Pipeline, first_state
 from ..core.resolve import pipeline
 from ..core.transform import Transform
-from ..core.tree import Tree, tree_map
+from ..core.tree import Tree, flatten, tree_map, tree_paths
 from ..core.views import Ranks
 from ..module.attach_checks import check_initialised
 from ..module.buffer_dtypes import dtypes_of_buffers
@@ -63,6 +63,9 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         params = parameters_of(params)
         check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
+    tensors = zip(tree_paths(params), flatten(params)[0], strict=True)
+    once = {id(x): (path, x) for path, x in tensors if isinstance(x, Tensor) and not not_a_parameter(x)}
+    check_own_memory("zf.plan(tx, params)", dict(once.values()))
     with shape_only() as fake:
         # Tied leaves are recognised by identity, so each tensor gets one stand-in.
         known: dict[int, Tensor] = {}
