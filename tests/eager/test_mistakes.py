@@ -180,7 +180,6 @@ def test_a_graph_kept_from_before_a_step_with_copies():
 
 
 CHANGES = {
-    "frozen": (lambda m: m.first.weight.requires_grad_(False), r"first.weight: requires_grad became False"),
     "half": (lambda m: m.half(), r"first.bias: moved to torch.float16 on cpu; attached as torch.float32 on cpu"),
     "double": (lambda m: m.first.double(), r"first.weight: moved to torch.float64"),
     "data": (lambda m: setattr(m.gain, "data", torch.ones(8)), r"gain: its data were replaced; write in place"),

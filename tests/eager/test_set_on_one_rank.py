@@ -43,7 +43,9 @@ def trained(stage, act, where, early=False):
 @pytest.mark.parametrize("act", [rate, decay])
 def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
     for said, steps in zf.launch(trained, 2, stage, act, (1,), timeout=limit()):
-        assert said.startswith("ranks disagree on what opt.param_groups sets, here lr="), said
+        assert said.startswith("ranks disagree on what opt.param_groups sets and which leaves are frozen, here lr="), (
+            said
+        )
         assert said.endswith("a scheduler that reads a loss is to read its mean over ranks.") and steps == 1
 
 

@@ -110,20 +110,24 @@ def prompt(model: nn.Module) -> None:
     model[0].register_forward_hook(lambda module, args, out: out + module.prompt.to(out.dtype))
 
 
+UNHELD = "frozen when it was attached, so it has no state; requires_grad became True"
+ADAPTERS = "attach after adding adapters"
 CHANGES = {
-    "freeze": (lambda model: model[0].requires_grad_(False), ["0.weight: requires_grad became False"]),
-    "adapter": (adapt, ["0: added, removed or replaced"]),
-    "frozen, adapter": (adapt_and_freeze, ["2.bias: requires_grad became False", "0: added, removed or replaced"]),
-    "prompt": (prompt, ["0.prompt: added, removed or replaced"]),
+    "unfreeze": (lambda model: model[0].requires_grad_(True), [f"0.weight: {UNHELD}"], "hold_frozen=True"),
+    "adapter": (adapt, ["0: added, removed or replaced"], ADAPTERS),
+    "frozen, adapter": (adapt_and_freeze, ["0: added, removed or replaced"], ADAPTERS),
+    "prompt": (prompt, ["0.prompt: added, removed or replaced"], ADAPTERS),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("pipe", PIPES)
-def test_freezing_and_adapters_after_attach(pipe, change):
+def test_unfreezing_and_adapters_after_attach(pipe, change):
     """Wherever it is noticed first, in forward, in backward or at the step: what has changed, by path, and when to."""
-    alter, paths = CHANGES[change]
+    alter, paths, right = CHANGES[change]
     model = net()
+    if change == "unfreeze":
+        model[0].requires_grad_(False)
     opt = zf.attach(model, PIPES[pipe]())
     alter(model)
     with pytest.raises(RuntimeError) as caught:
@@ -132,7 +136,7 @@ def test_freezing_and_adapters_after_attach(pipe, change):
     told = "".join(traceback.format_exception_only(caught.value))
     assert "the model changed after it was attached" in told and "from a list, or a closure" not in told
     assert all(f"  {path}" in told for path in paths)
-    assert "opt.detach() before the change" in told and "attach after freezing, and after adding adapters" in told
+    assert "opt.detach() before the change" in told and right in told
     # As it says.
     opt.detach()
     other = net()

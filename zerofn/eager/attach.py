@@ -14,7 +14,7 @@ from .optimizer import Optimizer
 @kept_out_of_graphs(
     "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
 )
-def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimizer:
+def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_frozen: bool = False) -> Optimizer:
     """Bridge a pipeline to a model that is trained by `loss.backward()`.
 
     The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on any output, any
@@ -26,6 +26,8 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
         in_backward: update each leaf as soon as its gradient has arrived, and let the gradient go: no
             gradient tree ever exists. `step()` then only closes the step. For pipelines that treat leaves
             alone, groups of `partition` and `masked` too, and one backward for each step.
+        hold_frozen: make states for parameters that are frozen now, too, as `torch.optim` holds all that it is given,
+            so that they can be unfrozen later. Without it they cost no memory, and stay frozen.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on; a `torch.optim.Optimizer` to whoever asks.
@@ -46,6 +48,9 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
     `loss + model.head.weight.norm()`. What writes into them keeps this rank's rows. torch's functions that clip
     gradients raise where `p.grad` is not all there. Gradients of a block may be parts of one buffer: who keeps one of
     them longer than a step keeps all, unless it is a clone.
+
+    Between steps `p.requires_grad_(False)` freezes a parameter that has a state and `p.requires_grad_(True)` unfreezes
+    it, on every rank alike: a frozen one keeps its value, its state and its count of updates.
 
     A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
     gradient of this rank. What is linear in it makes the same step of both; what is not (a clamp) is refused under
@@ -73,4 +78,5 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False) -> Optimi
             explain(f"attach({type(model).__name__}, tx)", "the eager route hooks a torch.nn.Module", right)
         )
     check_flag("attach", "in_backward", in_backward)
-    return Optimizer(model, tx, in_backward)
+    check_flag("attach", "hold_frozen", hold_frozen)
+    return Optimizer(model, tx, in_backward, hold_frozen=hold_frozen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch import nn
@@ -44,9 +44,10 @@ class Attachment:
         tx: the pipeline's transform.
         in_backward: whether leaves are updated in backward.
         start: where first values of parameters come from.
+        hold_frozen: whether parameters that are frozen have states, too, so that they can be unfrozen later.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start):
+    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start, hold_frozen: bool = False):
         check_hookable(model)
         named = parameters_of(model)
         check_free(named)
@@ -57,14 +58,18 @@ class Attachment:
         self.params: Leaves = {}
         self.distributed.enter()
         try:
-            self._bind(parameters_of(model) if self.distributed.named else named, tx, in_backward, start)
+            named = parameters_of(model) if self.distributed.named else named
+            held = {path for path, p in named.items() if hold_frozen or p.requires_grad}
+            self._bind(named, held, tx, in_backward, start)
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def _bind(self, named: dict[str, nn.Parameter], tx: Transform, in_backward: bool, start: Start) -> None:
+    def _bind(
+        self, named: dict[str, nn.Parameter], held: Set[str], tx: Transform, in_backward: bool, start: Start
+    ) -> None:
         model, model_groups = self.model, self.distributed.groups
-        layout, self.params = make_layout(named, lambda path: named[path].requires_grad, self.distributed.within)
+        layout, self.params = make_layout(named, held.__contains__, self.distributed.within)
         check_trainable(layout)
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)

@@ -30,6 +30,7 @@ def materialize(
     seed: int = 0,
     device: torch.device | str | None = None,
     in_backward: bool = False,
+    hold_frozen: bool = False,
 ) -> Optimizer:
     """`zf.attach` for a model on the meta device: it is made leaf by leaf, and each rank keeps its part under `shard`.
 
@@ -47,6 +48,7 @@ def materialize(
         seed: of the draws. torch's generators are seeded by it and the path for each leaf, or module, and put back.
         device: where the model is to be; by default where torch makes tensors.
         in_backward: as for `zf.attach`.
+        hold_frozen: as for `zf.attach`.
 
     Returns:
         The `Optimizer` of `zf.attach`. Parameters of `model` are the objects that they were.
@@ -68,6 +70,7 @@ def materialize(
         raise TypeError(explain(f"materialize({type(model).__name__}, tx)", why, right))
     check_init("zf.materialize", init, seed)
     check_flag("materialize", "in_backward", in_backward)
+    check_flag("materialize", "hold_frozen", hold_frozen)
     if init is None:
         check_resets(model)
     at = device_of(device)
@@ -76,7 +79,7 @@ def materialize(
         made = by_reset(model, seed, at) if init is None else by_function(model, init, seed, at)
         return _start(pipe, params, model, made)
 
-    return Optimizer(model, tx, in_backward, start)
+    return Optimizer(model, tx, in_backward, start, hold_frozen)
 
 
 def _start(
@@ -101,7 +104,7 @@ def _start(
         yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in there)
 
     def keep(leaf: Leaf, x: Tensor) -> Tensor:
-        settled[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=leaf.trainable)
+        settled[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=params[leaf.path].requires_grad)
         return to_resident(pipe, leaf, new)
 
     stored = first_values(pipe, whole(), keep, "zf.materialize(model, tx)")

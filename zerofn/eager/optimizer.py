@@ -31,7 +31,14 @@ class Optimizer(OptimizerBase):
             `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool = False, start: Start = from_values):
+    def __init__(
+        self,
+        model: nn.Module,
+        tx: Transform,
+        in_backward: bool = False,
+        start: Start = from_values,
+        hold_frozen: bool = False,
+    ):
         # Torch's lists of hooks, which the constructor of its class would make. It runs those of steps itself.
         for name in HOOKS_OF.values():
             setattr(self, name, OrderedDict())
@@ -39,7 +46,7 @@ class Optimizer(OptimizerBase):
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
         try:
-            self._own = own = Attachment(model, tx, in_backward, start)
+            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen)
             own.belongs_to(self)
             self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
         except BaseException as error:

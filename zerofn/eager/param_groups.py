@@ -192,13 +192,21 @@ class ParamGroups:
         )
 
 
-def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]]) -> str:
-    """What groups set, the same text for the same numbers; a rate on another device is not waited for."""
+def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]], frozen: str = "") -> str:
+    """What groups set, the same text for the same numbers; a rate on another device is not waited for.
+
+    Args:
+        rates: by prefix.
+        numbers: by prefix, other hyperparameters.
+        frozen: which leaves are frozen, as text.
+    """
     told = []
     for prefix, rate in rates.items():
         told.append(f"{prefix}lr={_number(rate)}")
     for prefix, own in numbers.items():
         told += [f"{prefix}{name}={_number(x)}" for name, x in own.items()]
+    if frozen:
+        told.append(frozen)
     return ", ".join(told)
 
 

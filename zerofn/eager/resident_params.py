@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..core.pipeline import Pipeline, first_state
@@ -123,7 +124,8 @@ class ResidentParams:
         self.stored = self.make()
         states = first_states(pipe, self.stored, self.channels.control, self.existing)
         self.current.state = first_state(pipe, self.stored, states)
-        self._hook()
+        with _unfrozen([self.params[path] for path in pipe.layout.trained]):
+            self._hook()
         self.hooked = True
         self.existing.grads.clear()
         self.stored = {}
@@ -227,6 +229,21 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
     units, blocks = split(home.model, pipe.layout.leaves, home.params)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
     return Units(plans, pipe, home.params, channels.wanted, home.scale, home.gradient_hooks.accept), blocks
+
+
+@contextmanager
+def _unfrozen(params: list[Tensor]) -> Iterator[None]:
+    """Inside, parameters require grad: torch hooks no others, and those that are frozen now may be unfrozen later."""
+    with torch.DisableTorchFunctionSubclass():
+        frozen = [p for p in params if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        with torch.DisableTorchFunctionSubclass():
+            for p in frozen:
+                p.requires_grad_(False)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from .manual_writes import WholeParameters
 
 # Names of the numbers that must be equal on all ranks at every step.
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
-SET = "what opt.param_groups sets"
-SET_ALIKE = "Set the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
+SET = "what opt.param_groups sets and which leaves are frozen"
+SET_ALIKE = "Set and freeze the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
 TORN = (
     "whether a step or a load has raised while it was writing into the state; "
     "Load one and the same on every rank: zf.load(directory, like=opt)."

@@ -63,7 +63,8 @@ class Steps:
         try:
             # What was set may be refused, and what is collected cannot be put back.
             rates, numbers = self.groups.given()
-            grads = self.home.micro_step.collect(self.window.forced, partial(as_text, rates, numbers))
+            told = partial(as_text, rates, numbers, self.watch.frozen)
+            grads = self.home.micro_step.collect(self.window.forced, told)
             if self.home.current.torn:
                 # Behind the exchange: where that of some ranks alone is torn, all of them have raised there.
                 self.home.current.check("opt.step()")

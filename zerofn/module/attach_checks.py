@@ -18,6 +18,7 @@ from ..core.layout import Layout, Leaves
 
 # What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
 FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
+FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
 
 
 class Owner:
@@ -41,10 +42,16 @@ class Watch:
         model: the model.
         layout: its leaves.
         params: its parameters by path, in their resident form.
+
+    Attributes:
+        frozen: tells which leaves have a state and do not require grad now; empty where all do.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
         self.paths = [leaf.path for leaf in layout.leaves]
+        self.held = layout.trained
+        self.params = params
+        self.frozen = self._frozen()
         self.tensors = [params[path] for path in self.paths]
         with torch.DisableTorchFunctionSubclass():
             self.data = self._properties()
@@ -56,6 +63,9 @@ class Watch:
     def check(self) -> None:
         """Refuse a model that has changed, which would be trained wrongly in silence.
 
+        Leaves that have a state may be frozen and unfrozen: autograd brings no gradient for a frozen one, and a leaf
+        without a gradient keeps its value and its state, as in torch.optim.
+
         Raises:
             RuntimeError: everything that has changed is named.
         """
@@ -64,8 +74,10 @@ class Watch:
             same = self._properties() == self.data
             bad = [] if same else [(path, why) for path, why in self._reasons() if why]
             if not same and not bad:
-                # Sharded parameters that the user gave other memory, in which they are stored since (`adopted`).
+                # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored
+                # since (`adopted`).
                 self.data = self._properties()
+                self.frozen = self._frozen()
         changed: list[tuple[str, str]] = []
         if self._ids() != self.ids:
             pairs = zip(self.registered, self._registered(), strict=True)
@@ -73,9 +85,18 @@ class Watch:
             changed = [(path, "added, removed or replaced") for path in found]
         if bad or changed:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
-            if changed or any("requires_grad" in reason for _, reason in bad):
-                right += ":\n         attach after freezing, and after adding adapters"
+            if changed:
+                right += ":\n         attach after adding adapters"
+            if any(reason == FROZEN_AT_ATTACH for _, reason in bad):
+                right += (
+                    ".\n         To unfreeze leaves between steps: zf.attach(model, tx, hold_frozen=True), which makes "
+                    "states for frozen leaves too;\n         or attach first and freeze after it"
+                )
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
+
+    def _frozen(self) -> str:
+        found = [path for path in self.held if not self.params[path].requires_grad]
+        return f"frozen: {' '.join(found)}" if found else ""
 
     # By the methods of `dict`, since a dict of parameters may give views by its own.
 
@@ -91,18 +112,17 @@ class Watch:
         return list(zip(map(Tensor.data_ptr, self.tensors), map(FIXED, self.tensors), strict=True))
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
-        for path, p, (address, properties) in zip(self.paths, self.tensors, self.data, strict=True):
-            yield path, _reason(p, address, *properties)
+        held = set(self.held)
+        for path, p, (address, (*fixed, _)) in zip(self.paths, self.tensors, self.data, strict=True):
+            yield path, _reason(p, address, *fixed, held=path in held)
 
 
-def _reason(
-    p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, trainable: bool
-) -> str:
+def _reason(p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, held: bool) -> str:
     if p.dtype != dtype or p.device != device:
         return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
     if p.data_ptr() not in (address, vars(p).get("adopted")) or p.shape != shape:
         return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
-    return f"requires_grad became {p.requires_grad}" if p.requires_grad != trainable else ""
+    return FROZEN_AT_ATTACH if p.requires_grad and not held else ""
 
 
 def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
