@@ -62,7 +62,9 @@ def _goes_on(directory: str, consolidated: str) -> list[str]:
         model = net(7)
         model.load_state_dict({k: x for k, x in torch.load(consolidated).items() if k.startswith("3.")}, strict=False)
         opt = zf.attach(model, zf.chain(first(), zf.adamw(RATE, weight_decay=DECAY), zf.ema(0.5)))
-        zf.load_deepspeed(directory, like=opt)
+        # The consolidated file has had them.
+        with pytest.warns(UserWarning, match=r"no frozen parameter of these names, .*: 3.weight, 3.bias"):
+            zf.load_deepspeed(directory, like=opt)
         found = get_optimizer_state_dict(model, opt, options=FULL)["state"]
         for i, kept in state.items():
             now = found[[name for name, p in model.named_parameters() if p.requires_grad][i]]
@@ -130,7 +132,7 @@ def test_what_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
     (zero / "2.bias" / "exp_avg.pt").write_bytes(b"no checkpoint")
     with pytest.raises(OSError, match=r"exp_avg.pt could not be read"):
         zf.load_deepspeed(tmp_path, like=attached)
-    with pytest.raises(FileNotFoundError, match=r"no folder zero in it(?s:.*)ds_to_universal.py"):
+    with pytest.raises(FileNotFoundError, match=r"no folder zero in it(?s:.*)ds_to_universal"):
         zf.load_deepspeed(zero, like=attached)
     with pytest.raises(TypeError, match="not attached"):
         zf.load_deepspeed(tmp_path, like=attached.state)
@@ -180,3 +182,161 @@ def test_a_file_without_its_tensor_is_named(tmp_path):
     torch.save({"other": torch.ones(5)}, tmp_path / "zero" / "0.bias" / "exp_avg.pt")
     with pytest.raises(ValueError, match=r"0.bias: exp_avg.pt is a NoneType instead of \(5,\)"):
         zf.load_deepspeed(tmp_path, like=zf.attach(net(7), zf.adamw(RATE)))
+
+
+class Scaler:
+    """As DeepSpeed's own classes in its files: nothing that torch would load."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+
+def beside(directory: Path, groups: list[list[str]], counts: list[Any], in_groups: bool = False, **more: Any) -> None:
+    """The files that DeepSpeed's converter writes beside the parameters, as at stage 3."""
+    kept = {i: {} if in_groups else {"step": x} for i, x in enumerate(counts)}
+    settings = [{"lr": 0.1, **({"step": x} if in_groups else {})} for x in counts]
+    saved = {"loss_scaler": Scaler(), "optimizer_state_dict": {"state": kept}, "param_groups": settings}
+    torch.save(saved, directory / "zero" / "optimizer_state.pt")
+    shapes = [{name: torch.Size([1]) for name in names} for names in groups]
+    model = {"param_shapes": shapes, "global_steps": 9, "skipped_steps": 2, "module": {}, "args": Scaler(), **more}
+    torch.save(model, directory / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def without_steps(directory: Path) -> tuple[nn.Module, Any]:
+    """A model, attached, and a directory of it as stage 3 leaves it."""
+    straight, model = net(), net(7)
+    optimizer = adamw(straight)
+    train(straight, optimizer, 0, 3)
+    written(str(directory), straight, optimizer, flat=True)
+    for file in directory.glob("zero/*/step.pt"):
+        file.unlink()
+    for each in (straight, model):
+        each[3].requires_grad_(True)
+        each[3] = nn.Identity()
+    return model, zf.attach(model, zf.adamw(RATE))
+
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+# By name: the groups, their counts, whether these are settings, and by leaf what is counted on.
+STEPS: dict[str, tuple[list[list[str]], list[Any], bool, list[int]]] = {
+    "one group": ([NAMES], [torch.tensor(3.0)], False, [3, 3, 3, 3]),
+    "groups alike": ([NAMES[:1], NAMES[1:]], [4, 4], False, [4, 4, 4, 4]),
+    "groups that differ": ([NAMES[:1], NAMES[1:]], [5, 6], False, [5, 6, 6, 6]),
+    "among the settings": ([NAMES], [8], True, [8, 8, 8, 8]),
+    "of the run alone": ([NAMES], [], False, [7, 7, 7, 7]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_count_of_updates_where_parameters_have_none(tmp_path, name):
+    groups, counts, in_groups, want = STEPS[name]
+    model, opt = without_steps(tmp_path)
+    beside(tmp_path, groups, counts, in_groups)
+    state = zf.load_deepspeed(tmp_path, like=opt)
+    found = get_optimizer_state_dict(model, opt, options=FULL)["state"]
+    assert [int(found[leaf]["step"]) for leaf in NAMES] == want
+    # Schedules go on by the updates of the run, 9 of which 2 were skipped.
+    assert int(state.step) == 7
+    state = zf.load_deepspeed(tmp_path, like=opt, step=11)
+    found = get_optimizer_state_dict(model, opt, options=FULL)["state"]
+    assert [int(found[leaf]["step"]) for leaf in NAMES] == [11] * 4 and int(state.step) == 11
+
+
+def test_a_count_that_nobody_says_is_asked_for(tmp_path):
+    _, opt = without_steps(tmp_path)
+    with pytest.raises(ValueError, match=r"0.weight: neither step.pt nor .*like=opt, step=...\)"):
+        zf.load_deepspeed(tmp_path, like=opt)
+    assert int(zf.load_deepspeed(tmp_path, like=opt, step=3).step) == 3
+    for step in (-1, 2.5, True, "3"):
+        with pytest.raises(ValueError, match="no number of updates"):
+            zf.load_deepspeed(tmp_path, like=opt, step=step)  # type: ignore[arg-type]
+
+
+class Tied(nn.Module):
+    """A tied weight, a frozen layer and buffers."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.out = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("shift", torch.randn(2, 2))
+        self.register_buffer("seen", torch.tensor(seed))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_buffers_and_second_names(tmp_path, stage):
+    old, new = Tied(4), Tied(5)
+    moments = {name: torch.full((3, 2), i + 1.0) for i, name in enumerate(("exp_avg", "exp_avg_sq"))}
+    weight = old.embed.weight.detach()
+    for file, x in {"fp32": weight, **moments}.items():
+        folder = tmp_path / "zero" / "embed.weight"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"param": x} if stage < 3 else x.reshape(-1), folder / f"{file}.pt")
+    given = {"global_steps": 3, "skipped_steps": 0, "param_shapes": [{"embed.weight": torch.Size([3, 2])}]}
+    if stage < 3:
+        for name, x in old.state_dict().items():
+            folder = tmp_path / "zero" / name
+            folder.mkdir(exist_ok=True)
+            # The second name has what the model computes in.
+            if name != "embed.weight":
+                torch.save({"param": x.bfloat16().float() if name == "out.weight" else x.float()}, folder / "fp32.pt")
+        torch.save(given | {"module": old.state_dict()}, tmp_path / "mp_rank_00_model_states.pt")
+    else:
+        frozen = {f"frozen.{k}": x for k, x in old.frozen.state_dict().items()}
+        given |= {"frozen_param_shapes": {k: x.shape for k, x in frozen.items()}, "buffer_names": ["shift", "seen"]}
+        empty = {k: x if k in ("shift", "seen") else torch.empty(0) for k, x in old.state_dict().items()}
+        for rank in (0, 1):
+            # Two ranks: nine numbers are five and four, and the last part is padded.
+            parts = {k: torch.cat([x.reshape(-1), torch.full((1,), 9.0)]).chunk(2)[rank] for k, x in frozen.items()}
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            torch.save(given | {"module": empty, "frozen_param_fragments": parts}, tmp_path / name)
+    opt = zf.attach(new, zf.adamw(RATE))
+    state = zf.load_deepspeed(tmp_path, like=opt)
+    assert all(torch.equal(x, new.state_dict()[k]) for k, x in old.state_dict().items())
+    found = get_optimizer_state_dict(new, opt, options=FULL)["state"]["embed.weight"]
+    assert all(torch.equal(found[k], x) for k, x in moments.items()) and int(found["step"]) == int(state.step) == 3
+    wrong = nn.Module()
+    wrong.embed = nn.Embedding(3, 2)
+    wrong.frozen = nn.Linear(2, 3).requires_grad_(False)
+    wrong.register_buffer("shift", torch.zeros(3))
+    with pytest.raises(ValueError) as error:
+        zf.load_deepspeed(tmp_path, like=zf.attach(wrong, zf.adamw(RATE)))
+    assert "frozen.weight: fp32.pt is of shape (3, 3) instead of (3, 2)" in str(error.value)
+    assert "shift: is a buffer of shape (2, 2) instead of (3,)" in str(error.value)
+    extra = [f"{name}: is in the checkpoint and not in the model" for name in ("out.weight", "seen")]
+    assert all((line in str(error.value)) == (stage < 3) for line in extra)
+
+
+def test_a_checkpoint_of_stage_0_is_taken_as_it_is(tmp_path):
+    straight = net()
+    optimizer = adamw(straight)
+    train(straight, optimizer, 0, 3)
+    saved = {"module": straight.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 3}
+    torch.save(saved | {"loss_scaler": Scaler()}, tmp_path / "mp_rank_00_model_states.pt")
+    model = net(7)
+    opt = zf.attach(model, zf.adamw(RATE, weight_decay=DECAY))
+    assert int(zf.load_deepspeed(tmp_path, like=opt).step) == 3
+    for each, stepped in ((straight, optimizer), (model, opt)):
+        train(each, stepped, 3, 5)
+    for one, other in zip(straight.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    state = optimizer.state_dict()
+    first = state["param_groups"][0]
+    state["param_groups"] = [first | {"params": [0]}, first | {"params": [1, 2, 3]}]
+    torch.save(saved | {"optimizer": state}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match=r"parameters by number, in groups of \[1, 3\]; here 4 are trained"):
+        zf.load_deepspeed(tmp_path, like=opt)
+
+
+def test_an_unconverted_checkpoint_is_told_the_command(tmp_path):
+    (tmp_path / "latest").write_text("global_step3")
+    (tmp_path / "global_step3").mkdir()
+    opt = zf.attach(net(), zf.adamw(RATE))
+    for directory in (tmp_path, tmp_path / "global_step3"):
+        with pytest.raises(FileNotFoundError) as error:
+            zf.load_deepspeed(directory, like=opt)
+        command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+        source = tmp_path / "global_step3"
+        assert f"{command} --input_folder {source} --output_folder {source}_universal" in str(error.value)

@@ -132,7 +132,7 @@ def test_what_is_no_block_is_refused(path):
         ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.params.lr: needs an optimizer.type"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            r"zero_optimization.offload_optimizer.device: needs an optimizer block; or zf.offload\(...\) around yours",
+            r"zero_optimization.offload_optimizer.device: needs an optimizer: .*; or zf.offload\(...\) around yours",
         ),
         (
             {"optimizer": {"type": "Adam"}, "scheduler": {"params": {"warmup_num_steps": 3}}},

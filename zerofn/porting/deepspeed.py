@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .._errors import explain
+from .._errors import explain, kind_of
 from ..core.chain import chain
 from ..core.transform import Transform
 from ..ranks.process_groups import world_group
@@ -40,7 +40,9 @@ CLIPPING = 1.0
 
 
 def from_deepspeed(
-    config: Mapping[str, Any] | str | os.PathLike[str], auto: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    values: Any = None,
+    optimizer: Callable[..., Transform] | None = None,
 ) -> Transform:
     """The pipeline that a DeepSpeed configuration describes; `print` shows what one would write by hand.
 
@@ -57,16 +59,22 @@ def from_deepspeed(
     | `scheduler` | a function of the step |
 
     Low-precision states are rounded stochastically; DeepSpeed rounds to nearest, which loses small updates
-    (`rounding="nearest"`). Without an `optimizer` block the pipeline has none: chain one of yours behind it.
-    Keys about how DeepSpeed runs (buckets, overlap, printing) are named in one warning.
+    (`rounding="nearest"`). Without an `optimizer` block the pipeline has none: give `optimizer`, or chain one of yours
+    behind it. One warning names the keys that change no number: how DeepSpeed runs (buckets, overlap, printing), and
+    what you write elsewhere (logs, profiles, `activation_checkpointing`).
 
     Args:
         config: a dict, or the path of a JSON file.
-        auto: values for what is "auto" in the configuration, which the Hugging Face Trainer would fill in: by dotted
-            path, `{"optimizer.params.lr": 3e-4}`, or in the structure of the configuration. An "auto" batch size may
-            be left out where the others give it.
+        values: for what is "auto" in the configuration, and would be filled in by the Hugging Face Trainer: a dict,
+            by dotted path, `{"optimizer.params.lr": 3e-4}`, or in the structure of the configuration; or the
+            `TrainingArguments` themselves, which must not contradict it. An "auto" batch size may be left out where
+            the others give it. Sizes of buckets, which come from the model's hidden size, need no value.
+        optimizer: where the configuration has no such block: a function that makes the optimizer, such as `zf.adamw`
+            or `functools.partial(zf.lion, weight_decay=0.1)`. It is called with `lr`, the schedule of the `scheduler`
+            block, or without arguments if there is none; `offload_optimizer` is put around what it returns.
 
     Raises:
+        TypeError: `config`, `values` or `optimizer` of another kind.
         ValueError: unknown or unsupported keys, each with its path and what to use instead; batch sizes
             that contradict each other; an "auto" without a value, or a value where there is no "auto".
 
@@ -80,12 +88,18 @@ def from_deepspeed(
         adamw(lr=0.0003, weight_decay=0.0),
     )
     """
-    reader = ConfigReader(config, auto)
+    if optimizer is not None and (isinstance(optimizer, Transform) or not callable(optimizer)):
+        why = "the schedule of the configuration is its lr, so it is made by a function"
+        right = "from_deepspeed(config, optimizer=zf.adamw), or functools.partial(zf.adamw, weight_decay=0.1)"
+        raise TypeError(explain(f"from_deepspeed(config, optimizer={optimizer!r})", why, right))
+    reader = ConfigReader(config, values)
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
     dtypes, scale, low = _precision(reader)
     clipping = reader.take("gradient_clipping", CLIPPING, number)
-    optimizer = _optimizer(reader, low)
+    if not reader.take("zero_optimization.compute_grad_norm", True, flag) and clipping:
+        reader.refuse("zero_optimization.compute_grad_norm", "clipping needs the norm; write gradient_clipping: 0")
+    built = _optimizer(reader, low, optimizer)
     reader.close()
 
     cast = precision(**dtypes) if dtypes else None
@@ -97,13 +111,15 @@ def from_deepspeed(
         3: (shard(), cast, scale, held),
     }
     clip = clip_by_global_norm(clipping) if clipping else None
-    return chain(*(t for t in (*orders[stage], clip, optimizer) if t is not None))
+    return chain(*(t for t in (*orders[stage], clip, built) if t is not None))
 
 
 def _batches(reader: ConfigReader) -> int:
     """`gradient_accumulation_steps`, which follows from any two of the three batch sizes."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     automatic = reader.left.get(keys[2]) == "auto"
+    if not reader.take("managed_gradient_accumulation", True, flag):
+        reader.refuse("managed_gradient_accumulation", "true, and opt.set_boundary(...) before each backward")
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
     if automatic and not (every or (total and micro)):
         reader.report_unfilled(keys[2])
@@ -199,29 +215,32 @@ def _dtype(reader: ConfigReader, path: str, default: str | None) -> torch.dtype 
     return None if name is None else DTYPES[str(name).removeprefix("torch.")]
 
 
-def _optimizer(reader: ConfigReader, low: tuple[torch.dtype, bool] | None) -> Transform | None:
+def _optimizer(
+    reader: ConfigReader, low: tuple[torch.dtype, bool] | None, given_one: Callable[..., Transform] | None
+) -> Transform | None:
     kind = reader.take("optimizer.type")
     given = reader.block("optimizer.params")
-    device = reader.take("zero_optimization.offload_optimizer.device", "none")
-    if device not in ("none", "cpu"):
-        reader.refuse("zero_optimization.offload_optimizer.device", f"{device!r}; use 'cpu'")
+    reader.take("optimizer.legacy_fusion", False, flag)
+    device = _offload_device(reader)
     if kind is None:
         for key in given:
             reader.refuse(f"optimizer.params.{key}", "needs an optimizer.type; or give it to your own optimizer")
-        if device == "cpu":
-            why = "needs an optimizer block; or zf.offload(...) around yours"
-            reader.refuse("zero_optimization.offload_optimizer.device", why)
-        if reader.left.get("scheduler.type") is not None:
-            reader.refuse("scheduler", "needs an optimizer block; or give your optimizer lr=a function of the step")
-        return None
+        return _given(reader, device, given_one)
+    if given_one is not None:
+        reader.refuse("optimizer.type", f"{kind!r}, and optimizer= is given too; leave one of them out")
     name = str(kind).lower()
     known = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}.get(name)
     if known is None:
-        reader.refuse("optimizer.type", f"{kind!r}; use Adam, AdamW or SGD, or leave the block out and chain your own")
+        instead = OTHERS.get(name, "leave the block out and chain your own, or from_deepspeed(config, optimizer=...)")
+        reader.refuse("optimizer.type", f"{kind!r}; use Adam, AdamW or SGD, or {instead}")
+        schedule_of(reader, given.get("lr", 1e-3))
         return None
     for key, only in FIXED.items():
         if given.get(key, only) is not only:
             reader.refuse(f"optimizer.params.{key}", f"{given[key]!r} is not supported; use {only}")
+    clip = given.pop("max_grad_norm", 0)
+    if clip:
+        reader.refuse("optimizer.params.max_grad_norm", f"write it as gradient_clipping: {clip!r}")
     for key in given.keys() - known.keys() - IDLE - FIXED.keys():
         reader.refuse(f"optimizer.params.{key}", f"unknown; {kind} takes {', '.join(known)}")
     for key in given.keys() & known.keys():
@@ -249,6 +268,39 @@ def _optimizer(reader: ConfigReader, low: tuple[torch.dtype, bool] | None) -> Tr
     return offload(built) if device == "cpu" else built
 
 
+def _offload_device(reader: ConfigReader) -> str:
+    """Where the optimizer's states are: "none" or "cpu". `cpu_offload` is its older name."""
+    path = "zero_optimization.offload_optimizer.device"
+    older = reader.take("zero_optimization.cpu_offload", False, flag)
+    device = reader.take(path, "cpu" if older else "none")
+    if device not in ("none", "cpu"):
+        reader.refuse(path, f"{device!r}; use 'cpu'")
+    return device
+
+
+def _given(reader: ConfigReader, device: str, make: Callable[..., Transform] | None) -> Transform | None:
+    """The optimizer of a configuration that has no block for it; `None` if nobody gives one."""
+    block = "or an optimizer block"
+    scheduled = any(key.startswith("scheduler.") and x is not None for key, x in reader.left.items())
+    if make is None:
+        call = "from_deepspeed(config, optimizer=zf.adamw)"
+        if device == "cpu":
+            why = f"needs an optimizer: {call}, {block}; or zf.offload(...) around yours"
+            reader.refuse("zero_optimization.offload_optimizer.device", why)
+        if scheduled:
+            reader.refuse("scheduler", f"needs an optimizer, whose lr it is: {call}, {block}")
+            schedule_of(reader, None)
+        return None
+    lr = schedule_of(reader, None)
+    if reader.bad or reader.unfilled:
+        return None
+    built = make(lr=lr) if scheduled else make()
+    if not isinstance(built, Transform):
+        why, right = f"it returned {kind_of(built)}", "from_deepspeed(config, optimizer=zf.adamw)"
+        raise TypeError(explain("from_deepspeed(config, optimizer=...)", why, right))
+    return offload(built) if device == "cpu" else built
+
+
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True}
 SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "adam_w_mode": flag} | {
@@ -259,3 +311,15 @@ VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "a
 # Which of its implementations DeepSpeed uses; no effect here.
 IDLE = {"torch_adam", "fused", "foreach"}
 FIXED = {"amsgrad": False, "bias_correction": True}
+
+# What to write for DeepSpeed's other optimizers.
+OTHERS = {
+    "onebitadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
+    "zerooneadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
+    "onebitlamb": "leave the block out and chain a transform of your own: docs/writing-a-transform.md",
+    "lamb": "leave the block out and chain a transform of your own: docs/writing-a-transform.md",
+    "lion": "leave the block out and write from_deepspeed(config, optimizer=zf.lion)",
+    "muon": "leave the block out and write from_deepspeed(config, optimizer=zf.muon)",
+    "rmsprop": "leave the block out and write from_deepspeed(config, optimizer=zf.rmsprop)",
+    "adagrad": "leave the block out and chain zf.from_torch(torch.optim.Adagrad, lr=...)",
+}

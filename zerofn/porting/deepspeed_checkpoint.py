@@ -1,31 +1,34 @@
 """`load_deepspeed`: loads parameters, moments and counts from a universal checkpoint of DeepSpeed.
 
-    <directory>/zero/<name of a parameter>/fp32.pt        {"param": tensor, ...}
+    <directory>/zero/<name of a parameter>/fp32.pt        {"param": tensor, ...}, at stage 3 the flat tensor
                                            exp_avg.pt     so for each tensor that the optimizer keeps of it
-                                           step.pt        updates, a number
+                                           step.pt        updates, a number; none at stage 3
 
 DeepSpeed itself saves shards for its ranks, with pickles of its own classes; its `ds_to_universal.py` converts them
-into whole tensors under the names of the model.
+into whole tensors under the names of the model. At stages 1 and 2 it writes `fp32.pt` alone for frozen parameters,
+buffers and second names of tied parameters; at stage 3 it writes nothing of them.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves, explain, kind_of
+from .._errors import bad_leaves, explain, kind_of, users_line
 from ..core.outside_form import stored_part
 from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
 from ..eager.optimizer import Optimizer
 from ..storage.saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
+from .deepspeed_files import Run, read, read_counts, read_run
 
 WEIGHT, STEP = "fp32", "step"
 # Slots that count updates: of a leaf, of a transform or the state, and of the state's micro-steps.
@@ -34,15 +37,20 @@ COUNTS = ("count", STEP, "micro_step")
 Files = dict[tuple[str, str], Any]
 
 
-def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
+def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | None = None) -> State:
     """Go on from a universal checkpoint of DeepSpeed, each rank with the part that it keeps.
 
-    `python ds_to_universal.py --input_folder global_step100 --output_folder directory` of DeepSpeed makes one from a
-    checkpoint of any ZeRO stage. Read are the trained parameters, in fp32 and cast to what the state stores, each
-    tensor that the optimizer keeps of them, under the same name (`exp_avg`, `exp_avg_sq`), and the count of updates,
-    by which schedules go on. One tensor is in memory at a time. Not read: learning rates and schedulers (those of the
-    chain hold), loss scale, frozen parameters and buffers (`model.load_state_dict` of the consolidated
-    `pytorch_model.bin` has them), the place in the data. States beside the optimizer, such as an `ema`, begin anew.
+    DeepSpeed's converter makes one from a checkpoint of stage 1, 2 or 3:
+
+        python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step100 --output_folder directory \\
+            --inject_missing_state
+
+    What DeepSpeed saves at stage 0 is whole, and is taken as it is (`run/global_step100`).
+
+    Read are the parameters, in fp32 and cast to what the state stores, each tensor that the optimizer keeps of them,
+    under the same name (`exp_avg`, `exp_avg_sq`), the count of updates, by which schedules go on, frozen parameters
+    and buffers. One tensor is in memory at a time. Not read: learning rates and schedulers (those of the chain hold),
+    loss scale, the place in the data. States beside the optimizer, such as an `ema`, begin anew.
 
     For weights alone no such directory is needed: what `zero_to_fp32.py` writes is loaded by `model.load_state_dict`,
     at every stage, or by `zf.load_safetensors`.
@@ -50,6 +58,8 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
     Args:
         directory: the one that holds the folder `zero`.
         like: an attached model's `opt`, which is written in place.
+        step: how many updates were made, in the place of what the files say. They say it in `step.pt` of each
+            parameter, in `zero/optimizer_state.pt` or in `*_model_states.pt`.
 
     Returns:
         `like.state`.
@@ -59,6 +69,9 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
         FileNotFoundError: no folder `zero` in the directory.
         ValueError: parameters or tensors that are missing, unexpected, of another shape or dtype; all of them by name.
         RuntimeError: only some ranks call it, as for `zf.load`.
+
+    Warns:
+        UserWarning: frozen parameters that the directory does not have; they are left as they are.
 
     >>> import pathlib, tempfile, torch, zerofn as zf
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -78,21 +91,53 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer) -> State:
         raise TypeError(explain("zf.load_deepspeed(directory, like) of something that is not attached", why, right))
     state = like.state
     wait_for_all_ranks("zf.load_deepspeed(directory, like)", state.layout.placement)
-    files: Files = {}
+    found = Found()
     failure: Exception | None = None
     try:
-        files = _files(Path(directory), like)
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            right = "zf.load_deepspeed(directory, like=opt, step=100)"
+            raise ValueError(explain(f"load_deepspeed(step={step!r})", "it is no number of updates", right))
+        found = _found(Path(directory), like, step)
     except (ValueError, OSError) as error:
         failure = error
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
-    like.load_state(_filled(like, files))
+    like.load_state(_filled(like, found))
+    with torch.no_grad():
+        for name, buffer in like._own.model.named_buffers():
+            if name in found.buffers:
+                buffer.copy_(found.buffers[name])
+    if found.kept:
+        warnings.warn(
+            f"zf.load_deepspeed({os.fspath(directory)!r}): the directory has no frozen parameter of these names, "
+            f"they are left as they are: {', '.join(found.kept)}.",
+            stacklevel=users_line(),
+        )
     return like.state
 
 
-def _filled(opt: Optimizer, files: Files) -> State:
+@dataclass
+class Found:
+    """What a directory has for a model.
+
+    Attributes:
+        files: contents by leaf and name of the file.
+        buffers: the model's buffers, by name.
+        kept: frozen parameters that it does not have.
+        updates: how many updates were made, if it says so.
+    """
+
+    files: Files = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    updates: int | None = None
+
+
+def _filled(opt: Optimizer, found: Found) -> State:
     """The state with the contents of the files, and with initial states where there is no file."""
-    state = opt.state
-    most = max((int(x) for (_, name), x in files.items() if name == STEP), default=int(state.step))
+    state, files = opt.state, found.files
+    most = max((int(x) for (_, name), x in files.items() if name == STEP), default=found.updates)
+    most = int(state.step) if most is None else most
+    updates = most if found.updates is None else found.updates
 
     def read(e: Entry, name: str) -> Tensor:
         return e.part(files[e.path, name]).to(e.value.device, e.value.dtype, copy=True)
@@ -106,7 +151,10 @@ def _filled(opt: Optimizer, files: Files) -> State:
             return torch.full_like(e.value, int(files[e.path, STEP]))
         if e.of_leaf and e.owner != "params" and (e.path, name) in files:
             return read(e, name)
-        return torch.full_like(e.value, most) if not e.of_leaf and name in COUNTS else e.value
+        if e.of_leaf or name not in COUNTS:
+            return e.value
+        # Where DeepSpeed has made a step without gradients beforehand, its optimizer counts one more than the run.
+        return torch.full_like(e.value, most if e.owner else updates)
 
     road, leaves = opt._own.pipe.road, rebuild(state, weight).leaves
     with torch.no_grad():
@@ -117,42 +165,148 @@ def _filled(opt: Optimizer, files: Files) -> State:
     return rebuild(fresh, kept)
 
 
-def _files(directory: Path, opt: Optimizer) -> Files:
+def _found(directory: Path, opt: Optimizer, step: int | None) -> Found:
     """All files, memory-mapped.
 
     Raises:
-        FileNotFoundError: there is no folder `zero`.
+        FileNotFoundError: there is no folder `zero`, and no model of stage 0.
         ValueError: files that do not fit, all of them by leaf.
     """
-    folder = directory / "zero"
-    if not folder.is_dir():
-        right = f"python ds_to_universal.py --input_folder {directory} --output_folder {directory}_universal"
-        why = "a checkpoint as DeepSpeed saves it is cut for its ranks, and told by pickles of its own classes"
-        raise FileNotFoundError(explain(f"zf.load_deepspeed({str(directory)!r}): no folder zero in it", why, right))
-    layout, wanted = opt.state.layout, dict(_wanted(opt))
-    names: dict[str, str] = {}
-    for path, name in zip(layout.at, layout.paths, strict=True):
-        if path is not None and (folder / name).is_dir():
-            names.setdefault(path, name)
-    bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
-    # Folders of frozen parameters are ignored: an earlier run may have trained them.
-    extra = {x.name for x in folder.iterdir() if x.is_dir()} - set(layout.paths)
-    bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
-    found: Files = {}
-    for path in dict.fromkeys(p for p, _ in wanted if p in names):
-        there = {x.stem for x in (folder / names[path]).glob("*.pt")}
-        of_leaf = {name for p, name in wanted if p == path}
-        bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - there)]
-        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(there - of_leaf - {STEP})]
-        # Schedules go on by the count of updates, also of an optimizer that keeps none.
-        for name in sorted(there & (of_leaf | {STEP})):
-            x = found[path, name] = _read(folder / names[path] / f"{name}.pt")
-            if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
-                bad.append((path, f"{name}.pt {problem}"))
+    run = read_run(directory)
+    if (directory / "zero").is_dir():
+        files, bad = _universal(directory, opt, run, step)
+    elif run.optimizer:
+        files, bad = _stage_0(opt, run)
+    else:
+        raise FileNotFoundError(_no_folder(directory))
+    found = Found(files, updates=run.updates if step is None else step)
+    if step is not None:
+        files.update({key: step for key in files if key[1] == STEP})
+    bad += _frozen(opt, run, found, directory / "zero")
+    bad += _buffers(opt, run, found, directory / "zero")
     if bad:
         right = "the universal checkpoint of this model, and the optimizer that it was trained by"
         raise ValueError(bad_leaves(f"zf.load_deepspeed({str(directory)!r}): it does not fit", bad, right))
     return found
+
+
+def _no_folder(directory: Path) -> str:
+    source = directory
+    if (directory / "latest").is_file():
+        source = directory / (directory / "latest").read_text().strip()
+    command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+    right = f"{command} --input_folder {source} --output_folder {source}_universal"
+    why = "a checkpoint as DeepSpeed saves it is cut for its ranks, and told by pickles of its own classes"
+    return explain(f"zf.load_deepspeed({str(directory)!r}): no folder zero in it", why, right)
+
+
+def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> tuple[Files, list[tuple[str, str]]]:
+    """The files of trained parameters and of their states, and what does not fit."""
+    folder = directory / "zero"
+    layout, wanted = opt.state.layout, dict(_wanted(opt))
+    there: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
+    names: dict[str, str] = {}
+    for path, name in zip(layout.at, layout.paths, strict=True):
+        # Of a tied parameter the names without moments have a copy in what the model computed in.
+        if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
+            names[path] = name
+    bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
+    buffers = {name for name, _ in opt._own.model.named_buffers()}
+    extra = there.keys() - set(layout.paths) - buffers
+    bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
+    counts = read_counts(directory, run.groups)
+    files: Files = {}
+    for path in dict.fromkeys(p for p, _ in wanted if p in names):
+        here = there[names[path]]
+        of_leaf = {name for p, name in wanted if p == path}
+        bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - here - {STEP})]
+        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(here - of_leaf - {STEP})]
+        # Schedules go on by the count of updates, also of an optimizer that keeps none.
+        for name in sorted(here & (of_leaf | {STEP})):
+            x = files[path, name] = _tensor(folder / names[path] / f"{name}.pt")
+            if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
+                bad.append((path, f"{name}.pt {problem}"))
+        if STEP not in here:
+            common = counts.get(None, run.updates)
+            count = counts.get(names[path], common) if step is None else step
+            if count is not None:
+                files[path, STEP] = count
+            elif STEP in of_leaf:
+                says = "neither step.pt nor zero/optimizer_state.pt nor *_model_states.pt says how many updates were"
+                bad.append((path, f"{says} made: zf.load_deepspeed(directory, like=opt, step=...)"))
+    return files, bad
+
+
+def _stage_0(opt: Optimizer, run: Run) -> tuple[Files, list[tuple[str, str]]]:
+    """The same of a checkpoint of stage 0: the state dict of torch's optimizer, by number, and of the whole model."""
+    saved = run.optimizer or {}
+    layout, wanted = opt.state.layout, dict(_wanted(opt))
+    # In 16 bits DeepSpeed wraps the optimizer, and has the parameters in fp32 beside it.
+    inner = saved.get("optimizer_state_dict", saved)
+    masters = [x for group in saved.get("fp32_groups") or [] for x in group]
+    groups, kept = inner.get("param_groups") or [], inner.get("state") or {}
+    numbers = [i for group in groups for i in group["params"]]
+    if len(groups) != 1 or len(numbers) != len(layout.trained):
+        lengths = [len(group["params"]) for group in groups]
+        why = f"its optimizer has parameters by number, in groups of {lengths}; here {len(layout.trained)} are trained"
+        return {}, [("optimizer", f"{why}, so nobody knows their names: save with zero_optimization.stage 1")]
+    files: Files = {}
+    bad: list[tuple[str, str]] = []
+    for place, (number, path) in enumerate(zip(numbers, layout.trained, strict=True)):
+        names = [n for p, n in zip(layout.at, layout.paths, strict=True) if p == path and n in run.tensors]
+        here = dict(kept.get(number) or {})
+        if names:
+            here[WEIGHT] = masters[place].detach() if masters else run.tensors[names[0]]
+        of_leaf = {name for p, name in wanted if p == path}
+        bad += [(path, f"no {name}") for name in sorted(of_leaf - here.keys())]
+        bad += [(path, f"{name} is of another optimizer") for name in sorted(here.keys() - of_leaf - {STEP})]
+        for name in sorted(here.keys() & (of_leaf | {STEP})):
+            files[path, name] = here[name]
+            if name != STEP and (problem := _misfit(here[name], *wanted[path, name], name == WEIGHT)):
+                bad.append((path, f"{name} {problem}"))
+    return files, bad
+
+
+def _frozen(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[str, str]]:
+    """Find the frozen parameters, and return what does not fit."""
+    layout = opt.state.layout
+    names: dict[str, list[str]] = {}
+    for path, name in zip(layout.at, layout.paths, strict=True):
+        if path is not None:
+            names.setdefault(path, []).append(name)
+    bad = []
+    for leaf in layout.leaves:
+        if leaf.path in layout.trained:
+            continue
+        # An earlier run may have trained it; then the folder has it in fp32.
+        x = next((x for name in names[leaf.path] if (x := _beside(name, run, folder)) is not None), None)
+        if x is None:
+            found.kept.append(leaf.path)
+            continue
+        found.files[leaf.path, WEIGHT] = x
+        shape = leaf.shape if leaf.within is None else torch.Size(leaf.within.shape)
+        if problem := _misfit(x, shape, x.dtype, True):
+            bad.append((leaf.path, f"fp32.pt {problem}"))
+    return bad
+
+
+def _buffers(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[str, str]]:
+    """Find the buffers, and return what does not fit."""
+    bad = []
+    for name, buffer in opt._own.model.named_buffers():
+        x = run.tensors.get(name)
+        if (x := _beside(name, run, folder) if x is None else x) is None:
+            continue
+        if x.shape != buffer.shape and x.shape != (buffer.numel(),):
+            bad.append((name, f"is a buffer of shape {tuple(x.shape)} instead of {tuple(buffer.shape)}"))
+        found.buffers[name] = x.reshape(buffer.shape) if x.numel() == buffer.numel() else x
+    return bad
+
+
+def _beside(name: str, run: Run, folder: Path) -> Tensor | None:
+    """A tensor that is not trained, from its folder or else from the files of the model."""
+    file = folder / name / f"{WEIGHT}.pt"
+    return _tensor(file) if file.is_file() else run.tensors.get(name)
 
 
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
@@ -167,11 +321,8 @@ def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size,
             yield (e.path, STEP if name == COUNTS[0] else name), (torch.Size(e.shape), e.value.dtype)
 
 
-def _read(file: Path) -> Any:
-    try:
-        x = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise OSError(f"{file} could not be read: {error}") from None
+def _tensor(file: Path) -> Any:
+    x = read(file)
     return x.get("param") if isinstance(x, dict) else x
 
 

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import bad_leaves, explain
-from .deepspeed_keys import BLOCKS, REPLACEMENTS, TUNING
+from .._errors import bad_leaves, explain, users_line
+from .deepspeed_arguments import Values, from_arguments, is_arguments
+from .deepspeed_keys import ASIDE, BLOCKS, NEUTRAL, REPLACEMENTS, TUNING, nearest
 from .deepspeed_values import Check
 
 
@@ -18,28 +19,50 @@ class ConfigReader:
 
     Args:
         config: a mapping, or the path of a file.
-        auto: values in the place of "auto", in the structure of the configuration or by dotted path.
+        values: what stands for "auto": a mapping, in the structure of the configuration or by dotted path; or
+            `TrainingArguments`.
 
     Attributes:
         left: the entries that nobody has taken, by dotted path.
-        auto: the values that no "auto" has used, by dotted path.
+        values: the values that no "auto" has used, by dotted path.
+        lacking: of `TrainingArguments`, by path what they would have to say.
         unfilled: paths of "auto" without a value.
         bad: paths that are refused, each with the reason.
         idle: paths of keys that have no effect.
+        aside: blocks that change no number, and that are written elsewhere.
     """
 
-    def __init__(self, config: Any, auto: Mapping[str, Any] | None = None):
-        if auto is not None and not isinstance(auto, Mapping):
-            raise TypeError(f"from_deepspeed(config, auto={auto!r}): give a dict, as {{'optimizer.params.lr': 3e-4}}.")
+    def __init__(self, config: Any, values: Any = None):
         if isinstance(config, str | os.PathLike):
             config = _read(config)
         if not isinstance(config, Mapping):
             raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
-        self.left: dict[str, Any] = dict(_leaves(config, ""))
-        self.auto: dict[str, Any] = dict(_leaves(auto or {}, ""))
+        self.left: dict[str, Any] = {_renamed(path, config): x for path, x in _leaves(config, "")}
         self.unfilled: list[str] = []
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
+        self.aside: list[str] = []
+        self.lacking: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        if is_arguments(values):
+            self._match(from_arguments(values))
+        elif values is None or isinstance(values, Mapping):
+            self.values = dict(_leaves(values or {}, ""))
+        else:
+            why = f"it is a {type(values).__name__}"
+            right = "a dict, as {'optimizer.params.lr': 3e-4}, or the TrainingArguments of the Hugging Face Trainer"
+            raise TypeError(explain("from_deepspeed(config, values=...)", why, right))
+
+    def _match(self, given: Values) -> None:
+        """Fill in what arguments say, and refuse what they contradict, as the Trainer does."""
+        self.lacking = given.lacking
+        for path, (value, name, compared) in given.known.items():
+            here = self.left.get(path)
+            here = list(here) if isinstance(here, tuple) else here
+            if here == "auto":
+                self.values[path] = value
+            elif compared and here is not None and here != value:
+                self.bad.append((path, f"{here!r}, and {value!r} by {name} of the TrainingArguments; or write 'auto'"))
 
     def take(self, path: str, default: Any = None, check: Check | None = None, needed: bool = True) -> Any:
         """Take the entry at a dotted path out; the default if it is absent, or if `check` refuses it.
@@ -50,11 +73,11 @@ class ConfigReader:
             return default
         value = self.left.pop(path)
         if isinstance(value, str) and value == "auto":
-            if path not in self.auto:
+            if path not in self.values:
                 if needed:
                     self.report_unfilled(path)
                 return default
-            value = self.auto.pop(path)
+            value = self.values.pop(path)
         if check is not None and not (value is None is default) and (reason := check(value)):
             self.refuse(path, reason)
             return default
@@ -78,43 +101,70 @@ class ConfigReader:
     def close(self) -> None:
         """Raise for all that is bad or left over; warn of keys that have no effect."""
         for path, value in self.left.items():
-            head, _, name = path.rpartition(".")
-            instead = next((REPLACEMENTS[p] for p in (path, *_parents(path)) if p in REPLACEMENTS), None)
-            if self._off(path):
-                continue
-            if name in TUNING.get(head, ()):
-                self.idle.append(path)
-            elif instead is None:
-                self.refuse(path, f"{value!r} is no block of keys" if path in BLOCKS else "unknown")
-            elif (
-                value is not False
-                and value not in (None, "none")
-                and (path, value) != ("gradient_predivide_factor", 1.0)
-            ):
-                self.refuse(path, f"not supported; use {instead}")
-        why = "'auto' is filled in by the Hugging Face Trainer; here you give its value"
-        self.bad += [(p, why) for p in self.unfilled]
-        self.bad += [(p, f"auto={{{p!r}: ...}}, but the configuration has no 'auto' there") for p in self.auto]
+            self._pass_over(path, value)
+        self.bad += [(p, self._auto(p)) for p in self.unfilled]
+        unused = "values={{{0!r}: ...}}, but the configuration has no 'auto' there"
+        self.bad += [(p, unused.format(p)) for p in self.values]
         if self.bad:
-            values = f"auto={{{', '.join(f'{p!r}: ...' for p in self.unfilled)}}}"
-            advice = [f"from_deepspeed(config, {values})"] if self.unfilled else []
-            if len(self.bad) > len(self.unfilled):
-                advice.append("each as its line says, or the configuration without it")
-            right = " and ".join(advice)
-            raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, right))
-        if self.idle:
-            warnings.warn(
-                f"from_deepspeed: {', '.join(self.idle)} say how DeepSpeed runs and have no effect here.", stacklevel=3
-            )
+            raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, self._advice()))
+        notes = [f"{', '.join(self.idle)} say how DeepSpeed runs and have no effect here."] if self.idle else []
+        notes += [f"{head} is yours to write: {ASIDE[head]}." for head in dict.fromkeys(self.aside) if ASIDE[head]]
+        if notes:
+            warnings.warn(f"from_deepspeed: {' '.join(notes)}", stacklevel=users_line())
+
+    def _pass_over(self, path: str, value: Any) -> None:
+        """Settle a key that became no transform."""
+        heads = (path, *_parents(path))
+        block, _, name = path.rpartition(".")
+        aside = next((p for p in heads if p in ASIDE), None)
+        instead = next((REPLACEMENTS[p] for p in heads if p in REPLACEMENTS), None)
+        if self._off(path) or path == block:
+            return
+        if name in TUNING.get(block, ()):
+            self.idle.append(path)
+        elif aside is not None:
+            if ASIDE[aside] == "":
+                self.idle.append(path)
+            elif value not in (None, False, 0, "none"):
+                self.aside.append(aside)
+        elif instead is None:
+            # A comment, as many people write one into JSON.
+            if not name.startswith(("_", "#", "//")):
+                self.refuse(path, f"{value!r} is no block of keys" if path in BLOCKS else f"unknown{nearest(path)}")
+        elif value is not False and value not in (None, "none", *NEUTRAL.get(path, ())):
+            self.refuse(path, f"not supported; use {instead}")
+
+    def _auto(self, path: str) -> str:
+        if path in self.lacking:
+            return f"'auto'; {self.lacking[path]}"
+        return "'auto' is filled in by the Hugging Face Trainer; here you give its value"
+
+    def _advice(self) -> str:
+        advice = []
+        told = [p for p in self.unfilled if p not in self.lacking]
+        if told:
+            advice.append(f"from_deepspeed(config, values={{{', '.join(f'{p!r}: ...' for p in told)}}})")
+        if len(self.bad) > len(told):
+            advice.append("each as its line says, or the configuration without it")
+        return " and ".join(advice)
 
     def _off(self, path: str) -> bool:
         """Whether a key is in a block that is switched off, as in many templates."""
         heads = _parents(path)
         top = path.partition(".")[0]
-        if top in REPLACEMENTS and any(self.left.get(f"{head}.enabled") is False for head in heads):
+        if top in {*REPLACEMENTS, *ASIDE} and any(self.left.get(f"{head}.enabled") is False for head in heads):
             return True
         param = "zero_optimization.offload_param"
         return path.startswith(f"{param}.") and self.left.get(f"{param}.device") in (None, "none")
+
+
+# DeepSpeed's older names of blocks.
+OLDER = {"bfloat16": "bf16"}
+
+
+def _renamed(path: str, config: Mapping[str, Any]) -> str:
+    top, dot, rest = path.partition(".")
+    return f"{OLDER[top]}{dot}{rest}" if top in OLDER and OLDER[top] not in config else path
 
 
 def _read(path: str | os.PathLike[str]) -> Any:

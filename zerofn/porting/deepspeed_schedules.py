@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from .deepspeed_config import ConfigReader
@@ -175,8 +176,18 @@ SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
 }
 
 
-def schedule_of(reader: ConfigReader, lr: float) -> Any:
-    """The schedule of the `scheduler` block; `lr` itself without one, or if the block is refused."""
+# Parameters of the schedulers that say nothing here, and the value that they must have.
+START = {"last_batch_iteration": -1}
+MOMENTUM = {"cycle_min_mom", "cycle_max_mom", "decay_mom_rate"}
+
+
+def schedule_of(reader: ConfigReader, lr: float | None) -> Any:
+    """The schedule of the `scheduler` block; `lr` itself without one, or if the block is refused.
+
+    Args:
+        reader: the configuration.
+        lr: the rate of the `optimizer` block; `None` if there is no such block.
+    """
     kind = reader.take("scheduler.type")
     given = reader.block("scheduler.params")
     if kind is None:
@@ -184,14 +195,20 @@ def schedule_of(reader: ConfigReader, lr: float) -> Any:
             reader.refuse(f"scheduler.params.{key}", "needs a scheduler.type")
         return lr
     if not isinstance(kind, str) or kind not in SCHEDULES:
-        reader.refuse(
-            "scheduler.type",
-            f"{kind!r} is none of {', '.join(SCHEDULES)}; a torch scheduler takes zf.attach's optimizer",
-        )
+        near = get_close_matches(str(kind), SCHEDULES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; a torch scheduler takes zf.attach's optimizer"
+        reader.refuse("scheduler.type", f"{kind!r} is none of {', '.join(SCHEDULES)}{hint}")
         return lr
     cls, known = SCHEDULES[kind]
+    for key, only in START.items():
+        if given.pop(key, only) != only:
+            reader.refuse(f"scheduler.params.{key}", f"use {only}: zf.load and zf.load_deepspeed say where a run is")
+    if cls is OneCycle:
+        given = {key: x for key, x in given.items() if key not in MOMENTUM}
     for key in given.keys() - known.keys():
-        reader.refuse(f"scheduler.params.{key}", f"unknown; {kind} takes {', '.join(known)}")
+        near = get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        reader.refuse(f"scheduler.params.{key}", f"unknown; {hint}{kind} takes {', '.join(known)}")
     for key in given.keys() & known.keys():
         if reason := VALUES[known[key][0]](given[key]):
             reader.refuse(f"scheduler.params.{key}", reason)
@@ -201,5 +218,11 @@ def schedule_of(reader: ConfigReader, lr: float) -> Any:
     missing = [key for key, (name, _) in known.items() if values.get(name) is NEEDED]
     for key in missing:
         reader.refuse(f"scheduler.params.{key}", "missing; it has no default")
-    arguments = {name: lr if x is BASE else x for name, x in values.items()}
-    return lr if missing else cls(**arguments, **({"peak": lr} if cls is WarmupCosineLR else {}))
+    if lr is None and (cls is WarmupCosineLR or BASE in values.values()):
+        key = "optimizer.params.lr" if cls is WarmupCosineLR else "scheduler.params.warmup_max_lr"
+        reader.refuse(key, f"missing; {kind} goes up to it")
+        return lr
+    arguments: dict[str, Any] = {name: lr if x is BASE else x for name, x in values.items()}
+    if cls is WarmupCosineLR:
+        arguments["peak"] = lr
+    return lr if missing else cls(**arguments)
