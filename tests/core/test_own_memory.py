@@ -129,7 +129,7 @@ def test_first_states_of_one_tensor_are_loaded_apart(trained):
             opt.step()
         saved = saved or copy.deepcopy(opt.state_dict())
     opt.load_state_dict(saved)
-    value = opt.state_dict()["transforms"]["momentum"]["value"]
+    value = opt.state.transforms["momentum"]["value"]
     assert value[trained].tolist() == [1.0] * 4
     assert all(x.tolist() == [0.0] * 4 for path, x in value.items() if path != trained)
     assert ZEROS.tolist() == [0.0] * 4

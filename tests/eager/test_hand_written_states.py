@@ -145,9 +145,9 @@ def test_a_missing_counter_is_named():
     other, into = made("a counter among paths", "element")
     given = get_optimizer_state_dict(model, opt)
     before = numbers(into)
-    for group in given["param_groups"]:
-        del group["zerofn"]["transforms/held/x/count"]
-    with pytest.raises(ValueError, match="transforms/held/x/count: missing"):
+    first = next(iter(given["state"].values()))
+    del first["zerofn/held/x/count"]
+    with pytest.raises(ValueError, match="zerofn/held/x/count: missing"):
         set_optimizer_state_dict(other, into, given)
     assert all(torch.equal(a, b) for a, b in zip(before, numbers(into), strict=True))
 
@@ -227,7 +227,7 @@ def numbers_come_back(folder):
         again, got = attached_and_stepped((3, 4), load)
         found[name] = torch.equal(got, want), again.state.transforms["mine"]["count"], torch.equal(got, before)
     bad = copy.deepcopy(kept[0])
-    bad["transforms"]["mine"]["count"] = bad["transforms"]["mine"]["sums"]["w"]
+    bad["state"][0]["zerofn/mine/count/n"] = bad["state"][0]["sums"]
     with pytest.raises(ValueError, match=r"mine/count"):
         again.load_state_dict(bad)
     return found

@@ -107,7 +107,12 @@ def test_what_was_not_set_is_the_chains(tmp_path: Any):
     new = zf.attach(other, zf.adamw(1e-2, weight_decay=0.2))
     zf.load(tmp_path, new)
     assert new.param_groups[0]["weight_decay"] == 0.2
-    assert set(opt.state_dict()["param_groups"][0]) == {"name", "lr"}
+    new.load_state_dict(opt.state_dict())
+    assert new.param_groups[0]["weight_decay"] == 0.2
+    opt.param_groups[0]["weight_decay"] = 0.3
+    new.load_state_dict(opt.state_dict())
+    assert new.param_groups[0]["weight_decay"] == 0.3
+    assert set(opt.state_dict()["param_groups"][0]) == set(torch.optim.AdamW(net().parameters()).param_groups[0])
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

@@ -418,7 +418,7 @@ def test_load_state_dict_of_another_pipeline():
     with pytest.raises(ValueError, match="this is not the state of this pipeline") as caught:
         opt.load_state_dict(other.state_dict())
     assert "exp_avg" in str(caught.value)
-    assert all(torch.equal(v, before["params"][k]) for k, v in opt.state_dict()["params"].items())
+    assert all(torch.equal(v, before["zerofn"]["params"][k]) for k, v in opt.state_dict()["zerofn"]["params"].items())
 
 
 def test_a_schedule_that_fails_at_once_leaves_the_model_as_it_was():

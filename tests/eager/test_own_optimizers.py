@@ -119,7 +119,7 @@ def test_its_rate_is_a_metric_and_is_checked():
         opt.param_groups[0]["lr"] = bad
         with pytest.raises(error, match=r"descent\(lr="):
             opt.step()
-    assert all(torch.equal(x, before["params"][k]) for k, x in opt.state_dict()["params"].items())
+    assert all(torch.equal(x, before["zerofn"]["params"][k]) for k, x in opt.state_dict()["zerofn"]["params"].items())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

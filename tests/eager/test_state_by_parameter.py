@@ -38,7 +38,9 @@ def test_it_has_what_torch_optim_has():
         assert p in opt.state and q not in opt.state
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(opt.state[p][name], reference.state[q][name], rtol=1e-6, atol=0)
-    assert [set(kept) for kept in opt.state.values()] == [{"count", "exp_avg", "exp_avg_sq"}] * 4
+    assert [set(kept) for kept in opt.state.values()] == [set(reference.state[q]) for q in plain.parameters()]
+    # The name of versions before the form was torch's.
+    assert all(kept["count"] is kept["step"] for kept in opt.state.values())
 
 
 def test_what_is_assigned_is_written_into_the_state():
@@ -53,7 +55,7 @@ def test_what_is_assigned_is_written_into_the_state():
 
 def test_one_name_in_several_transforms_has_them_in_front():
     model, opt = trained(zf.chain(zf.adamw(1e-2), zf.ema(0.9)))
-    assert set(opt.state[model[0].weight]) == {"count", "exp_avg", "exp_avg_sq", "average"}
+    assert set(opt.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq", "average"}
     model, opt = trained(zf.chain(zf.adamw(1e-2), zf.ema(0.9), zf.chain(zf.ema(0.5))))
     names = {name: x for name, x in opt.state[model[0].weight].items() if "average" in name}
     assert len(names) == 2 and all(name.endswith(".average") for name in names), names

@@ -155,8 +155,10 @@ def test_a_load_that_raises_in_the_middle(at):
     saved = copy.deepcopy(opt.state_dict())
     one_step(model, opt)
     broken = copy.deepcopy(saved)
-    entries = broken["params"] if at == "params" else broken["transforms"]["adamw"]["exp_avg_sq"]
-    entries["last.bias"] = entries["last.bias"].as_subclass(Bomb)
+    own = broken["zerofn"]
+    entries = own["params"] if at == "params" else broken["state"][own["param_names"][0].index("last.bias")]
+    name = "last.bias" if at == "params" else "exp_avg_sq"
+    entries[name] = entries[name].as_subclass(Bomb)
     with pytest.raises(KeyboardInterrupt):
         opt.load_state_dict(broken)
     for use in (opt.step, opt.state_dict):

@@ -90,7 +90,7 @@ def whole(folder, name, chain, form):
     """What one process reads."""
     _, opt = made(chain, form)
     zf.load(f"{folder}/{name}/{form}", like=opt)
-    return {k: x for k, x in flat(opt.state_dict()).items() if isinstance(x, torch.Tensor)}
+    return {k: x for k, x in flat(opt._own.dicts.of(opt.state)).items() if isinstance(x, torch.Tensor)}
 
 
 def assert_same(mine, theirs):
@@ -185,7 +185,7 @@ def from_older(folder):
     """State dicts as they were: what a rank has of trees under its name, and flat."""
     model, opt = made("alone", "nested")
     train(model, opt, 0, 3)
-    new, rank = opt.state_dict(), torch.distributed.get_rank()
+    new, rank = opt._own.dicts.of(opt.state), torch.distributed.get_rank()
     assert all(isinstance(x, list) for leaf in new["transforms"]["two"]["value"].values() for x in leaf.values())
     older = {**new, "transforms": {**new["transforms"], "two": {f"rank{rank}": opt.state.transforms["two"]}}}
     other, into = made("alone", "nested")
@@ -228,7 +228,7 @@ def one_step(tx, folder, shape=(4, 3)):
     (model["w"] * torch.arange(float(model["w"].numel())).reshape(shape)).sum().backward()
     opt.step()
     zf.save(folder, opt)
-    return flat(opt.state_dict()["transforms"])
+    return flat(opt._own.dicts.of(opt.state)["transforms"])
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -256,13 +256,14 @@ def test_numbers_of_pieces_in_another_form_are_refused(tmp_path):
             ValueError, match=r'(?s)equal on every rank is not.*pairs/value/w.*needs="row" or needs="leaf"'
         ):
             zf.save(folder, opt)
-        mine = opt.state_dict()["transforms"]["pairs"]
+        mine = opt._own.dicts.of(opt.state)["transforms"]["pairs"]
         again = opt.state.transforms["pairs"]["value"]["w"].clone()
         # A rank's own, under its name.
         assert [*mine] == [f"rank{torch.distributed.get_rank()}"]
         opt.load_state_dict(opt.state_dict())
+        assert f"{next(iter(mine))}.value" in opt.state_dict()["state"][0]
         # As they were once, under one name on all ranks.
-        older = opt.state_dict()
+        older = opt._own.dicts.of(opt.state)
         older["transforms"] = {**older["transforms"], "pairs": mine[next(iter(mine))]}
         opt.load_state_dict(older)
         return torch.equal(opt.state.transforms["pairs"]["value"]["w"], again) and bool(again.any())

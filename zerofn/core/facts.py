@@ -30,6 +30,8 @@ class Facts:
         keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
             is handed or with one another, and updates with parameters of other leaves. Such are copied, for which
             each step compares addresses; `False` is of one that makes its own.
+        counterpart: the class of `torch.optim` that does the same, whose form its state dicts have; `None` without one.
+        torch_names: what that class calls the slots that have another name here, as `(here, there)`.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -44,6 +46,8 @@ class Facts:
     reports: frozenset[str] = frozenset()
     copies: bool = True
     keeps: bool = True
+    counterpart: type | None = None
+    torch_names: tuple[tuple[str, str], ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -44,6 +44,8 @@ def optimizer(
     derived: Derived | None = None,
     operator: Operator | None = None,
     pulled: Pulled | None = None,
+    counterpart: type | None = None,
+    torch_names: Mapping[str, str] = NONE,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -70,9 +72,19 @@ def optimizer(
         pulled: the derivative of the formula by hand, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`: cotangents
             of the new parameter and slots, the old parameter, the gradient and the new slots, to cotangents of the
             old ones. With it the kernel is taken where a step is differentiated backwards, but not by its numbers.
+        counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
+        torch_names: what that class calls slots that have another name here.
     """
     update = _Update(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
-    facts = Facts(optimizes=True, rate=lr, settable=tuple(settable.items()), copies=kernel is None, keeps=False)
+    facts = Facts(
+        optimizes=True,
+        rate=lr,
+        settable=tuple(settable.items()),
+        copies=kernel is None,
+        keeps=False,
+        counterpart=counterpart,
+        torch_names=tuple(torch_names.items()),
+    )
     return Transform(
         name,
         needs="element",

@@ -50,6 +50,7 @@ class State:
     layout: Layout
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
+    _named: Callable[[str, LeafTensors], LeafTensors] | None = None
 
     @contextmanager
     def given_away(self, written: Collection[str]) -> Iterator[None]:
@@ -89,14 +90,20 @@ class State:
         """
         return self.layout.join(self.leaves)
 
-    def keyed_by(self, parameters: Leaves, shown: Callable[[Any], Any] | None = None) -> State:
+    def keyed_by(
+        self,
+        parameters: Leaves,
+        shown: Callable[[Any], Any] | None = None,
+        named: Callable[[str, LeafTensors], LeafTensors] | None = None,
+    ) -> State:
         """The same state as a mapping from these tensors, of a model whose parameters are not the stored ones.
 
         Args:
             parameters: by path.
             shown: how a tensor of the state is seen there, over the same memory.
+            named: gives what is kept of the leaf with a path the names that it has there.
         """
-        return replace(self, _parameters=parameters, _shown=shown)
+        return replace(self, _parameters=parameters, _shown=shown, _named=named)
 
     def _paths(self) -> dict[Tensor, str]:
         """The path of each trainable parameter."""
@@ -104,11 +111,14 @@ class State:
         return {keys[x.path]: x.path for x in self.layout.trainable}
 
     def _by_parameter(self) -> dict[Tensor, LeafTensors]:
-        every, paths = self.layout.every, self._paths()
-        return {p: LeafTensors(self.transforms, path, every, self._shown) for p, path in paths.items()}
+        return {p: self._of(path) for p, path in self._paths().items()}
+
+    def _of(self, path: str) -> LeafTensors:
+        found = LeafTensors(self.transforms, path, self.layout.every, self._shown)
+        return found if self._named is None else self._named(path, found)
 
     def __getitem__(self, parameter: Tensor) -> LeafTensors:
-        return LeafTensors(self.transforms, self._paths()[parameter], self.layout.every, self._shown)
+        return self._of(self._paths()[parameter])
 
     def __setitem__(self, parameter: Tensor, tensors: Mapping[str, Any]) -> None:
         assign(self[parameter], tensors)
@@ -148,7 +158,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is of no model: its keys are its own leaves, as in the pure route.
-        return vars(self) | {"_parameters": None, "_shown": None}
+        return vars(self) | {"_parameters": None, "_shown": None, "_named": None}
 
     def __repr__(self) -> str:
         count = sum(leaf.numel for leaf in self.layout.leaves)

@@ -40,8 +40,21 @@ class LeafTensors(MutableMapping[str, Any]):
         # As they were listed once, whole.
         self._tuples = _by_name([(keys, x) for keys, x in found if isinstance(x, tuple)])
         self._tensors = _by_name([item for keys, x in found for item in _items(x, keys)])
+        self._own: Mapping[str, str] = {}
+
+    def renamed(self, names: Mapping[str, str], more: Mapping[str, Any]) -> LeafTensors:
+        """The same tensors under other names, which are added to those that they have.
+
+        Args:
+            names: from the names that are listed to those of now, in the order in which they are listed.
+            more: what is listed besides.
+        """
+        self._own = {own: name for name, own in names.items()}
+        self._tensors = {**{name: self._tensors[own] for name, own in names.items()}, **more}
+        return self
 
     def __getitem__(self, name: str) -> Any:
+        name = self._own.get(name, name)
         x = self._tensors[name] if name in self._tensors else self._tuples[name]
         return x if self._shown is None else self._shown(x)
 

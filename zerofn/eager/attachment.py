@@ -34,6 +34,7 @@ from .resident_params import ResidentParams, Start, from_values
 from .state_dict_formats import StateDicts
 from .steps import Steps
 from .temporary_parameters import AveragedParameters
+from .torch_state_dict import LoadedStates
 
 
 class Attachment:
@@ -164,7 +165,7 @@ class Attachment:
             )
         self.dicts.check_complete()
 
-    def load(self, state_dict: dict[str, Any], call: str, more: Callable[[], object] | None = None) -> None:
+    def load(self, state_dict: dict[str, Any], call: str, more: Callable[[], object] | None = None) -> LoadedStates:
         """Copy a state dict into the state, and into the model; `more` does what else belongs to the load."""
         self.check(call)
 
@@ -174,7 +175,7 @@ class Attachment:
             if more is not None:
                 more()
 
-        self.dicts.load(state_dict, rest)
+        return self.dicts.load(state_dict, rest)
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

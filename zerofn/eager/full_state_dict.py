@@ -1,66 +1,79 @@
-"""Full tensors of a sharded state, for torch's `full_state_dict=True`, and the way back."""
+"""The tensors of a state as `torch.distributed` places them: whole on each rank, or a DTensor that is cut by rows.
+
+A shard that is whole rows in torch's own chunks is shown over its own memory. What ranks have cut otherwise (a leaf of
+fewer rows than ranks, a whole leaf at its owner) is gathered, leaf by leaf, and each rank keeps the rows that torch
+would give it: all ranks ask for those together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from ..core.row_sharding import cut_by_rows, rows_between
 from ..core.state import State
-from ..core.state_entries import Entry, entries, has_unknown_leaf, rebuild
+from ..core.state_entries import Entry, cut_as_by_torch, entries
 from ..ranks.collectives import all_reduce_
-from ..ranks.dtensor_shards import empty_dtensors
+from ..ranks.dtensor_shards import as_dtensors
 from ..ranks.group import Group
 
 
-def full_state(state: State, cutting: Sequence[Group]) -> State:
-    """The same state with every tensor whole, on every rank; all ranks call it.
+def placed(state: State, cutting: Sequence[Group], meet: Callable[[], object]) -> list[Any]:
+    """What each entry of a state is in a state dict, in the order of `entries`.
+
+    Sums of gradients that are each rank's own are zeros, with the shape of the leaf: those of an open window have an
+    entry of their own.
 
     Args:
-        state: over several ranks.
+        state: over several ranks, or of one process.
         cutting: the ranks that leaves are cut over, one axis after the other.
-
-    Raises:
-        ValueError: a window is open whose sums are each rank's own, or a state is of pieces, nobody knows of which.
+        meet: called before the first message: it raises where only some ranks came.
     """
+    found = entries(state)
+    single = cutting[0] if len(cutting) == 1 and cut_as_by_torch(state, cutting) else None
     apart = state.layout.placement.apart
-    counts = [x for name in apart for x in state.transforms[name].values() if isinstance(x, Tensor) and not x.ndim]
-    if apart and any(bool(x) for x in counts):
-        wrong = f"a full state_dict while {apart[0]} holds gradients"
-        why = "they are not reduced yet: each rank has its own, and one tensor for all ranks cannot tell them"
-        raise ValueError(explain(wrong, why, "ask after the step that ends the window; or zf.save(directory, opt)"))
-    if cutting and (own := [e.key for e in entries(state) if has_unknown_leaf(e)]):
-        wrong, why = f"a full state_dict with {', '.join(own)}", "of what leaves these are pieces its transform keeps"
-        raise ValueError(explain(wrong, f"{why} to itself", "zf.save(directory, opt), for as many ranks"))
-    moved = lambda e: _zeros(e) if e.owner in apart and e.of_leaf else _gathered(e, cutting)  # noqa: E731
-    return rebuild(replace(state, leaves={}), moved, elsewhere=True)
+    sums = [e.of_leaf and e.owner in apart and isinstance(e.value, Tensor) for e in found]
+    alike = [single is not None and e.offset is not None and in_own_rows(e, single.size) for e in found]
+    if any(e.offset is not None and not (a or s) for e, a, s in zip(found, alike, sums, strict=True)):
+        meet()
+    out: list[Any] = []
+    for e, of_sum, own_rows in zip(found, sums, alike, strict=True):
+        if of_sum:
+            out.append(_rows(e.value.new_zeros(()).expand(e.shape), single))
+        elif e.offset is None:
+            out.append(e.value)
+        elif own_rows:
+            assert single is not None
+            mine = rows_between(e.shape, e.offset, e.offset + e.value.numel())
+            assert mine is not None
+            out.append(as_dtensors({0: (e.value, mine, e.shape)}, single)[0])
+        else:
+            out.append(_rows(_gathered(e, cutting), single))
+    return out
 
 
-def empty_rows(state: State, cutting: Sequence[Group]) -> State:
-    """The same state with what is cut as unset distributed tensors of whole shapes, into which torch puts full ones.
-
-    This rank's own flat parts, which end in the middle of rows, torch would fill with others' elements.
-    """
-    state = replace(state, leaves={})
-    cut: dict[Hashable, Any] = {e.key: (e.shape, e.value) for e in entries(state) if e.offset is not None and e.shape}
-    made = empty_dtensors(cut, cutting[0]) if cut else {}
-    return rebuild(state, lambda e: made.get(e.key, e.value if e.offset is None else _zeros(e)), elsewhere=True)
+def in_own_rows(e: Entry, size: int) -> bool:
+    """Whether each rank has the rows of a tensor that torch would give it; the same answer on all ranks."""
+    return not e.at_owner and e.within is None and cut_by_rows(e.shape, size)
 
 
-def _zeros(e: Entry) -> Tensor:
-    return e.value.new_zeros(e.shape)
+def _rows(whole: Tensor, group: Group | None) -> Tensor:
+    """The rows of a whole tensor that torch would give this rank, of a number all, in memory of their own."""
+    if group is None or not whole.ndim:
+        return whole.clone()
+    low, high = (min(i * -(-whole.shape[0] // group.size), whole.shape[0]) for i in (group.rank, group.rank + 1))
+    mine = whole[low:high].clone(memory_format=torch.contiguous_format)
+    return as_dtensors({0: (mine, tuple(mine.shape), tuple(whole.shape))}, group)[0]
 
 
 def _gathered(e: Entry, cutting: Sequence[Group]) -> Tensor:
-    if e.offset is None:
-        return e.value
     # A sum, of bytes, in which all ranks but one have zeros: twice what a gather sends, and it asks nobody how
     # a leaf is cut, or who its owner is.
     whole = e.value.new_zeros(torch.Size(e.shape).numel())
+    assert e.offset is not None
     whole[e.offset : e.offset + e.value.numel()] = e.value.reshape(-1)
     for group in cutting:
         all_reduce_(whole.view(torch.uint8), group)

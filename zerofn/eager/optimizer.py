@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +47,7 @@ class Optimizer(OptimizerBase):
         try:
             self._own = own = Attachment(model, tx, in_backward, start, hold_frozen)
             own.belongs_to(self)
-            self.defaults = {k: x for k, x in self.param_groups[0].items() if k not in ("params", "name")}
+            self.defaults = {k: x for k, x in self.param_groups[0].items() if k != "params"}
         except BaseException as error:
             if hasattr(self, "_own"):
                 self._own.give_up(error)
@@ -133,9 +132,8 @@ class Optimizer(OptimizerBase):
         the module's buffers, which are in no optimizer's dict but in `model.state_dict()`.
         """
         self._own.check_state_dict()
-        caller = sys._getframe(1)
         _run_hooks(self, "state_dict", "pre")
-        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save(caller))
+        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save())
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
         """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.

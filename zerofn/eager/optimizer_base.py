@@ -38,7 +38,7 @@ class OptimizerBase(torch.optim.Optimizer):
         shape of the weight; under `shard` a part, as `model.weight` is one.
         """
         settled, seen = self._own.home.settled(), self._own.home.state_views
-        return settled.keyed_by(self._own.params, lambda x: seen.shown(settled, x))
+        return settled.keyed_by(self._own.params, lambda x: seen.shown(settled, x), self._own.dicts.named(settled))
 
     @state.setter
     def state(self, _: object) -> None:

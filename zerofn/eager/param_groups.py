@@ -28,6 +28,27 @@ HYPERPARAMETERS = (
 NOT_PLAIN = object()
 
 
+class NamedGroup(dict[str, Any]):
+    """A group that has a name and keys that are torch's: torch's functions carry every key to other optimizers.
+
+    Attributes:
+        name: of the optimizer of the pipeline; `group["name"]` gives it too, unless that has been set.
+
+    >>> group = NamedGroup("adamw", {"lr": 0.1})
+    >>> group["name"], list(group)
+    ('adamw', ['lr'])
+    """
+
+    def __init__(self, name: str, own: dict[str, Any]):
+        super().__init__(own)
+        self.name = name
+
+    def __missing__(self, key: str) -> Any:
+        if key == "name":
+            return self.name
+        raise KeyError(key)
+
+
 class _GroupOptimizer:
     """The optimizer of one group, and what of the group has been looked at.
 
@@ -53,8 +74,12 @@ class _GroupOptimizer:
 
     def group(self) -> dict[str, Any]:
         """The group as it is at first."""
-        name = self.prefix.rstrip(".") or self.transform.name
-        return {"params": list(self.params), "lr": self.rate, "name": name, **self.settable}
+        return NamedGroup(self.name, {"params": list(self.params), "lr": self.rate, **self.settable})
+
+    @property
+    def name(self) -> str:
+        """The name of the group, in checkpoints too."""
+        return self.prefix.rstrip(".") or self.transform.name
 
     def check_names(self, group: dict[str, Any]) -> None:
         """Refuse what was put into the group and could have no effect."""
@@ -78,12 +103,21 @@ class _GroupOptimizer:
     def changed(self, values: list[Any]) -> dict[str, Any]:
         """Of all hyperparameters that may be set, those that have another value than the pipeline has."""
         now = dict(zip(self.settable, values, strict=True))
-        if any(now[k] is not x and not _same(now[k], x) for k, x in self.checked.items()):
+        if any(now[k] is not x and not same_value(now[k], x) for k, x in self.checked.items()):
             t = self.transform
             assert t.factory is not None
             t.factory(**{**t.config, **now})
             self.checked = now
-        return {k: now[k] for k, x in self.settable.items() if not _same(now[k], x)}
+        return {k: now[k] for k, x in self.settable.items() if not same_value(now[k], x)}
+
+    def set_in(self, group: dict[str, Any]) -> list[str]:
+        """The hyperparameters that have been set to something else than the pipeline has."""
+        return [k for k, x in self.settable.items() if k in group and not same_value(group[k], x)]
+
+    def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group without hyperparameters that are the pipeline's."""
+        kept = self.set_in(group)
+        return {k: v for k, v in group.items() if k not in self.settable or k in kept}
 
     def given_by(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The hyperparameters that a saved group gives; JSON knows no tuples."""
@@ -96,7 +130,7 @@ class _GroupOptimizer:
         if t.facts.rate is not None and (why := misfit("lr", saved.get("lr"), 0.0, math.inf)):
             return why
         try:
-            if t.factory is not None and not all(_same(given[k], x) for k, x in self.settable.items()):
+            if t.factory is not None and not all(same_value(given[k], x) for k, x in self.settable.items()):
                 t.factory(**{**t.config, **given})
         except (TypeError, ValueError) as error:
             return str(error).splitlines()[0] + " is refused"
@@ -147,8 +181,8 @@ class ParamGroups:
 
     def to_save(self) -> list[dict[str, Any]]:
         """The groups without hyperparameters that are the pipeline's, which another pipeline may have otherwise."""
-        pairs = [(group, optimizer.settable) for group, optimizer in zip(self.groups, self.optimizers, strict=True)]
-        return [{k: v for k, v in g.items() if k not in own or not _same(v, own[k])} for g, own in pairs]
+        pairs = zip(self.groups, self.optimizers, strict=True)
+        return [{"name": o.name, **o.without_own(g)} for g, o in pairs]
 
     def show(self, metrics: dict[str, Tensor]) -> None:
         """The rates that the schedules of the pipeline have given."""
@@ -234,9 +268,10 @@ def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
     raise ValueError(explain(wrong, f"{why}, so what is set here would have no effect", right))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values of a hyperparameter are equal; tensors are where they are one."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_value, a, b))
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
@@ -248,6 +283,11 @@ def packed(group: dict[str, Any]) -> dict[str, Any]:
 def _others(group: dict[str, Any]) -> dict[str, Any]:
     kept = {k: _plain(v) for k, v in group.items() if k not in OWN and k != "params"}
     return {k: v for k, v in kept.items() if v is not NOT_PLAIN}
+
+
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Of hyperparameters those that a file can have."""
+    return {k: v for k, x in values.items() if (v := _plain(x)) is not NOT_PLAIN}
 
 
 def _plain(x: Any) -> Any:

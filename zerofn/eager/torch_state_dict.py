@@ -1,267 +1,633 @@
-"""State dicts in the form of `torch.optim`, for `get_optimizer_state_dict` and for old checkpoints.
+"""`opt.state_dict()`: the form of `torch.optim`, with this library's own keys beside torch's.
 
-    {"state": {0: {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}}, "param_groups": [{"params": [0], "lr": ...}]}
+    {
+        "state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}},
+        "param_groups": [{"lr": ..., "betas": ..., "amsgrad": ..., "params": [0]}],
+        "zerofn": {"format": 3, "params": {...}, "step": ..., "micro_step": ..., "param_names": [[...]], ...},
+    }
 
-Parameters are numbers, or names where torch has put those in their place. Counters of whole transforms, of which
-`torch.optim` has none, stand under `NUMBERS` in the first group. Stored parameters are in the model's own state dict.
-What is loaded may be whole tensors or distributed ones, cut in any way: each rank takes its part.
+What belongs to no leaf (a loss scale, the count of a window) stands among the entries of the first parameter, under
+names that begin with `zerofn/`: torch's functions of optimizers' state dicts carry these and drop every key beside
+`state` and `param_groups`. A chain that has nothing but what `torch.optim` has too, has no such entries, so that its
+checkpoints and those of torch have the same keys: its counters are the counts of its leaves.
+
+What is loaded may be whole tensors or distributed ones, cut in any way: each rank takes its part. Parameters are told
+by name where the state dict has names, else by their place in the groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
-from types import FrameType
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat.modules import LOAD_FUNCTION
 from .._errors import bad_leaves, explain
 from ..core.facts import COUNT
-from ..core.row_sharding import cut_by_rows
+from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_by_parameter import LeafTensors
-from ..core.state_entries import Entry, of_rank, rebuild
+from ..core.state_entries import Entry, before, entries, has_unknown_leaf, of_rank, rebuild
+from ..core.transform import Transform
 from ..core.tree import flatten, tree_keys
-from ..kernels.rounding import FORMAT_ENTRY
-from ..ranks.dtensor_shards import as_local, in_full, mesh_of
+from ..ranks.backend import gather_objects
+from ..ranks.dtensor_parameters import is_distributed
+from ..ranks.dtensor_shards import as_local, coordinate_of, in_full, mesh_of, ranks_of
 from ..ranks.group import Group
-from .param_groups import HYPERPARAMETERS, ParamGroups, packed
+from .full_state_dict import in_own_rows, placed
+from .param_groups import HYPERPARAMETERS, ParamGroups, packed, plain_values, same_value
+from .state_numbers import NoTensor, with_marks
 
-NUMBERS = "zerofn"
-# A counter that what is loaded does not have.
-UNSET = -1
+# The key beside `state` and `param_groups`; older state dicts have counters under it in the first group.
+OWN_KEY = "zerofn"
+# What an entry of the first parameter begins with that belongs to no parameter.
+OWN_ENTRY = "zerofn/"
+# Flat parts were format 1, rows under keys of transforms format 2.
+FORMAT = 3
 # What `torch.optim` calls the count of a leaf's updates.
 STEP = "step"
 # Counts of a whole transform, or of the state, that those of leaves tell where nobody else does.
 COUNTED = (STEP, "micro_step")
-# The module of torch that needs this form. To give it to every caller would change what files of `torch.save` hold.
-ASKS = "torch.distributed.checkpoint.state_dict"
+# The most updates that a leaf has had: where leaves say another number, another library has gone on from these entries.
+UPDATES = OWN_ENTRY + "updates"
+# How many ranks have sums of an open window that are not reduced: each its own, under its own name.
+APART = OWN_ENTRY + "apart"
+# A counter that what is loaded does not have, in older state dicts.
+UNSET = -1
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
+# What wrappers put into the names of a module's parameters.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def is_torch_form(d: Any) -> bool:
-    """Whether a state dict is in the form of `torch.optim`."""
+    """Whether a state dict is in the form of `torch.optim`, as ours are."""
     return isinstance(d, Mapping) and "state" in d and "param_groups" in d and "transforms" not in d
 
 
-class Purpose(Enum):
-    """What torch wants a state dict for."""
+@dataclass(frozen=True)
+class LoadedStates:
+    """What `opt.load_state_dict` has done.
 
-    PARTS = "each rank has its parts"
-    FULL = "all of it"
-    TO_LOAD = "torch puts into it what it loads, which may be full, and hands it back"
+    Attributes:
+        by: how parameters were told: by their `"name"`, or by their `"order"` in the groups.
+        made_anew: paths of parameters of which the state dict has no state, as torch has none of one that never had a
+            gradient: their moments and counts begin anew.
+    """
 
-
-def purpose_of(frame: FrameType) -> Purpose | None:
-    """What the function of torch wants that calls `opt.state_dict()`; `None` for all other callers."""
-    if frame.f_globals.get("__name__") != ASKS:
-        return None
-    if getattr(frame.f_locals.get("info"), "full_state_dict", False):
-        return Purpose.FULL
-    above: FrameType | None = frame
-    while above is not None and (above.f_code.co_name, above.f_globals.get("__name__")) != (LOAD_FUNCTION, ASKS):
-        above = above.f_back
-    return Purpose.PARTS if above is None else Purpose.TO_LOAD
+    by: str
+    made_anew: tuple[str, ...] = ()
 
 
-def in_torch_form(
-    own: Mapping[str, Any], groups: ParamGroups, paths: Mapping[int, str], purpose: Purpose = Purpose.PARTS
+@dataclass(eq=False)
+class _Kept:
+    """An entry of a state, and what is known of its place in a state dict.
+
+    Attributes:
+        entry: the entry.
+        value: what the state dict has.
+        of_rank: whether it is this rank's own, and in the dicts of other ranks there is something else.
+    """
+
+    entry: Entry
+    value: Any = None
+    of_rank: bool = False
+
+
+@dataclass
+class Names:
+    """Everything of a state but parameters, by the names of a state dict.
+
+    Args:
+        pipe: the pipeline.
+        state: of it.
+        groups: of the optimizer.
+        paths: `id(parameter)` to path.
+        values: by entry, what a state dict has of it; not needed to load one.
+
+    Attributes:
+        leaves: by path and name.
+        numbers: what belongs to no leaf, by name.
+        plain: whether counts of leaves tell all that belongs to none, as in `torch.optim`.
+        apart: transforms with sums that are each rank's own.
+    """
+
+    pipe: Pipeline
+    state: State
+    groups: ParamGroups
+    paths: Mapping[int, str]
+    values: Sequence[Any] | None = None
+    leaves: dict[str, dict[str, _Kept]] = field(init=False)
+    numbers: dict[str, _Kept] = field(init=False)
+
+    def __post_init__(self) -> None:
+        placement, every = self.state.layout.placement, set(self.paths.values())
+        found = entries(self.state)
+        self.apart = placement.apart
+        own = {e.owner for e in found if placement.size > 1 and e.owner not in self.apart and has_unknown_leaf(e)}
+        self.rank = of_rank(self.pipe.groups[0].ranks[self.pipe.groups[0].rank]) if self.pipe.groups else of_rank(0)
+        values = iter([None] * len(found) if self.values is None else self.values)
+        made = rebuild(self.state, lambda e: _Kept(e, next(values), e.owner in own), elsewhere=True)
+        self.leaves = {}
+        for optimizer, group in zip(self.groups.optimizers, self.groups.groups, strict=True):
+            for p in group["params"]:
+                path = self.paths[id(p)]
+                kept = LeafTensors(made.transforms, path, every)
+                names = torch_names(kept, optimizer.transform)
+                self.leaves[path] = {_of(self.rank, kept[x], name): kept[x] for name, x in names.items()}
+        of_leaves = {id(x) for own in self.leaves.values() for x in own.values()}
+        self.params: dict[str, Any] = dict(made.leaves)
+        self.numbers = {OWN_ENTRY + STEP: made.step, OWN_ENTRY + "micro_step": made.micro_step}  # type: ignore[dict-item]
+        for owner, tree in made.transforms.items():
+            for keys, x in zip(tree_keys(tree), flatten(tree)[0], strict=True):
+                if isinstance(x, _Kept) and id(x) not in of_leaves:
+                    self.numbers[OWN_ENTRY + "/".join(_of_owner(self.rank, x, owner, keys))] = x
+        rates = any(callable(o.transform.facts.rate) for o in self.groups.optimizers)
+        holds = any(part.facts.holds for part in self.pipe.parts)
+        told = all(_is_counted(name, x) for name, x in self.numbers.items())
+        kept = [x for of in self.leaves.values() for x in of.values()]
+        self.plain = told and not rates and not holds and not any(x.of_rank for x in kept)
+
+    def open_windows(self) -> list[str]:
+        """Transforms that hold sums which are each rank's own."""
+        counts = [(x.entry.owner, x.entry.value) for x in self.numbers.values() if x.entry.owner in self.apart]
+        return list(dict.fromkeys(owner for owner, x in counts if isinstance(x, Tensor) and not x.ndim and bool(x)))
+
+    def state_of(self) -> dict[str, dict[str, Any]]:
+        """By path, what a state dict has of each leaf."""
+        out = {path: {name: _shown(name, x) for name, x in own.items() if _has(x)} for path, own in self.leaves.items()}
+        most = max([float(x) for own in out.values() for name, x in own.items() if name == STEP], default=0.0)
+        if not self.plain and out:
+            held = self.open_windows()
+            ranks = self.state.layout.placement.copies if held else 0
+            more = {name: _copy(x.value) for name, x in self.numbers.items()}
+            more |= {UPDATES: torch.tensor(int(most)), APART: torch.tensor(ranks)}
+            out[next(iter(out))] |= more
+            for path, own in self.leaves.items() if held else ():
+                mine = {f"{self.rank}.{name}": x.entry.value for name, x in own.items() if x.entry.owner in held}
+                out[path] |= mine
+        return out
+
+    def listed(self, path: str, kept: LeafTensors) -> LeafTensors:
+        """What `opt.state[p]` lists: the names of a state dict, since torch's functions look for those."""
+        own = self.leaves[path]
+        names = {name: x for (name, _), x in zip(own.items(), _in_order(kept, self._optimizer(path)), strict=True)}
+        first = not self.plain and path == next(iter(self.leaves))
+        more = {name: x.entry.value for name, x in self.numbers.items()} if first else {}
+        return kept.renamed(names, more | ({UPDATES: 0, APART: 0} if first else {}))
+
+    def _optimizer(self, path: str) -> Transform:
+        both = zip(self.groups.optimizers, self.groups.groups, strict=True)
+        return next(o.transform for o, g in both if any(self.paths[id(p)] == path for p in g["params"]))
+
+
+def torch_names(kept: LeafTensors, optimizer: Transform) -> dict[str, str]:
+    """From the names of a state dict to those that transforms have given, the count of updates last."""
+    there = dict(optimizer.facts.torch_names)
+    names = {there.get(name, name): name for name in kept if name != COUNT}
+    if len(names) < len([name for name in kept if name != COUNT]):
+        # Two slots of a leaf would have one name.
+        names = {name: name for name in kept if name != COUNT}
+    return names | ({STEP if STEP not in names else COUNT: COUNT} if COUNT in kept else {})
+
+
+def _in_order(kept: LeafTensors, optimizer: Transform) -> list[str]:
+    return list(torch_names(kept, optimizer).values())
+
+
+def _of(rank: str, x: Any, name: str) -> str:
+    return f"{rank}.{name}" if isinstance(x, _Kept) and x.of_rank else name
+
+
+def _of_owner(rank: str, x: _Kept, owner: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    return (owner, rank, *keys) if x.of_rank else (owner, *keys)
+
+
+def _is_counted(name: str, x: _Kept) -> bool:
+    return name.rpartition("/")[2] in COUNTED and isinstance(x.entry.value, Tensor) and not x.entry.shape
+
+
+def _has(x: Any) -> bool:
+    """Whether there is something: of a momentum of 0 there is no buffer."""
+    return not (isinstance(x.entry.value, Tensor) and x.entry.shape == (0,) and not x.entry.of_part) or x.of_rank
+
+
+def _shown(name: str, x: _Kept) -> Any:
+    """The value in a state dict: `torch.optim` counts in float32."""
+    value = x.value.value if isinstance(x.value, NoTensor) else x.value
+    return value.float() if name == STEP and isinstance(value, Tensor) else value
+
+
+def _copy(x: Any) -> Any:
+    x = x.value if isinstance(x, NoTensor) else x
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def group_form(transform: Transform) -> dict[str, Any]:
+    """The keys that a group of torch's counterpart has, with the chain's values; of others what the chain has."""
+    told = {k: v for k, v in transform.config.items() if isinstance(v, int | float | tuple)}
+    cls = transform.facts.counterpart
+    if cls is None:
+        return told
+    needed = [k for k, x in inspect.signature(cls).parameters.items() if x.default is x.empty and k in transform.config]
+    options = {k: transform.config[k] for k in needed if k not in ("params", "lr")}
+    defaults = cls([torch.zeros(1, 1)], lr=1.0, **options).defaults
+    return {k: told.get(k, v) for k, v in defaults.items()}
+
+
+def as_state_dict(
+    pipe: Pipeline,
+    state: State,
+    groups: ParamGroups,
+    paths: Mapping[int, str],
+    meet: Callable[[], object],
 ) -> dict[str, Any]:
-    """A state dict of ours in the form of `torch.optim`; tensors are the same ones, but for counts.
+    """What `opt.state_dict()` returns. Tensors are those of the state where ranks have the rows that torch gives them.
 
     Args:
-        own: `transforms`, `step` and `micro_step`, as `eager.state_dict.as_dict` gives them.
+        pipe: the pipeline.
+        state: of it.
         groups: of the optimizer.
         paths: `id(parameter)` to path.
-        purpose: what it is for.
+        meet: called on all ranks before they send something.
     """
-    held = {path: LeafTensors(own["transforms"], path, set(paths.values())) for path in paths.values()}
-    state: dict[int, dict[str, Any]] = {}
-    listed: list[dict[str, Any]] = []
+    names = Names(pipe, state, groups, paths, placed(state, pipe.road.cutting, meet))
+    by_path = names.state_of()
+    numbers = {path: i for i, path in enumerate(by_path)}
+    listed = []
     for group, optimizer in zip(groups.groups, groups.optimizers, strict=True):
-        numbers = range(len(state), len(state) + len(group["params"]))
-        for number, p in zip(numbers, group["params"], strict=True):
-            kept = held[paths[id(p)]]
-            state[number] = {_theirs(name, kept): x.float() if name == COUNT else x for name, x in kept.items()}
-        told = {k: v for k, v in optimizer.transform.config.items() if isinstance(v, int | float | tuple)}
-        listed.append({**told, **packed(group), "params": list(numbers)})
-    numbers = _counters(own, held)
-    if purpose is Purpose.TO_LOAD:
-        # Of what other ranks alone are given, torch loads no key that is not here.
-        listed = [{**dict.fromkeys(BESIDE), **group} for group in listed]
-        numbers = {key: torch.full_like(x, UNSET) for key, x in numbers.items()}
-    if purpose is Purpose.FULL:
-        # Of full ones it loads none that its own optimizers do not have.
-        listed = [{k: x for k, x in group.items() if k != "name"} for group in listed]
-        most = max((int(x) for kept in state.values() for k, x in kept.items() if k == STEP), default=0)
-        numbers = {k: x for k, x in numbers.items() if k.rpartition("/")[2] not in COUNTED or int(x) != most}
-    if numbers:
-        listed[0][NUMBERS] = {key: x.clone() for key, x in numbers.items()}
-    return {"state": state, "param_groups": listed}
+        own = {k: v for k, v in packed(group).items() if k != "name"}
+        params = [numbers[paths[id(p)]] for p in group["params"]]
+        listed.append({**group_form(optimizer.transform), **own, "params": params})
+    more = {
+        "format": FORMAT,
+        "params": {path: x.value for path, x in names.params.items()},
+        STEP: state.step.clone(),
+        "micro_step": state.micro_step.clone(),
+        "param_names": [[paths[id(p)] for p in group["params"]] for group in groups.groups],
+        "groups": [optimizer.name for optimizer in groups.optimizers],
+        # What a group has otherwise has been set, and is set where it is loaded.
+        "chain": [plain_values(o.settable) for o in groups.optimizers],
+    }
+    return {"state": {numbers[path]: own for path, own in by_path.items()}, "param_groups": listed, OWN_KEY: more}
 
 
-def pairs_of(
-    state: State, groups: ParamGroups, paths: Mapping[int, str], given: Mapping[str, Any], cutting: Sequence[Group]
-) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor of ours with the one that is to replace it; all ranks call it where `given` is distributed.
+@dataclass
+class ToLoad:
+    """What a state dict says, for this rank.
+
+    Attributes:
+        pairs: each tensor of ours with the one that is to replace it.
+        numbers: what replaces something that is no tensor, by its transform and its place there.
+        groups: for each group what it takes.
+        told: how parameters were told, and which begin anew.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    numbers: dict[tuple[str, int], Any]
+    groups: list[dict[str, Any]]
+    told: LoadedStates
+
+
+class Loading:
+    """Reads one state dict in the form of `torch.optim`; nothing is written.
 
     Args:
-        state: ours.
-        groups: of the optimizer.
-        paths: `id(parameter)` to path.
-        given: in the form of `torch.optim`, with whole tensors, or distributed ones.
-        cutting: the ranks that leaves are cut over, one axis after the other.
+        names: of our state, whose values that are no tensors are marked.
+        given: the state dict.
+        control: the ranks that load it together; `None` on one process.
 
     Raises:
-        ValueError: groups of other lengths; every missing, unexpected or misshapen tensor is named.
+        ValueError: every missing, unexpected, doubled or misshapen entry is named.
     """
-    lengths = [len(g["params"]) for g in groups.groups], [len(g["params"]) for g in given["param_groups"]]
-    if lengths[0] != lengths[1]:
-        wrong = f"load_state_dict of groups of {lengths[1]} parameters into groups of {lengths[0]}"
-        why = "parameters are told by their place in the groups, and the groups are those of zf.partition"
-        raise ValueError(explain(wrong, why, "the chain of that checkpoint, with the groups of that checkpoint"))
-    places, where, every = rebuild(state, lambda e: e).transforms, state.layout.placement, set(paths.values())
-    alike = cutting[0].ranks if len(cutting) == 1 and not where.ranges else None
-    found: list[tuple[Tensor, Tensor]] = []
-    bad: list[tuple[str, str]] = []
-    counts = [0.0]
-    for mine, theirs in zip(groups.groups, given["param_groups"], strict=True):
-        own = [paths[id(p)] for p in mine["params"]]
-        # Names may stand in another order.
-        keys = own if set(own) == set(theirs["params"]) else theirs["params"]
-        for path, key in zip(own, keys, strict=True):
-            kept, there = LeafTensors(places, path, every), given["state"].get(key, {})
-            names = {_theirs(name, kept): name for name in kept}
-            label = path if key == path else f"{path} ({key})"
-            # Of a leaf that another rank owns there may be nothing, or the same as on all ranks.
-            here = [name for name in names if isinstance(kept[names[name]], Entry)]
-            bad += [(f"{label}: {name}", "missing") for name in here if name not in there]
-            bad += [(f"{label}: {name}", "unexpected") for name in there if name not in names]
-            for name in (name for name in names if name in there):
-                place, new = kept[names[name]], torch.as_tensor(there[name])
-                if names[name] == COUNT:
-                    counts.append(float(new))
-                    found += [(place.value, new)] if isinstance(place, Entry) else []
-                elif (pair := _fit(place, new, alike)) is None:
-                    bad.append((f"{label}: {name}", f"{_what(new)} instead of {_what(place)}"))
-                else:
-                    found += pair
-    more = _numbers_of(state, given, every, max(counts), bad)
-    if bad:
-        right = "a checkpoint of the same optimizer; zf.load(directory, like, strict=False) of one by zf.save"
-        raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
-    return found + more
 
+    def __init__(self, names: Names, given: Mapping[str, Any], control: Group | None):
+        self.names, self.given, self.control = names, given, control
+        ours = given.get(OWN_KEY)
+        self.own_key: Mapping[str, Any] = ours if isinstance(ours, Mapping) else {}
+        self.bad: list[tuple[str, str]] = []
+        self.fits: list[tuple[Entry, Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.values: dict[tuple[str, int], Any] = {}
+        self.anew: list[_Kept] = []
+        cutting = names.pipe.road.cutting
+        placement = names.state.layout.placement
+        self.single = cutting[0] if len(cutting) == 1 and not placement.ranges else None
 
-def _fit(place: Any, new: Tensor, alike: tuple[int, ...] | None) -> list[tuple[Tensor, Tensor]] | None:
-    """What is to be written where; `None` where it is not of this leaf. The same answer on all ranks.
+    def run(self) -> ToLoad:
+        """What is to be written."""
+        there, by, own_groups = self._by_path()
+        self.there = there
+        counts = [float(x[STEP]) for x in there.values() if isinstance(x.get(STEP), Tensor | int | float)]
+        counts += [1.0 for x in there.values() if STEP not in x and _states(x)]
+        self.most = max(counts, default=0.0)
+        self.told = self._told()
+        self.stale = UPDATES in self.told and int(self.told[UPDATES]) not in (UNSET, int(self.most))
+        self.absent = self._absent()
+        made_anew = [path for path, own in self.names.leaves.items() if own and not _states(there.get(path, {}))]
+        for path, own in self.names.leaves.items():
+            if path in made_anew:
+                self.anew += own.values()
+            else:
+                self._leaf(path, own, there[path])
+        self._numbers()
+        self._params()
+        if self.control is not None:
+            # Before the first message, and before anything is written: a rank that refuses it is alone otherwise.
+            self.bad = list(dict.fromkeys(row for bad in gather_objects(self.bad, self.control) for row in bad))
+        self._refuse()
+        self._fit_all()
+        self._make_anew()
+        return ToLoad(self.pairs, self.values, self._groups(own_groups), LoadedStates(by, tuple(made_anew)))
 
-    Args:
-        place: an `Entry`, or where another rank has the leaf a tensor of its shape.
-        new: whole, or distributed.
-        alike: the ranks that parts like ours lie over, so that they need not be sent.
-    """
-    shape, dtype = _kind(place)
-    if new.dtype != dtype:
+    def _refuse(self) -> None:
+        if not self.bad:
+            return
+        right = "a state dict of the same model and optimizer; of another chain zf.save(directory, opt), and\n"
+        right += "zf.load(directory, like=opt, strict=False), which makes anew what is missing"
+        raise ValueError(
+            bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(set(self.bad)), right)
+        )
+
+    def _by_path(self) -> tuple[dict[str, dict[str, Any]], str, list[int]]:
+        """What is given of each of our leaves, how they were told, and for each group of ours which one it takes."""
+        theirs, state = self.given["param_groups"], self.given["state"]
+        mine = [[self.names.paths[id(p)] for p in g["params"]] for g in self.names.groups.groups]
+        keys = [list(g["params"]) for g in theirs]
+        names = _names_given(theirs, self.own_key, keys)
+        if names is None:
+            lengths = [len(x) for x in mine], [len(x) for x in keys]
+            if lengths[0] != lengths[1]:
+                wrong = f"load_state_dict of groups of {lengths[1]} parameters into groups of {lengths[0]}"
+                why = "this state dict has no names, so parameters are told by their place in the groups,\n"
+                why += "and the groups are those of zf.partition"
+                right = "the chain of that checkpoint, with the groups of that checkpoint; or names in it:\n"
+                right += "torch.optim.AdamW(model.named_parameters()), get_optimizer_state_dict(model, optimizer)"
+                raise ValueError(explain(wrong, why, right))
+            flat = [key for own in keys for key in own]
+            labels = {path: key for path, key in zip([path for own in mine for path in own], flat, strict=True)}
+            by, taken = "order", list(range(len(mine)))
+        else:
+            labels, taken = self._by_name(mine, keys, names)
+            by = "name"
+            flat = [key for own in keys for key in own]
+        if doubled := sorted({key for key in flat if flat.count(key) > 1}, key=str):
+            self.bad += [(str(key), "doubled: it stands in param_groups more than once") for key in doubled]
+        self.labels = {path: path if key == path else f"{path} ({key})" for path, key in labels.items()}
+        self.bad += [(str(k), "unexpected: no group has it") for k in state if k not in flat]
+        return {path: _entries(state.get(key, {})) for path, key in labels.items()}, by, taken
+
+    def _by_name(
+        self, mine: list[list[str]], keys: list[list[Any]], names: list[list[str]]
+    ) -> tuple[dict[str, Any], list[int]]:
+        at = {plain_name(name): (i, key) for i, own in enumerate(names) for name, key in zip(own, keys[i], strict=True)}
+        every = [plain_name(name) for own in names for name in own]
+        own = {plain_name(path): path for of in mine for path in of}
+        self.bad += [(name, "doubled: two parameters have this name") for name in at if every.count(name) > 1]
+        self.bad += [(path, "missing") for name, path in own.items() if name not in at]
+        self.bad += [(name, "unexpected") for name in at if name not in own]
+        if self.bad:
+            self._refuse()
+        taken = []
+        for i, of in enumerate(mine):
+            groups = list(dict.fromkeys(at[plain_name(path)][0] for path in of))
+            rates = {str(self.given["param_groups"][k].get("lr")) for k in groups}
+            if len(rates) > 1:
+                why = f"parameters of one group here are in groups of other rates there, {sorted(rates)}"
+                self.bad.append((f"param_groups/{i}", why))
+            taken.append(groups[0] if groups else min(i, len(keys) - 1))
+        return {path: at[name][1] for name, path in own.items()}, taken
+
+    def _told(self) -> dict[str, Any]:
+        """What is given of no leaf, by name."""
+        found: dict[str, Any] = {}
+        for own in self.there.values():
+            found |= {name: x for name, x in own.items() if name.startswith(OWN_ENTRY)}
+        groups = self.given["param_groups"]
+        older = groups[0].get(OWN_KEY) if groups else None
+        for key, x in (older or {}).items():
+            # The names of older state dicts, and a rank's own under its name.
+            name = OWN_ENTRY + key.removeprefix("transforms/").replace(f"/{self.names.rank}/", "/")
+            if not (isinstance(x, Tensor) and x.numel() and bool((x == UNSET).all())):
+                found.setdefault(name, x)
+        for name in COUNTED:
+            if name in self.own_key:
+                found.setdefault(OWN_ENTRY + name, self.own_key[name])
+        return found
+
+    def _absent(self) -> set[str]:
+        """Transforms that hold gradients, of which nothing is given: at the end of a window they have nothing."""
+        names = {name for own in self.there.values() for name in own}
+        found = set()
+        for part in self.names.pipe.parts:
+            of_leaves = {n for own in self.names.leaves.values() for n, x in own.items() if x.entry.owner == part.name}
+            numbers = {name for name, x in self.names.numbers.items() if x.entry.owner == part.name}
+            if part.facts.holds and not (of_leaves & names) and not (numbers & self.told.keys()):
+                found.add(part.name)
+        return found
+
+    def _leaf(self, path: str, own: dict[str, _Kept], there: dict[str, Any]) -> None:
+        label, apart = self.labels[path], int(self.told.get(APART, 0))
+        mine = {name: x for name, x in own.items() if x.entry.owner in self.names.apart} if apart else {}
+        for name in there:
+            of_window = apart and name.partition(".")[0].startswith("rank") and name.partition(".")[2] in mine
+            if name not in own and not name.startswith(OWN_ENTRY) and not of_window:
+                self.bad.append((f"{label}: {name}", "unexpected"))
+        for name, x in own.items():
+            place = f"{label}: {name}"
+            if name in mine:
+                self._of_window(place, x, there.get(f"{self.names.rank}.{name}"), apart)
+            elif x.entry.owner in self.names.apart:
+                self.pairs += [(x.entry.value, torch.zeros((), dtype=x.entry.value.dtype))]
+            elif x.entry.owner in self.absent:
+                self.anew.append(x)
+            elif name not in there:
+                if name == STEP:
+                    # torch's SGD keeps no count: there was an update.
+                    self._take(place, x, torch.tensor(1))
+                elif not x.entry.elsewhere and _has(x):
+                    self.bad.append((place, "missing"))
+            elif _has(x):
+                self._take(place, x, there[name])
+        if apart and not mine:
+            why = f"missing: it is of {apart} ranks in the middle of a window, each of which has sums of its own"
+            self.bad.append((f"{label}: sums of gradients", why))
+
+    def _of_window(self, place: str, x: _Kept, given: Any, apart: int) -> None:
+        copies = self.names.state.layout.placement.copies
+        if not isinstance(given, Tensor) or apart != copies:
+            why = f"missing: each of {apart} ranks has its own in the middle of a window, and those of this one\n"
+            why += "are in the dict of this rank alone; to give them up: begin from what was saved after an update"
+            self.bad.append((place, why))
+        else:
+            self._take(place, x, given)
+
+    def _take(self, place: str, x: _Kept, given: Any) -> None:
+        e = x.entry
+        if isinstance(e.value, NoTensor):
+            if isinstance(given, Tensor):
+                self.bad.append((place, f"{_what(given)} instead of {e.value.value!r}"))
+            else:
+                self.values[e.value.at] = given
+            return
+        if not isinstance(given, Tensor | int | float | bool):
+            self.bad.append((place, f"{given!r} instead of {_what(e)}"))
+            return
+        new = torch.as_tensor(given)
+        shape, counted = torch.Size(e.shape), not e.shape and not e.value.is_floating_point()
+        flat = torch.Size([shape.numel()])
+        # Parts were flat ranges once.
+        fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
+        if not fits or (new.dtype != e.value.dtype and not counted):
+            self.bad.append((place, f"{_what(new)} instead of {_what(e)}"))
+        elif is_distributed(new) and (why := self._misplaced(new)):
+            self.bad.append((place, why))
+        else:
+            self.fits.append((e, new))
+
+    def _misplaced(self, x: Any) -> str | None:
+        """Why a DTensor cannot be read: it has come from a file of another rank, or of other ranks than there are."""
+        here, ranks = coordinate_of(x), ranks_of(x)
+        own = self.single.ranks if self.single is not None else ()
+        if here is None:
+            return f"a part over the ranks {ranks}, of which this is none"
+        if self.single is not None and ranks == own and here != (self.single.rank,):
+            return f"the part of rank {here} instead of that of rank {(self.single.rank,)}"
         return None
-    ranks, flat = mesh_of(new), torch.Size([shape.numel()])
-    cut_alike = isinstance(place, Entry) and place.offset is not None and not place.at_owner and ranks == alike
-    if cut_alike and ranks is not None and new.shape == (shape if cut_by_rows(shape, len(ranks)) else flat):
-        return [(place.value, as_local(new).reshape(-1))]
-    # Parts were flat ranges once.
-    if new.shape != shape and (ranks is None or new.shape != flat):
-        return None
-    whole = in_full(new)
-    if not isinstance(place, Entry):
-        return []
-    # Of what was gathered for this, no more than the part is kept.
-    return [(place.value, place.part(whole) if whole is new else place.part(whole).clone())]
+
+    def _numbers(self) -> None:
+        known = self.names.numbers.keys() | {UPDATES, APART, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}
+        groups = self.given["param_groups"]
+        older = bool(groups) and OWN_KEY in groups[0]
+        if not older:
+            self.bad += [(name, "unexpected") for name in self.told if name not in known]
+        ours = any(name not in (OWN_ENTRY + STEP, OWN_ENTRY + "micro_step") for name in self.told)
+        for name, x in self.names.numbers.items():
+            e, given = x.entry, self.told.get(name)
+            if _is_counted(name, x) and (given is None or self.stale or _is_coarse(given)):
+                self.pairs.append((e.value, torch.tensor(self.most)))
+            elif given is not None:
+                self._number(name, x, given)
+            elif e.owner in self.absent:
+                self.anew.append(x)
+            elif ours and not isinstance(e.value, NoTensor) and (first := before(e)) is not None:
+                self.pairs.append((e.value, torch.full_like(e.value, first)))
+            elif ours and not e.elsewhere:
+                self.bad.append((name, "missing"))
+
+    def _number(self, name: str, x: _Kept, given: Any) -> None:
+        e = x.entry
+        if isinstance(e.value, NoTensor) or not isinstance(e.value, Tensor):
+            self._take(name, x, given)
+        elif not isinstance(given, Tensor | int | float) or torch.as_tensor(given).shape != e.shape:
+            self.bad.append((name, f"{_what(given)} instead of {_what(e)}"))
+        else:
+            # An optimizer of torch may have given it the dtype of its parameter.
+            self.fits.append((e, torch.as_tensor(given).to(e.value.dtype)))
+
+    def _params(self) -> None:
+        given = self.own_key.get("params")
+        if given is None:
+            return
+        own = self.names.params
+        self.bad += [(f"params/{path}", "missing") for path in own if path not in given]
+        self.bad += [(f"params/{path}", "unexpected") for path in given if path not in own]
+        for path in own.keys() & given.keys():
+            self._take(f"params/{path}", own[path], given[path])
+        self.fits.sort(key=lambda fit: fit[0].key)
+
+    def _fit_all(self) -> None:
+        """Take this rank's part of each tensor. What is distributed otherwise than here is gathered, on all ranks."""
+        sent = [is_distributed(new) and not self._lies_alike(e, new) for e, new in self.fits]
+        for (e, new), message in zip(self.fits, sent, strict=True):
+            if is_distributed(new) and not message:
+                self.pairs.append((e.value, as_local(new).reshape(e.value.shape)))
+                continue
+            whole = in_full(new)
+            if not e.elsewhere:
+                mine = e.part(whole)
+                # Of what was gathered for this, no more than the part is kept.
+                self.pairs.append((e.value, mine.clone() if message else mine))
+
+    def _lies_alike(self, e: Entry, new: Any) -> bool:
+        single = self.single
+        if single is None or e.offset is None or e.at_owner or mesh_of(new) != single.ranks:
+            return False
+        return in_own_rows(e, single.size) if new.shape == torch.Size(e.shape) else not in_own_rows(e, single.size)
+
+    def _make_anew(self) -> None:
+        anew = {x.entry.key for x in self.anew if not x.entry.elsewhere}
+        if not anew:
+            return
+        state = self.names.state
+        made = init_transforms(self.names.pipe, state.leaves)
+        fresh = with_marks(State(state.leaves, made, state.step, state.micro_step, state.layout))
+        for x, e in zip(entries(state), entries(fresh), strict=True):
+            if x.key in anew and isinstance(x.value, NoTensor):
+                self.values[x.value.at] = e.value.value
+            elif x.key in anew and isinstance(x.value, Tensor):
+                self.pairs.append((x.value, e.value))
+
+    def _groups(self, taken: list[int]) -> list[dict[str, Any]]:
+        """Of each group the rate, what schedulers have put there, and what was set otherwise than by the chain."""
+        chains = self.own_key.get("chain", ())
+        found, bad = [], []
+        for i, (k, optimizer) in enumerate(zip(taken, self.names.groups.optimizers, strict=True)):
+            given, t = self.given["param_groups"][k], optimizer.transform
+            form = group_form(t)
+            chain = chains[k] if k < len(chains) else {}
+            was_set = [key for key, x in chain.items() if key in given and not same_value(given[key], x)]
+            out = {*BESIDE, *HYPERPARAMETERS, *form, *t.config, "params", "param_names", "name", OWN_KEY} - set(was_set)
+            found.append({"lr": given.get("lr"), **{key: x for key, x in given.items() if key not in {*out, "lr"}}})
+            if given.get("maximize") and not form.get("maximize"):
+                bad.append((f"param_groups/{i}: maximize", "True, and this optimizer goes down"))
+        if bad:
+            right = "the negative of the loss; or zf.from_torch(torch.optim.AdamW, maximize=True) in the chain"
+            raise ValueError(bad_leaves("load_state_dict: of an optimizer that goes another way", bad, right))
+        return found
 
 
-def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
-    return (torch.Size(x.shape), x.value.dtype) if isinstance(x, Entry) else (x.shape, x.dtype)
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers of modules put into it.
 
-
-def _numbers_of(
-    state: State, given: Mapping[str, Any], paths: set[str], most: float, bad: list[tuple[str, str]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Counters of whole transforms with those given, or with the most updates that a leaf has had.
-
-    What is missing or misshapen is put into `bad`.
+    >>> plain_name("_orig_mod.0._checkpoint_wrapped_module.weight")
+    '0.weight'
     """
-    of_mine = f"/{of_rank(state.layout.placement.rank)}/"
-    told = given["param_groups"][0].get(NUMBERS)
-    numbers = {key.replace(of_mine, "/"): torch.as_tensor(x) for key, x in (told or {}).items()}
-    own = {"transforms": state.transforms, STEP: state.step, "micro_step": state.micro_step}
-    found = []
-    for key, x in _counters(own, {path: LeafTensors(state.transforms, path, paths) for path in paths}).items():
-        new, last = numbers.get(key), key.rpartition("/")[2]
-        if new is not None and (new.shape != x.shape or mesh_of(new) is not None):
-            bad.append((key, f"{_what(new)} instead of {_what(x)}"))
-        elif new is not None and (not _unset(new) or torch.equal(new.to(x), x)):
-            found.append((x, new))
-        elif last in COUNTED and not x.ndim:
-            # Of `torch.optim` itself: it counts by leaf alone.
-            found.append((x, torch.tensor(most)))
-        elif told and last != FORMAT_ENTRY:
-            bad.append((key, "missing"))
-    return found
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
-def _unset(x: Tensor) -> bool:
-    return x.numel() > 0 and bool((x == UNSET).all())
+def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], keys: list[list[Any]]) -> Any:
+    """For each group the names of its parameters; `None` where there are none, or not of all."""
+    if all(len(g.get("param_names") or ()) == len(k) for g, k in zip(groups, keys, strict=True)) and any(keys):
+        return [list(g["param_names"]) for g in groups]
+    if any(keys) and all(isinstance(key, str) for k in keys for key in k):
+        return keys
+    names = own.get("param_names")
+    alike = names is not None and [len(x) for x in names] == [len(k) for k in keys]
+    return names if alike else None
 
 
-def groups_of(groups: ParamGroups, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each group the rate, and what schedulers have put there: hyperparameters are the chain's."""
-    left_out = {NUMBERS, "params", *BESIDE, *HYPERPARAMETERS}
-    return [
-        {"lr": g.get("lr"), **{k: v for k, v in g.items() if k not in left_out and k not in optimizer.transform.config}}
-        for g, optimizer in zip(given, groups.optimizers, strict=True)
-    ]
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of a leaf, without what says that there is nothing, as a momentum of 0 in torch."""
+    return {name: x for name, x in own.items() if x is not None and not (isinstance(x, Mapping) and not x)}
 
 
-def _theirs(name: str, kept: LeafTensors) -> str:
-    return STEP if name == COUNT and STEP not in kept else name
+def _states(own: Mapping[str, Any]) -> bool:
+    """Whether there is a state of a leaf."""
+    return any(not name.startswith(OWN_ENTRY) for name in own)
 
 
-def _counters(own: Mapping[str, Any], held: Mapping[str, LeafTensors]) -> dict[str, Tensor]:
-    """All that belongs to no leaf, by key.
-
-    Raises:
-        ValueError: of a state some tensors would be left out.
-    """
-    of_leaves = {id(x) for kept in held.values() for x in kept.values()}
-    found = {name: own[name] for name in COUNTED}
-    rest = [(key, x) for key, x in _numbers(own["transforms"], "transforms") if id(x) not in of_leaves]
-    found.update(rest)
-    told = of_leaves | {id(x) for x in found.values()}
-    keys, every = tree_keys(own["transforms"]), flatten(own["transforms"])[0]
-    entries = [("/".join(k), x) for k, x in zip(keys, every, strict=True)]
-    lost = [k for k, x in entries if isinstance(x, Tensor) and id(x) not in told]
-    counts = [k for k, x in entries if isinstance(x, int | float | complex)]
-    if lost or counts:
-        wrong = f"get_optimizer_state_dict(model, opt) with a state of {', '.join(lost or counts)}"
-        why = "torch's form has states by parameter and counters, and what these belong to has no name there"
-        right = "zf.save(directory, opt) and zf.load(directory, like=opt), or opt.state_dict()"
-        if not lost:
-            why, right = "torch's form has tensors alone, and these are numbers of Python", f"torch.tensor(0); {right}"
-        raise ValueError(explain(wrong, why, right))
-    return found
-
-
-def _numbers(tree: Any, above: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield above, tree
-    elif isinstance(tree, Mapping | tuple | list):
-        for key, x in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _numbers(x, f"{above}/{key}")
+def _is_coarse(x: Any) -> bool:
+    """Whether a count has been through a dtype that cannot hold it: torch gives a state that of its parameter."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
 
 
 def _what(x: Any) -> str:
-    shape, dtype = _kind(x)
-    return f"{tuple(shape)} {dtype}"
+    if isinstance(x, Entry):
+        return f"{tuple(x.shape)} {x.value.dtype}" if isinstance(x.value, Tensor) else repr(x.value)
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)

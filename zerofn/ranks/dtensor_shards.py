@@ -51,17 +51,6 @@ def placed_like(x: Any, like: Any) -> Tensor:
     return distribute_tensor(x.full_tensor().reshape(like.shape), like.device_mesh, like.placements)
 
 
-def empty_dtensors(like: Mapping[Hashable, tuple[tuple[int, ...], Tensor]], group: Group) -> dict[Hashable, Tensor]:
-    """Uninitialised DTensors of these whole shapes, cut by rows, with the dtypes and devices of `like`."""
-    meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in {x.device.type for _, x in like.values()}}
-    made: dict[Hashable, Tensor] = {}
-    for key, (shape, x) in like.items():
-        low, high = (min(i * -(-shape[0] // group.size), shape[0]) for i in (group.rank, group.rank + 1))
-        rows = torch.empty((high - low, *shape[1:]), dtype=x.dtype, device=x.device)
-        made[key] = _rows_of(shape, rows, meshes[x.device.type])
-    return made
-
-
 def in_full(x: Any) -> Tensor:
     """The full tensor of a DTensor, for which all ranks call it; a plain tensor unchanged."""
     return x.full_tensor() if is_distributed(x) else x
@@ -79,6 +68,11 @@ def coordinate_of(x: Any) -> tuple[int, ...] | None:
     """The coordinate of this rank in the mesh of a DTensor; `None` for a plain tensor."""
     place = x.device_mesh.get_coordinate() if is_distributed(x) else None
     return None if place is None else tuple(place)
+
+
+def ranks_of(x: Any) -> tuple[int, ...]:
+    """The ranks that a DTensor lies over."""
+    return tuple(x.device_mesh.mesh.flatten().tolist())
 
 
 def mesh_of(x: Any) -> tuple[int, ...] | None:

@@ -206,6 +206,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=_corrections, pulled=pulled)
+    like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
+    more: Any = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     return with_moment_check(optimizer(name, lr, slots, formula, _kernel(decoupled), numbers, **more))

@@ -162,7 +162,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
     if not settable.get("momentum", True):
         del settable["momentum"]
-    return optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable)
+    return optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable, counterpart=made.cls)
 
 
 def _options(cls: Any) -> dict[str, Any]:

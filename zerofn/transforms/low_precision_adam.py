@@ -94,7 +94,16 @@ def low_precision_adam(
     shared = {FORMAT_ENTRY: lambda: counter(FORMAT)}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
     built = optimizer(
-        "low_precision_adam", lr, slots, how.formula, how.kernel, numbers, shared, settable, operator=how.operator
+        "low_precision_adam",
+        lr,
+        slots,
+        how.formula,
+        how.kernel,
+        numbers,
+        shared,
+        settable,
+        operator=how.operator,
+        counterpart=torch.optim.AdamW,
     )
     return _checked(built, how)
 

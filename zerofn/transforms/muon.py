@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,8 @@ def muon(
         return p * (1 - rate * decay) - x.to(p.dtype) * (rate * stretched), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
-    built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays)
+    torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
+    built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays, **torch_form)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         # Here and not at a step: there only the owner of a leaf would raise, and the other ranks would wait for it.

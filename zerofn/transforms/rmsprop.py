@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..extend import (
@@ -82,4 +85,5 @@ def rmsprop(
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     # Without a momentum there is no buffer for one that is set later.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable)
+    torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
+    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable, **torch_form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ def sgd(
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     # Without a momentum there is no buffer for one that is set later.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable)
+    torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
+    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable, **torch_form)
 
 
 def _in_place(nesterov: bool, group: LeafList) -> None:
