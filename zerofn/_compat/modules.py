@@ -20,8 +20,6 @@ _CONTAINERS = nn.ParameterList.__setitem__.__code__.co_filename
 # The attribute of a model with names of parameters that DistributedDataParallel ignores.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
-# The function of `torch.distributed.checkpoint.state_dict` that asks for a state dict to load into.
-LOAD_FUNCTION = "_load_optim_state_dict"
 Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 # A module's own dicts of parameters, submodules and buffers.
