@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,11 @@ COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 # The modules of the compiler, which ask a tensor for its sizes to compare them with those in memory.
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+
+
+def asked_by_compiler(frame: FrameType) -> bool:
+    """Whether the compiler looks at a tensor from this frame: it means the tensor as it is in memory."""
+    return frame.f_globals.get("__name__", "").startswith(COMPILER)
 
 
 def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,32 @@ HOOKS_OF = {
 }
 
 
+class Wrapper(NamedTuple):
+    """A class of modules that wrap another one, and the attribute in which they have it."""
+
+    module: str
+    name: str
+    attribute: str
+
+
+# By the modules that define them, which may not be loaded.
+WRAPPERS = (
+    Wrapper("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    Wrapper(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"
+    ),
+    Wrapper("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    Wrapper("torch.nn.parallel", "DistributedDataParallel", "module"),
+    Wrapper("torch.nn.parallel", "DataParallel", "module"),
+)
+
+
+def wrapper_attributes() -> Callable[[Any], str | None]:
+    """The function that says in which attribute a wrapper has what it wraps; `None` of any other module."""
+    loaded = [(getattr(sys.modules[w.module], w.name), w.attribute) for w in WRAPPERS if w.module in sys.modules]
+    return lambda module: next((attribute for cls, attribute in loaded if isinstance(module, cls)), None)
+
+
 def sharded_by_torch(model: nn.Module) -> list[str]:
     """The names of modules to which `torch.distributed.fsdp.fully_shard` was applied."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -107,7 +133,7 @@ CONVERTING = torch.nn.Module._apply
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers in `model.state_dict()`, and parameters of integers, by name.
+    """The buffers in `model.state_dict()`, and parameters of integers, by name, with what wrappers add to it.
 
     The state dict itself would run hooks, which may rename or remove entries.
     """

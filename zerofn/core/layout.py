@@ -17,6 +17,7 @@ from .row_sharding import span
 from .slot_forms import FormsOfSlots, SlotForm, by_owner
 from .tensor_parallel_leaves import Within
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
+from .wrapper_names import unwrapped_names
 
 Leaves = dict[str, Tensor]
 
@@ -130,6 +131,7 @@ class Layout:
         places: for every position of the tree, the index into `leaves`, or -1 for `None`.
         paths: for every position, its path; tied tensors have several.
         placement: how what is stored lies over ranks.
+        wrapped: for every position, its name in a model whose modules are wrapped; empty where none is.
         at: for every position, the path of its leaf, or `None`.
         trainable: the leaves that want a gradient.
         trained: their paths.
@@ -143,6 +145,8 @@ class Layout:
     paths: tuple[str, ...]
     spec: Any = field(repr=False)
     placement: Placement = Placement()
+    # Not compared: a state is the same however its model was wrapped.
+    wrapped: tuple[str, ...] = field(default=(), repr=False, compare=False)
     numbered: Any = field(init=False, repr=False, compare=False)
     readable: bool = field(init=False, repr=False, compare=False)
     at: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
@@ -225,6 +229,13 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
 def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
     """By path of each place: a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
     found: dict[str, Any] = {}
+    if isinstance(prefix, Mapping):
+        # Names of a wrapped model are taken as well.
+        new = {
+            given: path
+            for path, given in unwrapped_names([k for k in prefix if isinstance(k, str)], layout.paths).items()
+        }
+        prefix = type(prefix)((new.get(k, k), x) for k, x in prefix.items()) if new else prefix  # type: ignore[call-arg]
     try:
         values, spec = flatten(prefix)
         for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):
@@ -239,7 +250,10 @@ def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
 
 
 def make_layout(
-    params: Tree, trainable: Callable[[str], bool] = lambda path: True, within: Mapping[str, Within] | None = None
+    params: Tree,
+    trainable: Callable[[str], bool] = lambda path: True,
+    within: Mapping[str, Within] | None = None,
+    wrapped: Mapping[str, str] | None = None,
 ) -> tuple[Layout, Leaves]:
     """The layout of a tree of parameters and its tensors by path.
 
@@ -247,6 +261,7 @@ def make_layout(
         params: the tree.
         trainable: whether the leaf of a path wants a gradient.
         within: by path, where leaves lie in tensors that the model itself has cut.
+        wrapped: by path, names in a model whose modules are wrapped, where these differ.
 
     Raises:
         TypeError: a leaf is no floating-point tensor; every such leaf is named.
@@ -278,16 +293,17 @@ def make_layout(
             tensors[path] = tensor
     if not leaves:
         raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
-    return canonical(Layout(tuple(leaves), tuple(places), tuple(paths), spec)), tensors
+    names = tuple([wrapped.get(path, path) for path in paths]) if wrapped else ()
+    return canonical(Layout(tuple(leaves), tuple(places), tuple(paths), spec, wrapped=names)), tensors
 
 
 def canonical(layout: Layout) -> Layout:
     """One object for all equal layouts: a compiled step recognises a state by it, and makes no further graph."""
     # Placements over other ranks compare equal, since `axes` is not compared, and still save other shards.
-    return _first_of(layout, layout.placement.axes)
+    return _first_of(layout, layout.placement.axes, layout.wrapped)
 
 
-_first_of = lru_cache(maxsize=256)(lambda layout, _: layout)
+_first_of = lru_cache(maxsize=256)(lambda layout, *_: layout)
 
 
 def _same_path(params: Tree, paths: list[str], path: str) -> str:

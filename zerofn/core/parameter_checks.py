@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .._compat.tensors import sharing_memory
 from .._errors import bad_leaves
 from ..ranks.dtensor_parameters import is_distributed
+from .wrapper_names import without_wrappers
 
 DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
 
@@ -21,11 +22,16 @@ DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), o
 def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
     """The parameters of a module by path, a tied one under each of its names.
 
-    Those of integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps
-    them whole, as it does buffers.
+    A path is the name without what wrappers add (torch.compile, checkpoint_wrapper, DistributedDataParallel). Those of
+    integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps them whole,
+    as it does buffers.
+
+    Raises:
+        ValueError: two have one name without what wrappers add.
     """
     named = model.named_parameters(remove_duplicate=False)
-    return OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
+    kept = OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
+    return OrderedDict(without_wrappers(model, kept))
 
 
 def not_a_parameter(leaf: Any) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .._errors import bad_leaves, explain
@@ -42,7 +43,7 @@ def masked(transform: Transform, mask: Any) -> Transform:
         here = values_by_path(mask, layout, "mask", bool, paths)
         return {path: "on" if on else None for path, on in here.items()}
 
-    return _by_label("masked", labels, {"on": inner})
+    return _by_label("masked", labels, {"on": inner}, partial(_check_names, mask, "mask"))
 
 
 @transform
@@ -79,7 +80,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
             )
         )
     own = lambda layout, paths: values_by_path(labels, layout, "labels", str, paths)  # noqa: E731
-    return _by_label("partition", own, inner)
+    return _by_label("partition", own, inner, partial(_check_names, labels, "labels"))
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
@@ -137,6 +138,8 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type, only: Set[
     """
     leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
     if callable(given):
+        if only is None:
+            _check_names(given, what, layout, layout.every)
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves if only is None or leaf.path in only}
     else:
         values = prefix_values(given, layout, f"this {what} does not fit the parameters")
@@ -153,6 +156,37 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type, only: Set[
     if wrong:
         raise ValueError(bad_leaves(f"wrong {what}", wrong, "one value at all places of a tied tensor"))
     return found
+
+
+def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None:
+    """Refuse a function of paths that was written for names with what wrappers of modules add.
+
+    That is one which tells leaves apart by these names, and by those of the plain model does not.
+    """
+    if not layout.wrapped or not callable(given):
+        return
+    both = [(p, n) for p, n in zip(layout.paths, layout.wrapped, strict=True) if p in paths]
+
+    def answers(names: Sequence[str]) -> list[Any] | None:
+        try:
+            return [given(name) for name in names]
+        except Exception:
+            # A dict of names that has no such name.
+            return None
+
+    plain, wrapped = answers([p for p, _ in both]), answers([n for _, n in both])
+    if wrapped is None or (plain is not None and (plain == wrapped or any(x != plain[0] for x in plain))):
+        return
+    if plain is None or any(x != wrapped[0] for x in wrapped):
+        path, name = next(((p, n) for p, n in both if n != p), both[0])
+        told = "raises" if plain is None else f"is {plain[0]!r} of every leaf"
+        raise ValueError(
+            explain(
+                f"{what} for names such as {name!r}: of {path!r} it {told}",
+                "torch.compile and other wrappers of modules put an attribute before names, which paths do not have",
+                f"{what} of names such as {path!r}: those of named_parameters() before the model is wrapped",
+            )
+        )
 
 
 def _member(t: Transform, where: str) -> Transform:
@@ -186,9 +220,15 @@ def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
 
 
 def _by_label(
-    name: str, labels: Callable[[Layout, Set[str]], dict[str, Any]], inner: Mapping[str, Transform | None]
+    name: str,
+    labels: Callable[[Layout, Set[str]], dict[str, Any]],
+    inner: Mapping[str, Transform | None],
+    check: Callable[[Layout, Set[str]], None] = lambda *_: None,
 ) -> Transform:
-    """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are."""
+    """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are.
+
+    `check` refuses labels, when the chain is resolved for a layout.
+    """
     members = {k: t for k, t in inner.items() if t is not None}
     alone_in = {k: stretch([t]) for k, t in members.items()}
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
@@ -199,6 +239,10 @@ def _by_label(
         given = labels(layout, paths)
         _check_labels(given, inner)
         return {k: {p for p, v in given.items() if v == k} for k in members}
+
+    def named_members(layout: Layout) -> dict[str, tuple[Transform, set[str]]]:
+        check(layout, layout.every)
+        return {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout, layout.every).items()}
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {
@@ -239,9 +283,7 @@ def _by_label(
         prepare_fn=prepare,
         update_fn=update,
         parts=tuple(members.values()),
-        members_fn=lambda layout: {
-            f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout, layout.every).items()
-        },
+        members_fn=named_members,
         hands_out=update,
-        named_fn=lambda other: _by_label(other, labels, inner),
+        named_fn=lambda other: _by_label(other, labels, inner, check),
     )

@@ -15,6 +15,7 @@ from ..core.layout import Leaves, make_layout
 from ..core.parameter_checks import parameters_of
 from ..core.resolve import pipeline
 from ..core.transform import Transform
+from ..core.wrapper_names import names_with_wrappers
 from ..module.attach_checks import (
     Owner,
     Watch,
@@ -70,7 +71,8 @@ class Attachment:
         self, named: dict[str, nn.Parameter], held: Set[str], tx: Transform, in_backward: bool, start: Start
     ) -> None:
         model, model_groups = self.model, self.distributed.groups
-        layout, self.params = make_layout(named, held.__contains__, self.distributed.within)
+        wrapped = names_with_wrappers(model)
+        layout, self.params = make_layout(named, held.__contains__, self.distributed.within, wrapped)
         check_trainable(layout)
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)

@@ -12,6 +12,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.state_entries import of_rank, over_ranks
 from ..core.tree import flatten, tree_keys
+from ..core.wrapper_names import unwrapped_names, warn_of_other_names
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.backend import world
 from ..ranks.dtensor_shards import as_local, as_part_of, coordinate_of, mesh_of, placed_like
@@ -45,6 +46,12 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
     """
     mine = _flat(_required(own))
     theirs = _under_names_of(mine, _flat(_required(given)), of_rank(world()[0]))
+    # Those of before names were those of the plain model have what wrappers of modules add.
+    renamed = unwrapped_names(theirs, mine)
+    theirs = {
+        **{k: x for k, x in theirs.items() if k not in renamed.values()},
+        **{k: theirs[x] for k, x in renamed.items()},
+    }
     if isinstance(given, dict) and given.get("format") == FLAT_CUTS:
         theirs = {k: placed_like(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
     for k, x in mine.items():
@@ -83,6 +90,7 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
                 "         opt = zf.attach(model, tx)"
             )
         raise ValueError(bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(bad), right))
+    warn_of_other_names("opt.load_state_dict(d)", renamed)
     return [(a, theirs[k]) for k, a in mine.items()]
 
 

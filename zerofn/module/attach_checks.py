@@ -15,6 +15,7 @@ from .._compat.modules import registered
 from .._compat.tensors import is_wrapper, self_overlapping, sharing_memory
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaves
+from ..core.wrapper_names import modules_of
 
 # What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
 FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -56,7 +57,7 @@ class Watch:
         with torch.DisableTorchFunctionSubclass():
             self.data = self._properties()
         # Submodules as well: one that is put in later would run and not be trained.
-        self.modules = dict(model.named_modules())
+        self.modules = list(modules_of(model))
         self.registered = self._registered()
         self.ids = self._ids()
 
@@ -102,11 +103,11 @@ class Watch:
 
     def _registered(self) -> list[tuple[str, dict[str, Any]]]:
         """By name of a module, its parameters, and again its submodules."""
-        return [(name, dict.copy(found)) for name, m in self.modules.items() for found in registered(m)[:2]]
+        return [(name, dict.copy(found)) for name, m in self.modules for found in registered(m)[:2]]
 
     def _ids(self) -> list[list[int]]:
         """The ids of all parameters and submodules."""
-        return [[*map(id, dict.values(found))] for m in self.modules.values() for found in registered(m)[:2]]
+        return [[*map(id, dict.values(found))] for _, m in self.modules for found in registered(m)[:2]]
 
     def _properties(self) -> list[tuple[int, tuple[Any, ...]]]:
         return list(zip(map(Tensor.data_ptr, self.tensors), map(FIXED, self.tensors), strict=True))
@@ -183,7 +184,7 @@ def check_trainable(layout: Layout) -> None:
 def check_hookable(model: nn.Module) -> None:
     """Refuse TorchScript modules, which run and keep their parameters outside of Python."""
     found: list[tuple[str, str]] = []
-    for name, m in model.named_modules():
+    for name, m in modules_of(model):
         if isinstance(m, torch.jit.ScriptModule) and not any(name.startswith(f"{n}.") or not n for n, _ in found):
             found.append((name, f"{type(m).__name__} of {m.original_name}"))
     if found:
@@ -200,7 +201,7 @@ def check_hookable(model: nn.Module) -> None:
 
 def check_alone(model: nn.Module, over_ranks: bool) -> None:
     """Refuse DistributedDataParallel over ranks: it would average gradients twice, or find parts in place of wholes."""
-    wrapped = [n for n, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    wrapped = [n for n, m in modules_of(model) if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped and over_ranks:
         raise ValueError(
             bad_leaves(

@@ -21,6 +21,7 @@ from .._compat.autograd import sequence_nr
 from .._compat.functorch import is_wrapped
 from .._errors import explain
 from ..core.linear_map import LeafView
+from ..core.parameter_checks import parameters_of
 from .crossing import Crossing
 from .leaked_tensors import is_outside
 
@@ -146,7 +147,7 @@ def _refuse_input(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoRetu
     if strangers:
         _refuse_stranger(f"a tensor computed outside (by {strangers[-1].name()})")
     if leaf is not None:
-        for path, p in owner.model().named_parameters():
+        for path, p in parameters_of(owner.model()).items():
             if p is leaf:
                 _refuse_other_place(path)
         kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._compat.modules import backward_hooks
 from .._errors import bad_leaves
+from ..core.wrapper_names import modules_of
 
 
 def check_inner_hooks(model: nn.Module) -> None:
@@ -20,7 +21,7 @@ def check_inner_hooks(model: nn.Module) -> None:
     Raises:
         ValueError: a module inside of the model has a backward hook.
     """
-    found = [(name, hooks) for name, m in model.named_modules() if m is not model and (hooks := backward_hooks(m))]
+    found = [(name, hooks) for name, m in modules_of(model) if m is not model and (hooks := backward_hooks(m))]
     if found:
         raise ValueError(_message([(name, ", ".join(hooks)) for name, hooks in found]))
 
@@ -45,7 +46,7 @@ def check_hooks_of_call(model: nn.Module | None, module: nn.Module, outermost: b
     elif outermost:
         hooks = [h for h in hooks if h != "register_full_backward_pre_hook"]
     if hooks:
-        names = [name for name, m in model.named_modules() if m is module] if model is not None else []
+        names = [name for name, m in modules_of(model) if m is module] if model is not None else []
         raise RuntimeError(_message([(names[0] if names else type(module).__name__, ", ".join(hooks))]))
 
 

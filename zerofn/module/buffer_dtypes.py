@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from .._compat.modules import registered
 from ..core.dtypes import Dtypes
+from ..core.wrapper_names import buffers_in
 
 
 def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
     """By name, the dtype that each floating-point buffer is to have; of one at several places the first name."""
-    own = {name: x.dtype for name, x in model.named_buffers() if x.is_floating_point()}
+    own = {name: x.dtype for name, x in buffers_in(model) if x.is_floating_point()}
     given = dtypes.buffers(list(own)) if dtypes.buffers is not None else {}
     return {name: given.get(name) or dtype for name, dtype in own.items()}
 
@@ -25,7 +26,7 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: li
 
     Not cast where they are looked up, since a write of forward into such a copy would be lost.
     """
-    casts = [(x, x.to(wanted[name])) for name, x in model.named_buffers() if x.dtype != wanted.get(name, x.dtype)]
+    casts = [(x, x.to(wanted[name])) for name, x in buffers_in(model) if x.dtype != wanted.get(name, x.dtype)]
 
     @torch.no_grad()
     def undo() -> None:

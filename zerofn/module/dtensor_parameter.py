@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from .._compat.autograd import in_backward
+from .._compat.compiler import uncompiled
 from .._errors import explain
 from ..ranks.dtensor_parameters import Form
 from ..sharded.global_shape import printed, sizes
-from ..sharded.guarded_parameter import Partial, in_memory, ours
+from ..sharded.guarded_parameter import Partial, in_memory
 from ..sharded.part import first_by_position, handed, part_of, plain
 from ..sharded.part_origin import Origin
 from ..sharded.torch_function_kinds import PRIVATE, SIZES, in_place
@@ -52,11 +52,13 @@ class DTensorParameter(Partial):
     in_parts: Callable[[], bool]
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Not traced: in a graph it would be the local tensor.
         with torch.DisableTorchFunctionSubclass():
             name = func.__name__.partition(".")[0]
             args, kwargs = (args, kwargs or {}) if args else first_by_position(kwargs or {})
-            if is_dynamo_compiling() or ours(sys._getframe(1)) or _by_itself(func, name):
+            if in_memory(sys._getframe(1)) or _by_itself(func, name):
                 return func(*args, **kwargs)
             if name == "register_hook":
                 return func(args[0], args[0]._given(args[1]))
@@ -64,7 +66,7 @@ class DTensorParameter(Partial):
                 return shown_gradients(func, args, kwargs, sys._getframe(1))
             in_parts = args and isinstance(args[0], DTensorParameter) and args[0].in_parts()
             if in_parts and (name in LOOKING or name == "__get__"):
-                return func(*args, **kwargs) if in_memory(sys._getframe(1)) else _look(func, name, args, kwargs)
+                return _look(func, name, args, kwargs)
             if name == "__repr__":
                 # torch's function for tensors asks a DTensor for its elements.
                 return repr(args[0].whole())
@@ -84,7 +86,7 @@ class DTensorParameter(Partial):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        if is_dynamo_compiling() or ours(frame):
+        if in_memory(frame):
             return x
         if self.in_parts():
             return part_of(x, self._origin(how, how in ("p.grad", "a gradient")))

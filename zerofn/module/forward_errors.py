@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..core.pipeline import Pipeline
+from ..core.wrapper_names import buffers_in, modules_of
 
 # In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
 DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
@@ -43,7 +44,7 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
         _add_several(error, pipe, where)
     if seen is None:
         return
-    named = [(n, b.dtype) for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != seen]
+    named = [(n, b.dtype) for n, b in buffers_in(model) if b.is_floating_point() and b.dtype != seen]
     shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST_NAMED])
     rest = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
@@ -57,7 +58,7 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
 
 def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
     """The innermost module of the model in whose code torch raised, with the dtypes of its own tensors."""
-    names = {id(m): name for name, m in model.named_modules()}
+    names = {id(m): name for name, m in modules_of(model)}
     at, trace = None, error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")

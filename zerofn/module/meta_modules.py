@@ -17,6 +17,7 @@ from .._compat.modules import registered, reset_of
 from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.initializers import INIT, Init, blank, made_by, seeded, unset
+from ..core.wrapper_names import modules_of
 
 
 class Made(NamedTuple):
@@ -29,7 +30,7 @@ class Made(NamedTuple):
 def missing(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Tensors on the meta device: module, name in it, path and the tensor; a tied one at its first place."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in modules_of(model, wrappers=False):
         yield from ((module, n, p, x) for n, p, x in _own(module, prefix) if id(x) not in seen and not seen.add(id(x)))
 
 
@@ -62,7 +63,7 @@ def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made
 def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules below `model` that reset themselves and have something on the meta device; or `model`."""
     above: list[str] = []
-    for prefix, module in model.named_modules():
+    for prefix, module in modules_of(model, wrappers=False):
         inside = any(not p or prefix == p or prefix.startswith(f"{p}.") for p in above)
         if not inside and reset_of(module) and any(missing(module)):
             above.append(prefix)
@@ -72,8 +73,8 @@ def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def check_resets(model: nn.Module) -> None:
     """Refuse tensors that nothing would initialise, and a model that could only be made whole."""
     found = list(units(model))
-    if found and found[0][1] is model and any(any(_own(m, "")) for m in model.modules() if m is not model):
-        name = type(model).__name__
+    if found and not found[0][0] and any(any(_own(m, "")) for m in model.modules() if m is not found[0][1]):
+        name = type(found[0][1]).__name__
         why = f"{name}.reset_parameters is the whole model's: it would have to be there whole, on each rank"
         raise ValueError(bad_leaves("materialize: no way to make this model in parts", [("", why)], _remedy()))
     covered = {id(m) for _, unit in found for m in unit.modules()}
@@ -99,7 +100,7 @@ def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> lis
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     stand_ins: dict[int, Tensor] = {}
     places: list[tuple[nn.Module, str, str, Tensor]] = []
-    named = [(f"{prefix}.{below}".strip("."), module) for below, module in unit.named_modules()]
+    named = [(f"{prefix}.{below}".strip("."), module) for below, module in modules_of(unit, wrappers=False)]
     calls = [(path, reset) for path, m in named if any(missing(m)) and (reset := reset_of(m)) is not None]
     try:
         for path, module in named:

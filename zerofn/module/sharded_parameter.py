@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from .._compat.autograd import gradient_hooks, hooks_after, in_backward
 from .._compat.compiler import uncompiled
@@ -128,7 +127,7 @@ class ShardedParameter(Partial):
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
         gradient = how in ("p.grad", "a gradient")
         # A gradient from before is a part while the parameter is whole, too.
-        if is_dynamo_compiling() or (self.is_whole() and not (gradient and x.shape != self.full)) or ours(frame):
+        if (self.is_whole() and not (gradient and x.shape != self.full)) or in_memory(frame):
             return x
         return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full, gradient and in_backward()))
 

@@ -26,6 +26,7 @@ from ..core.outside_form import stored_part
 from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries, rebuild
+from ..core.wrapper_names import buffers_in
 from ..eager.optimizer import Optimizer
 from ..storage.saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 from .deepspeed_files import Run, read, read_counts, read_run
@@ -103,7 +104,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
     like.load_state(_filled(like, found))
     with torch.no_grad():
-        for name, buffer in like._own.model.named_buffers():
+        for name, buffer in buffers_in(like._own.model):
             if name in found.buffers:
                 buffer.copy_(found.buffers[name])
     if found.kept:
@@ -211,7 +212,7 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
         if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
             names[path] = name
     bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
-    buffers = {name for name, _ in opt._own.model.named_buffers()}
+    buffers = {name for name, _ in buffers_in(opt._own.model)}
     extra = there.keys() - set(layout.paths) - buffers
     bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
     counts = read_counts(directory, run.groups)
@@ -293,7 +294,7 @@ def _frozen(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[
 def _buffers(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[str, str]]:
     """Find the buffers, and return what does not fit."""
     bad = []
-    for name, buffer in opt._own.model.named_buffers():
+    for name, buffer in buffers_in(opt._own.model):
         x = run.tensors.get(name)
         if (x := _beside(name, run, folder) if x is None else x) is None:
             continue

@@ -122,13 +122,15 @@ class Partial(nn.Parameter):
     # The address of memory that the user has given it by `p.data = x`, which the stored parameter shares.
     adopted: int | None = None
 
+    @uncompiled
     def _get(self) -> Tensor | None:
+        # Not traced: what is given is of this package's classes, and depends on who asks.
         # Read several times a step and leaf: half a microsecond less than by the name of the module.
-        asking = not is_dynamo_compiling() and id(sys._getframe(1).f_code) in ASKING
+        asking = id(sys._getframe(1).f_code) in ASKING
         if asking and self._check_asked(sys._getframe(1)):
             return torch.full((), math.nan, device=self.device)
         grad = read(self)
-        if grad is None and not is_dynamo_compiling() and self.asks.gone() and self.requires_grad:
+        if grad is None and self.asks.gone() and self.requires_grad:
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
             if package not in LIBRARIES:
                 self.asks.missed()
@@ -138,6 +140,7 @@ class Partial(nn.Parameter):
         """What the caller is given for the stored `x`; `how` it was asked for, for messages."""
         return x
 
+    @uncompiled
     def _set(self, value: Tensor | None) -> None:
         self._before(value, "p.grad = None" if value is None else "p.grad = g", sys._getframe(1))
         write(self, self._own(value, "p.grad = x", sys._getframe(1)))
@@ -155,6 +158,7 @@ class Partial(nn.Parameter):
         """What to store for `value` that the caller sets."""
         return plain(value)
 
+    @uncompiled
     def _delete(self) -> None:
         self._before(None, "del p.grad", sys._getframe(1))
         Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
@@ -162,6 +166,7 @@ class Partial(nn.Parameter):
     grad = property(_get, _set, _delete)  # type: ignore[assignment]
 
     @property
+    @uncompiled
     def data(self) -> Tensor:  # type: ignore[override]
         self.lent += 1
         return self._shown(Tensor.data.__get__(self), "p.data", sys._getframe(1))  # type: ignore[attr-defined]

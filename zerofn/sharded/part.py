@@ -17,13 +17,14 @@ An elementwise function takes some 5 us longer. The library itself works on plai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from .._compat.compiler import asked_by_compiler, uncompiled
 from .._compat.tensors import alias_of
 from .._errors import explain
 from .hook_linearity import check_linear, from_hooks
@@ -51,12 +52,14 @@ class Part(Tensor):
     of: Origin
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Not traced: in a graph a part would be a plain tensor, and the norm of it this rank's alone.
         if has_other_class(types, (Part, ReadOnly)):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with torch.DisableTorchFunctionSubclass():
-            if is_dynamo_compiling():
+            if asked_by_compiler(sys._getframe(1)):
                 return func(*args, **kwargs)
             if name == "__deepcopy__":
                 return part_of(args[0].as_subclass(Tensor).clone(), args[0].of)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.modules import persistent_buffers
 from .._compat.tensors import is_wrapper
 from .._errors import bad_leaves, explain, users_line
 from ..core.state import State
 from ..core.state_entries import Entry
+from ..core.wrapper_names import modules_of, saved_buffers
 from ..eager.optimizer import Optimizer
 
 OWNER = "buffers"
 
 
 def buffers_of(model: nn.Module) -> list[Entry]:
-    """The buffers in `model.state_dict()`, by the same names."""
-    return [Entry(OWNER, "", name, x, tuple(x.shape)) for name, x in persistent_buffers(model).items()]
+    """The buffers in `model.state_dict()`, by the names that they have in the plain model."""
+    return [Entry(OWNER, "", name, x, tuple(x.shape)) for name, x in saved_buffers(model).items()]
 
 
 def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
@@ -38,7 +38,7 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
         )
         raise TypeError(bad_leaves("zf.save: these buffers cannot be saved", bad, right))
     plain = nn.Module.get_extra_state
-    extra = [name or "the model" for name, m in model.named_modules() if type(m).get_extra_state is not plain]
+    extra = [name or "the model" for name, m in modules_of(model) if type(m).get_extra_state is not plain]
     if extra:
         warnings.warn(
             f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from .._errors import bad_leaves
 from ..core.layout import Placement
 from ..core.state_entries import Entry, before
+from ..core.wrapper_names import unwrapped_names
 from .formatting import dtype_name
 
 
@@ -41,6 +43,31 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
         return e.key
     # With another number of copies the first one; `share_windows` adds the others.
     return saved_name(e, placement.copy if copies_in(manifest) == placement.copies else 0)
+
+
+def with_names_of(wanted: list[Entry], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The manifest with the names of `wanted` where its own differ by what wrappers of modules add; and these names.
+
+    Checkpoints of before names were those of the plain model have them, and those of a tree that was a wrapped model's
+    `state_dict()`.
+    """
+    given = dict.fromkeys([*map(_base_in(manifest), manifest["tensors"]), *manifest["values"]])
+    found = unwrapped_names(given, [e.key for e in wanted])
+    if not found:
+        return manifest, found
+    new = {theirs: mine for mine, theirs in found.items()}
+    base = _base_in(manifest)
+
+    def named(name: str) -> str:
+        return new.get(base(name), base(name)) + name[len(base(name)) :]
+
+    renamed = {part: {named(name): x for name, x in manifest[part].items()} for part in ("tensors", "values")}
+    buffers = manifest.get("buffers")
+    return {**manifest, **renamed, "buffers": None if buffers is None else list(map(named, buffers))}, found
+
+
+def _base_in(manifest: dict[str, Any]) -> Callable[[str], str]:
+    return lambda name: _base(name, manifest)
 
 
 def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:

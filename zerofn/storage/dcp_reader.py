@@ -19,6 +19,7 @@ from .lock import Lock
 from .manifest import damaged
 
 Choose = Callable[[dict[str, Any]], dict[str, Piece]]
+Renamed = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class _Place(NamedTuple):
@@ -56,11 +57,11 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 class _Reader(dcp.FileSystemReader):
     """Takes places from the manifest, and compares the checksum of every piece before it is read."""
 
-    def __init__(self, directory: Path, choose: Choose, lock: Lock):
+    def __init__(self, directory: Path, choose: Choose, lock: Lock, renamed: Renamed):
         super().__init__(directory)
         self.fs = DataFiles()
         self.directory = directory
-        self.choose = choose
+        self.choose, self.renamed = choose, renamed
         self.pieces: dict[str, Piece] = {}
         self.manifest: dict[str, Any] = {}
         self.sums: dict[Any, int] = {}
@@ -74,7 +75,8 @@ class _Reader(dcp.FileSystemReader):
         """Read the manifest and choose the pieces; returns DCP's metadata of each saved tensor."""
         if self.directory.is_dir():
             self.lock.acquire(self.directory, exclusive=False)
-        self.manifest = _manifest.read(self.directory)
+        # Data files have no names, so tensors may be called otherwise from here on.
+        self.manifest = self.renamed(_manifest.read(self.directory))
         self.pieces = self.choose(self.manifest)
         known = {}
         for key, about in self.manifest["tensors"].items():
@@ -116,17 +118,18 @@ class _Reader(dcp.FileSystemReader):
             raise damaged(self.directory, why) from None
 
 
-def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]:
-    """Fill pieces from a checkpoint; every rank of `group` calls it. Returns the manifest.
+def load_pieces(directory: Path, group: Group, choose: Choose, renamed: Renamed = lambda x: x) -> dict[str, Any]:
+    """Fill pieces from a checkpoint; every rank of `group` calls it. Returns the manifest, `renamed`.
 
     Args:
         directory: of the checkpoint.
         group: the ranks that load.
         choose: from the manifest to the pieces to write into, by name; their number and ranges need not be those that
             were saved. It raises if the checkpoint does not fit; nothing has been read then.
+        renamed: the manifest with the names of tensors by which they are chosen.
     """
     lock = Lock()
-    reader = _Reader(directory, choose, lock)
+    reader = _Reader(directory, choose, lock, renamed)
     try:
         # DCP warns that one process is one process.
         with warnings.catch_warnings(action="ignore", category=UserWarning):

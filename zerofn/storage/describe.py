@@ -15,6 +15,7 @@ from ..core.html import bars
 from ..core.layout import Placement
 from ..core.state import State
 from ..core.state_entries import Entry, entries
+from ..core.wrapper_names import buffers_in
 from ..eager.optimizer import Optimizer
 from .formatting import align_columns, dtype_name, format_bytes, merge_paths, path_pattern
 from .stations_table import StationsTable
@@ -124,7 +125,7 @@ def table_of(state: State, buffers: tuple[Row, ...]) -> Table:
 
 def rows_of_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
     """Rows of a module's buffers, each once, in the dtypes given by name, else in their own."""
-    named = [(name, x, dtypes.get(name, x.dtype)) for name, x in model.named_buffers()]
+    named = [(name, x, dtypes.get(name, x.dtype)) for name, x in buffers_in(model)]
     return tuple([_row(Entry("buffers", "", name, x, tuple(x.shape)), dtype) for name, x, dtype in named])
 
 

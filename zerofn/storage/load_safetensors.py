@@ -18,6 +18,7 @@ from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
+from ..core.wrapper_names import unwrapped_names, warn_of_other_names
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import kept_out_of_graphs
@@ -79,7 +80,8 @@ def load_safetensors(
     pipe = _pipe(state, opt, tx)
     wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._own.model)} if opt else {}
-    leaves, others = _read_all(path, state, buffers, only, safe_open)
+    leaves, others, renamed = _read_all(path, state, buffers, only, safe_open)
+    warn_of_other_names(f"zf.load_safetensors({os.fspath(path)!r}, ...)", renamed)
     with torch.no_grad():
         leaves = {leaf.path: stored_part(pipe.road, leaves[leaf.path], leaf) for leaf in state.layout.leaves}
     new = _with_parameters(state, leaves, pipe)
@@ -100,8 +102,8 @@ def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) ->
 
 def _read_all(
     path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's parts of the parameters by path, and the buffers that the file has by name.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """This rank's parts of the parameters by path, the buffers that the file has by name; and as `_names`.
 
     Raises:
         ValueError, OSError: on every rank, if one could not read.
@@ -109,21 +111,22 @@ def _read_all(
     wanted = {e.path: e for e in entries(state) if e.owner == "params"}
     leaves: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
+    renamed: dict[str, str] = {}
     failure: BaseException | None = None
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(file, "pt")) for file in _files(Path(path))]
             here = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
-            names = _names(state, wanted, buffers, here, path)
-            leaves = {p: _read(here[name], wanted[p]) for p, name in names.items()}
-            others = {name: _read(here[name], e) for name, e in buffers.items() if name in here}
+            names, renamed = _names(state, wanted, buffers, here, path)
+            leaves = {p: _read(here[name], wanted[p]) for p, name in names.items() if p in wanted}
+            others = {p: _read(here[name], buffers[p]) for p, name in names.items() if p in buffers}
     except (ValueError, OSError) as error:
         failure = error
     except Exception as error:
         # safetensors has an exception of its own.
         failure = OSError(f"{path} could not be read: {error}")
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
-    return leaves, others
+    return leaves, others, renamed
 
 
 def _pipe(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:
@@ -148,18 +151,22 @@ def _files(path: Path) -> list[Path]:
 
 def _names(
     state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
-) -> dict[str, str]:
-    """By leaf its name in the file.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By leaf, and by buffer, its name in the file; and those that differ by what wrappers of modules add.
 
     Raises:
         ValueError: tensors that do not fit, all of them by name.
     """
     found, bad = {}, []
     leaf_of = dict(zip(state.layout.paths, state.layout.at, strict=True))
+    names = unwrapped_names(here, [*leaf_of, *buffers])
+    mine = {theirs: name for name, theirs in names.items()}
     for name in here:
-        if (leaf := leaf_of.get(name)) is not None:
+        if (leaf := leaf_of.get(mine.get(name, name))) is not None:
             found.setdefault(leaf, name)
-        elif name not in buffers:
+        elif mine.get(name, name) in buffers:
+            found[mine.get(name, name)] = name
+        else:
             bad.append((name, "is in the file and not in the model"))
     for p, e in [*wanted.items(), *buffers.items()]:
         name = found.get(p, p)
@@ -174,7 +181,7 @@ def _names(
     if bad:
         right = "a file of this model: zf.export_safetensors, or safetensors.torch.save_model"
         raise ValueError(bad_leaves(f"zf.load_safetensors({os.fspath(path)!r}): the file does not fit", bad, right))
-    return found
+    return found, names
 
 
 def _read(part: Any, e: Entry) -> Tensor:

@@ -16,13 +16,14 @@ from ..core.state import State
 from ..core.state_entries import Entry, before, entries, rebuild
 from ..core.tensor_parallel_leaves import joined
 from ..core.transform import Transform
+from ..core.wrapper_names import warn_of_other_names
 from ..eager.optimizer import Optimizer
 from ..pure.states import pipe_of
 from ..pure.uncompiled import kept_out_of_graphs
 from ..ranks.background_thread import settle
 from .buffers import buffers_of, load_with_buffers, warn_of_missing, without_buffers
 from .checkpoint import state_of
-from .checkpoint_match import copies_in, differences, in_other_order, misfit_message, name_to_read
+from .checkpoint_match import copies_in, differences, in_other_order, misfit_message, name_to_read, with_names_of
 from .files import absolute_path
 from .partial_load import Loaded, PartialLoad, groups_by_name
 from .saving_ranks import checkpoint_group, wait_for_all_ranks
@@ -99,13 +100,14 @@ def _load(
     wait_for_all_ranks("zf.load(directory, like=state)", placement)
     group = checkpoint_group(placement)
     reading = _Reading(directory, like, opt, strict)
-    manifest = load_pieces(path, group, reading.choose)
+    manifest = load_pieces(path, group, reading.choose, reading.renamed)
     if copies_in(manifest) != placement.copies:
         sums = [e for e in reading.read if e.key not in manifest["tensors"]]
-        share_windows(sums, reading.flat, manifest, lambda choose: load_pieces(path, group, choose))
+        share_windows(sums, reading.flat, manifest, lambda choose: load_pieces(path, group, choose, reading.renamed))
         held = [e for e in reading.entries if e.owner in placement.apart and e.key in reading.flat]
         check_views([*sums, *held], reading.flat, manifest, placement.later)
     reading.finish()
+    warn_of_other_names(f"zf.load({str(directory)!r}, ...)", reading.other_names)
     if pipe is None:
         state = rebuild(like, reading.value)
     else:
@@ -137,6 +139,7 @@ class _Reading:
         flat: by key, the memory to read into: `new` as one dimension where it is contiguous.
         manifest: of the checkpoint; set by `choose`, as `read` and `wholes`.
         read: the entries that are read.
+        other_names: by our name, the checkpoint's, where they differ by what wrappers of modules add.
         wholes: entries whose elements the checkpoint has in another order: memory for the whole tensor, and the order.
     """
 
@@ -146,6 +149,7 @@ class _Reading:
         self.buffers = [] if opt is None else buffers_of(opt._own.model)
         self.partial = PartialLoad(directory)
         self.manifest: dict[str, Any] = {}
+        self.other_names: dict[str, str] = {}
         self.read: list[Entry] = []
         self.wholes: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *self.buffers]
@@ -155,6 +159,11 @@ class _Reading:
     def saved_entries(self) -> list[Entry]:
         """The entries to look for: a checkpoint of a state has no buffers."""
         return self.entries if self.manifest.get("buffers") is None else [*self.entries, *self.buffers]
+
+    def renamed(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """The manifest by our names, where its own differ by what wrappers of modules add."""
+        manifest, self.other_names = with_names_of([*self.entries, *self.buffers], manifest)
+        return manifest
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """The pieces to read, by their names in the checkpoint."""

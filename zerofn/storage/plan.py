@@ -16,6 +16,7 @@ from ..core.resolve import pipeline
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten, tree_map, tree_paths
 from ..core.views import Ranks
+from ..core.wrapper_names import names_with_wrappers
 from ..module.attach_checks import check_initialised
 from ..module.buffer_dtypes import dtypes_of_buffers
 from ..pure.uncompiled import kept_out_of_graphs
@@ -56,11 +57,11 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
             why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
             raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
-    trainable, model = {}, None
+    trainable, model, wrapped = {}, None, None
     if isinstance(params, nn.Module):
         model = params
         # In the order of the module, as in `attach`: a tree library sorts the keys of a plain dict.
-        params = parameters_of(params)
+        params, wrapped = parameters_of(params), names_with_wrappers(params)
         check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
     tensors = zip(tree_paths(params), flatten(params)[0], strict=True)
@@ -72,7 +73,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         # Nested tensors, of which there are none without memory, are refused with the leaves that are no parameters.
         plain = lambda x: isinstance(x, Tensor) and not x.is_nested  # noqa: E731
         stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if plain(x) else x, params)
-        layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True))
+        layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True), wrapped=wrapped)
         pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
         stored = _stored(pipe, leaves)
         buffers = () if model is None else rows_of_buffers(model, dtypes_of_buffers(model, pipe.dtypes))
