@@ -191,4 +191,5 @@ def test_compiled_beside_shards():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled_beside_every_stage(backend: str, size: int):
-    compare([s for s in STAGES if size == 2 or s != "columns"], backend, size)
+    # torch's aot_eager takes no tensor that a collective of DTensor still waits for.
+    compare([s for s in STAGES if s != "columns" or (size == 2 and backend == "eager")], backend, size)
