@@ -70,7 +70,7 @@ def test_one_rank_may_look_alone():
     assert found[1].startswith("Part(p.grad of the sharded parameter odd.weight, shape=(3, 2)")
     assert "shape=(), of which this rank has elements 1 to 1" in found[2] and found[3].startswith("Part(p.grad of")
     assert found[4].startswith("Part(parts of several sharded parameters, shape=(7,), of which this rank has 2:")
-    assert found[5:] == [6, 0, True, (2,), (0,)]
+    assert found[5:] == [6, 0, True, (1, 2), (0,)]
 
 
 def numbers():

@@ -55,6 +55,29 @@ def cut_by_rows(shape: Sequence[int], size: int) -> bool:
     return len(shape) > 0 and shape[0] >= max(size, 1)
 
 
+def rows_of(shape: Sequence[int], leaf: Sequence[int], low: int, high: int, size: int) -> tuple[int, ...] | None:
+    """The shape of this rank's rows of a tensor that has the elements of a leaf; `None` where ranks split rows.
+
+    Args:
+        shape: of the tensor: that of the leaf, or another one.
+        leaf: the shape of the leaf.
+        low, high: this rank's range of it.
+        size: how many ranks share it.
+
+    >>> rows_of((5, 3), (5, 3), 9, 15, 2), rows_of((15,), (5, 3), 9, 15, 2), rows_of((3, 5), (5, 3), 9, 15, 2)
+    ((2, 3), (6,), None)
+
+    A short leaf is cut flat, and a rank without any of it has no rows either where others have split ones:
+
+    >>> rows_of((2, 3), (2, 3), 0, 2, 4), rows_of((2, 3), (2, 3), 6, 6, 4), rows_of((1, 1), (1, 1), 1, 1, 4)
+    (None, None, (0, 1))
+    """
+    row = prod(shape[1:])
+    if not shape or (row and width(leaf, size) % row):
+        return None
+    return rows_between(shape, low, high)
+
+
 def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] | None:
     """The shape of a range of the flattened leaf, if it is of whole rows; else `None`. A 0-d leaf is one row.
 

@@ -83,7 +83,7 @@ class State:
 
     @property
     def params(self) -> Tree:
-        """The stored parameters in the structure they were given in; under sharding, this rank's part.
+        """The stored parameters in the structure they were given in; under sharding, this rank's part, laid out flat.
 
         A new tree at each call, of the tensors of the state: `state.params["w"].copy_(w)` under `torch.no_grad()`
         writes into the state, `state.params["w"] = w` into a dict that nobody keeps.

@@ -130,6 +130,17 @@ def _at_owner(e: Entry, here: bool) -> Entry:
     return replace(e, value=e.value.new_empty(0), offset=e.value.numel(), at_owner=True, elsewhere=True)
 
 
+def held_by_owners(state: State) -> Iterator[tuple[str, str, Tensor, int]]:
+    """Tensors that another rank keeps, the owner of their leaf: slot, path, what stands in its place here, and rank."""
+    placement = state.layout.placement
+    for owner, own in state.transforms.items():
+        for name, x in zip(_names(state, owner), flatten(own)[0], strict=True):
+            owned = placement.owners_of(owner, name.slot)
+            rank = None if owned is None or name.path is None else owned[1].get(name.path)
+            if rank is not None and name.path is not None and rank != placement.rank and isinstance(x, Tensor):
+                yield name.slot, name.path, x, rank
+
+
 def _flat(x: Any, low: int, high: int) -> bool:
     return isinstance(x, Tensor) and tuple(x.shape) == (high - low,)
 

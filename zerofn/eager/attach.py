@@ -43,7 +43,7 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_froz
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
-    Under `shard` a parameter and its gradient have the shape of the whole, and hold this rank's piece: `p.to_local()`.
+    Under `shard` a parameter and its gradient have the shape of the whole, and hold this rank's rows: `p.to_local()`.
     What computes with them, inside of the model and outside, has the whole, gathered on every rank: `p.grad.norm()`,
     `loss + model.head.weight.norm()`. What writes into them keeps this rank's rows. torch's functions that clip
     gradients raise where `p.grad` is not all there. Gradients of a block may be parts of one buffer: who keeps one of

@@ -35,7 +35,8 @@ class OptimizerBase(torch.optim.Optimizer):
         """The pipeline's state. On one process its stored parameters are the model's own.
 
         To libraries that expect that of `torch.optim` it is a mapping: `opt.state[model.weight]["exp_avg"]`, of the
-        shape of the weight; under `shard` a part, as `model.weight` is one.
+        shape of the weight. Under `shard` and behind `reduce_scatter` it holds this rank's rows, `x.to_local()`; norms,
+        indices and writes by index are those of the whole, for which every rank makes the call.
         """
         settled, seen = self._own.home.settled(), self._own.home.state_views
         return settled.keyed_by(self._own.params, lambda x: seen.shown(settled, x), self._own.dicts.named(settled))

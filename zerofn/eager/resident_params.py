@@ -40,7 +40,7 @@ from .manual_writes import WholeParameters
 from .master_weights import MasterWeights
 from .micro_step import MicroStep
 from .resident_form import put, to_resident
-from .sharded_state_views import ShardedStateViews
+from .sharded_state_views import ShardedStateViews, gathering_of_states
 from .step_agreement import StepAgreement
 from .temporary_parameters import full_parameters
 
@@ -153,7 +153,8 @@ class ResidentParams:
         self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
-        self.state_views = ShardedStateViews(gathering)
+        by = gathering or gathering_of_states(pipe, channels.control, lambda: self.left)
+        self.state_views = ShardedStateViews(by)
         label(self.undo, model, pipe, params, gathering, self.units, context is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.

@@ -1,7 +1,9 @@
-"""`opt.state[p]` of a sharded parameter: shards of states, shown with the shape of the whole.
+"""`opt.state[p]` over ranks: shards of states, shown with the shape of the whole.
 
-So a second moment stands beside `p.grad` as in one process. What owners keep whole, and what is cut along another
-axis besides, is shown as it is kept.
+So a second moment stands beside `p.grad` as in one process, at every stage: what is elementwise runs on the shard, and
+norms, indices and writes by index are those of the whole. What is cut and cannot be gathered here, for instance along
+two axes of a mesh, refuses those. What an owner keeps whole is shown there as it is kept; on other ranks it refuses
+them too, and what is elementwise has no effect.
 """
 
 from __future__ import annotations
@@ -10,19 +12,46 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..core.layout import Leaf
+from ..core.pipeline import Pipeline
 from ..core.state import State
-from ..core.state_entries import entries
+from ..core.state_entries import entries, held_by_owners
+from ..ranks.group import Group
+from ..ranks.rendezvous import together
 from ..sharded.gather_part import Gathering, Piece
 from ..sharded.part import part_of
 from ..sharded.part_origin import Origin
+
+ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
+
+
+def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[], bool]) -> Gathering | None:
+    """How shards of a state are gathered where parameters are whole; `None` where nothing is cut.
+
+    Args:
+        pipe: the pipeline.
+        control: the ranks that step together.
+        left: whether the model is detached.
+    """
+    wire = pipe.sharding
+    if wire is None or control is None:
+        return None
+
+    def meet(asked: str) -> str:
+        together(asked, control.ranks, ON_EVERY_RANK)
+        return ""
+
+    return Gathering(wire, meet, left)
 
 
 class ShardedStateViews:
     """Shows tensors of a state as shards, like the parameters of one attached model.
 
     Args:
-        gathering: how shards are gathered outside of the model's calls; `None` where parameters are not cut.
+        gathering: how shards are gathered outside of the model's calls; `None` where nothing is cut.
     """
 
     def __init__(self, gathering: Gathering | None):
@@ -38,18 +67,29 @@ class ShardedStateViews:
         if self._state() is not state:
             self._state, self._known = weakref.ref(state), _origins(state, self.gathering)
         of = self._known.get(id(x))
-        return x if of is None else part_of(x, of)
+        if of is None:
+            return x
+        # In the place of what its owner keeps stands one number, expanded, which nothing could be written into.
+        return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
 
 
 def _origins(state: State, by: Gathering) -> dict[int, Origin]:
-    """Of which whole each tensor is a shard, by `id`: of those that are cut as their parameter is."""
+    """By `id` of a tensor of the state, of which whole it is a shard."""
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
     found = {}
     for e in entries(state):
         leaf = leaves.get(e.path)
-        if leaf is not None and e.offset is not None and e.owner != "params":
-            low, high = by.wire.span(leaf)
-            if (e.offset, e.offset + e.value.numel()) == (low, high):
-                piece = Piece(leaf, low, high, by)
-                found[id(e.value)] = Origin(f"opt.state[p][{e.slot!r}]", e.path, False, (piece,), leaf.shape)
+        if leaf is None or e.owner == "params" or e.at_owner or not isinstance(e.value, Tensor):
+            continue
+        if e.offset is None and not e.of_part:
+            continue
+        pieces, shape = (), e.value.shape if e.offset is None else leaf.shape
+        low, high = by.wire.span(leaf)
+        if e.offset is not None and (e.offset, e.offset + e.value.numel()) == (low, high):
+            pieces = (Piece(leaf, low, high, by),)
+        how = f"opt.state[p][{e.slot!r}]"
+        found[id(e.value)] = Origin(how, e.path, False, pieces, torch.Size(shape), state=True)
+    for slot, path, x, rank in held_by_owners(state):
+        how = f"opt.state[p][{slot!r}], which rank {rank} of those that share the leaf keeps,"
+        found[id(x)] = Origin(how, path, False, (), x.shape, state=True)
     return found

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from .._compat.autograd import gradient_hooks, hooks_after, in_backward
 from .._compat.compiler import uncompiled
 from .._compat.tensors import SHALLOW_COPY_CHECK
+from ..sharded.dtensor_values import exchanged
 from ..sharded.gather_part import Piece
 from ..sharded.global_shape import printed, sizes
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.part import AfterGradients, Handed, first_by_position, handed, kept, own_shard, part_of, plain, written
+from ..sharded.part import AfterGradients, Handed, first_by_position, handed, kept, own_shard, part_of, written
 from ..sharded.part import origin_of as of_part
 from ..sharded.part_origin import Origin, check_no_argument, check_sizes
 from ..sharded.read_only_views import check_unwritten
@@ -79,6 +80,8 @@ class ShardedParameter(Partial):
             # An operator of torch.ops has its overload in its name.
             name = func.__name__.partition(".")[0]
             args, kwargs = (args, kwargs or {}) if args else first_by_position(kwargs or {})
+            if name not in SIZES and name != "__get__":
+                args, kwargs = exchanged(name, args, kwargs, origin_of, part_of, lambda x: _gathered(x, name))
             attribute = func.__self__.__name__ if name == "__get__" else ""
             frame = sys._getframe(1)
             if name in SIZES or attribute in SIZES:
@@ -133,7 +136,7 @@ class ShardedParameter(Partial):
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         if ours(frame) or self.is_whole():
-            return plain(value)
+            return super()._own(value, how, frame)
         if isinstance(value, ShardedParameter) and not value.is_whole():
             value = part_of(Tensor.data.__get__(value), value.of)  # type: ignore[attr-defined]
         return own_shard(Tensor.data.__get__(self), self.of, value, how)  # type: ignore[attr-defined]
@@ -146,9 +149,23 @@ class ShardedParameter(Partial):
             self.adopted = Tensor.data_ptr(self)
 
     def to_local(self) -> Tensor:
-        """This rank's part, flat: a plain tensor over the same memory, in no graph; the whole while that is there."""
+        """This rank's rows: a plain tensor over the same memory, in no graph; the whole while that is there.
+
+        Flat where ranks split rows, which they do of a leaf with fewer rows than ranks.
+        """
         with torch.DisableTorchFunctionSubclass():
-            return self.detach().as_subclass(Tensor)
+            mine = self.detach().as_subclass(Tensor)
+            return mine if self.is_whole() else self.of.local(mine)
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks that share it, as that of a DTensor."""
+        return self.of.placed(self.device.type)[0]
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """`(Shard(0),)`, as those of a DTensor; an `AttributeError` where ranks split rows."""
+        return self.of.placed(self.device.type)[1]
 
     def full_tensor(self) -> Tensor:
         """The full parameter, gathered: a plain tensor of its own, differentiable."""
@@ -283,14 +300,15 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def _wholes(name: str) -> Wholes:
     """Exchanges parameters and parts among arguments for full tensors, differentiable."""
+    return Wholes(lambda x: _gathered(x, name))
 
-    def whole(x: Any) -> Tensor | None:
-        if isinstance(x, ShardedParameter):
-            if x.is_whole():
-                return None
-            check_no_argument()
-            return x.whole()
-        of = of_part(x)
-        return None if of is None else of.whole(x, name)
 
-    return Wholes(whole)
+def _gathered(x: Any, name: str) -> Tensor | None:
+    """A parameter or a part as a full tensor, differentiable; `None` of anything else."""
+    if isinstance(x, ShardedParameter):
+        if x.is_whole():
+            return None
+        check_no_argument()
+        return x.whole()
+    of = of_part(x)
+    return None if of is None else of.whole(x, name)

@@ -18,10 +18,15 @@ CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+def distributed_class() -> Any:
+    """The class of DTensors, `None` where their library is not loaded: then there is none."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
 def is_distributed(x: Any) -> bool:
     """Whether `x` is a DTensor; does not import their library, which is loaded if there is one."""
-    library: Any = sys.modules.get("torch.distributed.tensor")
-    return library is not None and type(x) is not Tensor and isinstance(x, library.DTensor)
+    kind = distributed_class()
+    return kind is not None and type(x) is not Tensor and isinstance(x, kind)
 
 
 def why_not_attachable(x: Any) -> str | None:

@@ -34,6 +34,11 @@ def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def mesh_of_group(group: Group, kind: str) -> DeviceMesh:
+    """The ranks of a group as a mesh of one axis, for a type of device."""
+    return DeviceMesh.from_group(group.pg, kind)
+
+
 def as_part_of(like: Any, x: Any) -> Any:
     """This rank's part as a DTensor like another one, which has as many elements here; anything else unchanged."""
     if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):

@@ -10,7 +10,6 @@ whole, so a sum over ranks would count it once for each rank. Each of the two is
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from .._compat.compiler import uncompiled
 from .._errors import explain
 from ..core.layout import Leaf
 from ..core.views import Wire, over_ranks
+from ..ranks.dtensor_shards import mesh_of_group
 
 # Dtypes of so many bytes that every backend sends. Others, of integers, travel as these.
 SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -33,16 +33,24 @@ class Gathering:
 
     Args:
         wire: what its parameters are cut by.
-        meet: waits until all ranks have come to this number; returns where the others are, if one will not come.
+        meet: waits until all ranks have come to what it is given, which is the same on all; returns where the others
+            are, if one will not come.
         left: whether the model is detached.
 
     Attributes:
         gathers: how many there were, to tell apart what the derivatives of two of them are called.
     """
 
-    def __init__(self, wire: Wire, meet: Callable[[int], str], left: Callable[[], bool]):
+    def __init__(self, wire: Wire, meet: Callable[[str], str], left: Callable[[], bool]):
         self.wire, self.meet, self.left = wire, meet, left
         self.gathers = 0
+        self._meshes: dict[str, Any] = {}
+
+    def mesh(self, kind: str) -> Any:
+        """The ranks as a `DeviceMesh` of one axis, for a type of device."""
+        if kind not in self._meshes:
+            self._meshes[kind] = mesh_of_group(self.wire.group, kind)
+        return self._meshes[kind]
 
     def gather(self, part: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
         """The whole, flat.
@@ -52,31 +60,38 @@ class Gathering:
             pieces: of which leaves it is a part.
             asked: what it is gathered for, the same on all ranks.
         """
-        self._meet(f"{asked} {part.dtype}")
+        self.meet_for(f"{asked} {part.dtype}")
         self.gathers += 1
         # What is made under `torch.inference_mode` training could not use.
         with torch.inference_mode(False), torch.no_grad():
             number = part.is_floating_point() or part.is_complex()
             sent = part if number else part.view(SENT_AS[part.element_size()])
             leaves = [piece.leaf for piece in pieces]
+            # A state may lie in host memory.
+            sent = sent.to(self.wire.group.device)
             _, rows = self.wire.send_parts(sent.split([piece.numel for piece in pieces]), leaves)
             fulls = self.wire.join_parts(rows, leaves)
-            return (fulls[0] if len(fulls) == 1 else torch.cat(fulls)).view(part.dtype)
+            return (fulls[0] if len(fulls) == 1 else torch.cat(fulls)).view(part.dtype).to(part.device)
 
     def mean(self, full: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
         """This rank's parts of the mean over ranks of a flat full tensor."""
-        self._meet(asked)
+        self.meet_for(asked)
         view = over_ranks(self.wire.on(self.wire.group, None), False)
         fulls = full.split([piece.leaf.numel for piece in pieces])
         with torch.inference_mode(False), torch.no_grad():
             means = (view.pull(x.view(piece.leaf.shape), piece.leaf) for x, piece in zip(fulls, pieces, strict=True))
             return torch.cat([mean.reshape(-1) for mean in means]).to(full.dtype)
 
-    def _meet(self, asked: str) -> None:
+    def meet_for(self, asked: str) -> None:
+        """Wait until all ranks have come to the same line.
+
+        Raises:
+            RuntimeError: one of them will not come, or the model was detached.
+        """
         if self.left():
             why, right = "this rank's part is that of a model that is a plain one again", "it before opt.detach()"
             raise RuntimeError(explain(f"{asked}, after opt.detach()", why, right))
-        apart = self.meet(zlib.crc32(asked.encode()))
+        apart = self.meet(asked)
         if apart:
             raise RuntimeError(
                 explain(

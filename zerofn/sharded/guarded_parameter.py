@@ -28,6 +28,7 @@ from .._compat.modules import CONVERTING
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
+from .dtensor_values import check_plain
 from .part import plain
 
 PACKAGE = __name__.partition(".")[0]
@@ -156,6 +157,7 @@ class Partial(nn.Parameter):
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         """What to store for `value` that the caller sets."""
+        check_plain(value, how, f"the parameter {self.path}")
         return plain(value)
 
     @uncompiled

@@ -1,8 +1,9 @@
 """`Part`: this rank's shard as a tensor of the global shape. Elementwise functions run on it, others gather.
 
 Under `shard` these are parts: `p.data`, `p.detach()`, `p.grad`, what `torch.autograd.grad` returns, what a hook on `p`
-is given and what `model.state_dict()` has. A part holds this rank's flat shard, and has the sizes and strides of the
-whole (`global_shape`). Elementwise functions (a decay, a clamp, a difference, an average of parts) run on the shard
+is given and what `model.state_dict()` has. `opt.state[p]` has them behind `reduce_scatter` too. A part holds this
+rank's flat shard, and has the sizes and strides of the whole (`global_shape`). Elementwise functions (a decay, a clamp,
+a difference, an average of parts) run on the shard
 (`torch_functions`). Reductions, products, indices and functions of a part and a full tensor gather it, and all ranks
 have the same plain result. What writes keeps this rank's rows of the result (`part_writes`). To gather is a collective
 in the middle of the user's code: a rank that calls it alone raises. Within backward, where ranks may come to it in
@@ -27,6 +28,8 @@ from torch import Tensor
 from .._compat.compiler import asked_by_compiler, uncompiled
 from .._compat.tensors import alias_of
 from .._errors import explain
+from ..ranks.dtensor_parameters import is_distributed
+from .dtensor_values import as_part, exchanged
 from .hook_linearity import check_linear, from_hooks
 from .part_origin import Origin, OriginOf, Stay, check_sizes, refuse, refuse_in_hook
 from .part_writes import into_out, into_plain, write
@@ -66,14 +69,26 @@ class Part(Tensor):
             return kept(_call(func, name, args, kwargs))
 
     def to_local(self) -> Tensor:
-        """This rank's flat shard as a plain tensor on the same memory."""
+        """This rank's shard as a plain tensor on the same memory: its rows; flat where ranks split rows."""
         with torch.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+            return self.of.local(self.as_subclass(Tensor))
 
     def full_tensor(self) -> Tensor:
         """The whole as a plain tensor, gathered: a collective of every rank. Named as that of DTensor."""
         with torch.DisableTorchFunctionSubclass():
             return self.of.whole(self, "full_tensor")
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks that share it, as that of a DTensor."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.of.placed(self.device.type)[0]
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """`(Shard(0),)`, as those of a DTensor; an `AttributeError` where ranks split rows."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.of.placed(self.device.type)[1]
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
         # Torch tells no subclass of it. This object would have other memory, and what it stands for would not.
@@ -85,6 +100,7 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """A torch function that is given parts, by its kind."""
     if not args:
         args, kwargs = first_by_position(kwargs)
+    args, kwargs = exchanged(name, args, kwargs, origin_of, part_of, lambda x: _whole(x, name))
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
     if attribute == "data" and name == "__set__":
         return set_data(*args)
@@ -100,6 +116,11 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 and not kwargs else kind]
     out = handler(func, name, args, kwargs, origin_of)
     return in_hook(out, name) if hooked and kind not in BESIDE else out
+
+
+def _whole(x: Any, name: str) -> Tensor | None:
+    of = origin_of(x)
+    return None if of is None else of.whole(x, name)
 
 
 def _derivatives(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
@@ -171,6 +192,8 @@ def own_shard(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
         value: a part that is cut alike, or a tensor of the whole's shape.
         how: how the user sets it, for messages.
     """
+    if is_distributed(value):
+        value = as_part(value, [of], how, part_of)
     own, value = origin_of(value), plain(value)
     if value is None or (own is not None and of.alike(own)):
         return value
@@ -186,7 +209,7 @@ def own_shard(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
 
 def set_data(part: Part, value: Any) -> None:
     """`p.grad.data = x`: writes into the memory of `p.grad`, which is another object each time it is asked for."""
-    mine = part.to_local()
+    mine = plain(part)
     value = own_shard(mine, part.of, value, "x.data = y")
     if value.dtype != mine.dtype or value.device != mine.device:
         got, has = (f"{x.dtype} on {x.device}" for x in (value, mine))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._compat.autograd import arguments_of_functions, in_backward
 from .._errors import explain
+from ..core.row_sharding import rows_of
 from .gather_part import Piece, cut, gathered
 
 # The method that asks for the whole by name, which a hook may do.
@@ -27,6 +28,7 @@ class Origin(NamedTuple):
         shape: of the whole.
         in_hook: whether a gradient hook is given it, or it is computed from that. At other stages than `shard` a hook
             is given this rank's own gradient, not a part of the mean.
+        state: whether it is of the optimizer's state.
     """
 
     how: str
@@ -35,6 +37,7 @@ class Origin(NamedTuple):
     pieces: tuple[Piece, ...] = ()
     shape: torch.Size = torch.Size()
     in_hook: bool = False
+    state: bool = False
 
     def __str__(self) -> str:
         return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
@@ -53,6 +56,36 @@ class Origin(NamedTuple):
             refuse_in_hook(name, self)
         check_no_argument()
         return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
+
+    def local(self, part: Tensor) -> Tensor:
+        """This rank's shard in the shape of its rows, as `Shard(0)` of torch has it; flat where ranks split rows."""
+        rows = self.local_shape
+        return part if rows is None or part.ndim != 1 else part.view(rows)
+
+    @property
+    def local_shape(self) -> tuple[int, ...] | None:
+        """The shape of this rank's rows; `None` where ranks split rows, or it is of several leaves."""
+        if len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        return rows_of(self.shape, piece.leaf.shape, piece.low, piece.high, piece.by.wire.group.size)
+
+    def placed(self, kind: str) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh and the placements of a DTensor that is cut as this.
+
+        Args:
+            kind: the type of device.
+
+        Raises:
+            AttributeError: ranks split rows, or it is not known here how they are cut.
+        """
+        if self.local_shape is None:
+            why = f"it is cut flat over ranks, as {tuple(self.shape)} has fewer rows than ranks or is not cut by rows"
+            right = "x.full_tensor(), which every rank calls; distribute_tensor(x.full_tensor(), mesh, placements)"
+            raise AttributeError(explain(f"placements of {self}", why, right))
+        from torch.distributed.tensor import Shard
+
+        return self.pieces[0].by.mesh(kind), (Shard(0),)
 
     def rows(self, full: Tensor) -> Tensor:
         """This rank's flat shard of a full tensor that broadcasts to the whole."""
@@ -77,15 +110,20 @@ def refuse(name: str, of: Origin) -> Any:
         "zf.clip_by_global_norm(max_norm), or a zf.leafwise function of whole gradients, in the chain"
     )
     of_values = f"p.{name}(...) of the parameter itself, on every rank, which gathers it\nwith opt.gathered(): the same"
-    why = "under shard it is this rank's flat part, and every rank would have another result"
+    of_states = (
+        "x.mul_(2.0), x.zero_(): what is elementwise runs on every rank's shard\n"
+        "zf.save(directory, opt) and zf.load, for the whole of each leaf's state"
+    )
+    why = "it is not gathered here, and what this rank has of it alone would give another result"
     if of.pieces:
-        why = "under shard the whole of it is gathered, for which ranks would wait for each other: in the middle of\n"
+        why = "the whole of it is gathered, for which ranks would wait for each other: in the middle of\n"
         why += "backward one of them may never come to it"
+    instead = of_gradients if of.gradient else of_states if of.state else of_values
     raise RuntimeError(
         explain(
             f"{name} of {of}",
             why,
-            f"{of_gradients if of.gradient else of_values}\nx.to_local() for this rank's piece by itself",
+            f"{instead}\nx.to_local() for this rank's piece by itself",
         )
     )
 
@@ -124,7 +162,7 @@ def refuse_saving(of: Origin) -> Any:
     raise RuntimeError(
         explain(
             f"saving {of}",
-            "under shard its tensors are this rank's flat parts",
+            "its tensors are this rank's shards",
             "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
             "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
             "x.full_tensor() for the whole, on every rank; x.to_local() for this rank's piece by itself",
@@ -134,7 +172,7 @@ def refuse_saving(of: Origin) -> Any:
 
 def check_sizes(name: str, of: Origin, part: Tensor, x: Tensor) -> None:
     """Refuse a plain tensor beside a part that has the shard's shape and does not broadcast to the whole's."""
-    if x.shape == part.shape and not _fits(x.shape, of.shape):
+    if x.shape in (part.shape, of.local_shape) and not _fits(x.shape, of.shape):
         raise RuntimeError(
             explain(
                 f"{name} of {of}, {tuple(of.shape)}, and a tensor of shape {tuple(x.shape)}",

@@ -53,9 +53,9 @@ def check_unwritten(name: str, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(
             explain(
                 f"{name} of a view of what was gathered",
-                "under shard p.grad[index], p.data.T and p.detach().view(...) of a part are made of all ranks' parts,\n"
+                "p.grad[index], p.data.T and opt.state[p][name][index] of a shard are made of all ranks' shards,\n"
                 "and what is written into them would be lost",
-                "p.grad[index] = new, or p.data[index] = p.data[index] + 1, on every rank;\n"
+                "p.grad[index] = new, or x[index] = x[index] + 1 in place of x[index] += 1, on every rank;\n"
                 "x.clone() for a tensor of one's own; for torch.optim.Muon, zf.muon(lr) in the chain of zf.attach",
             )
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -109,11 +110,12 @@ class UnitRounds:
             self.last_two = (START, START)
             return self.protocol.rest(place, told)
 
-    def meet(self, what: int) -> str:
+    def meet(self, what: str) -> str:
         """Wait until all ranks have come to the same; see `Rounds.meet`."""
+        number = zlib.crc32(what.encode())
         # Ranks in different backwards have not: their gradients differ.
         with self.lock:
-            return self.protocol.meet(lambda: what * COUNTED + self.kept % COUNTED)
+            return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
 
     def _expected(self, most: int) -> list[Asked]:
         """The all-gathers of parameters that followed here the last time, at most so many of them.
