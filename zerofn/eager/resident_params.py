@@ -133,7 +133,7 @@ class ResidentParams:
     def _hook(self) -> None:
         model, pipe, params, channels = self.model, self.pipe, self.params, self.channels
         context, forms = self.context, self.forms
-        self.masters = MasterWeights(pipe, params, self.current, context is None)
+        self.masters = MasterWeights(pipe, params, self.current)
         carry = self.masters.carry_leaf
         self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, carry, self.undo)
         # Buffers before modules are hooked, which look at the dtypes of their buffers.

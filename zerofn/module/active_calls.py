@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._compat.autograd import saved_tensors_hooks
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
-from ..sharded.write_back import Region, Sampling
+from ..sharded.write_back import Region
 from .leaked_tensors import HookedOutput
 from .output_graph import OutputTracker
 
@@ -27,7 +27,6 @@ class ThreadState(threading.local):
         calls: of modules, the outermost first.
         walks: exchange gathered parameters that graphs of calls have saved for notes.
         seen: by path, of the call under way: the stored tensor, its view, and where the view's memory was.
-        sampling: at the end of which calls all views are compared with what is stored.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is the view of.
         searched: by the numbers of the backwards whose graphs have been searched, the last one and those inside of it,
@@ -39,7 +38,6 @@ class ThreadState(threading.local):
         self.calls: list[ActiveCall] = []
         self.walks = None if units is None else Walks(units)
         self.seen: Seen = {}
-        self.sampling = Sampling()
         self.crossed_at: int | None = None
         self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.searched: dict[int, Tensor | None] = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from operator import attrgetter, itemgetter
 
 import torch
-from torch import Tensor
 
 from .._compat.functorch import innermost, is_wrapped
 from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.linear_map import is_linear_map
-from ..sharded.write_back import carried, same
+from ..sharded.write_back import carried
 from .active_calls import Seen
 from .boundary import ModelBoundary
 from .parameter_views import address
@@ -24,7 +23,7 @@ _VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
 def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     """Store what forward wrote into views of parameters in another dtype, which are copies.
 
-    Writes of NumPy and of `w.data` are in no version count; they are looked for in the calls that `Sampling` picks.
+    What counts a version is stored, in every call. Writes of NumPy and through `w.data` count none, and are lost.
 
     Args:
         boundary: of the model.
@@ -35,19 +34,17 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     """
     _check_leaves(seen)
     bad: dict[str, str] = {}
-    local, model = boundary.local, boundary.model()
-    compares, late = local.sampling.next(model is not None and model.training)
     inexact, suspended = boundary.views.inexact, boundary.views.suspended
     for path, (stored, view, begin) in seen.items():
         exact, exchanged = path not in inexact, address(view) != begin
         if not exchanged and view.dtype == stored.dtype and (exact or suspended):
             continue
-        # `foreach` and `.data` do not count writes in a wrapper of torch.func, but in the tensor inside of it.
+        # `foreach` and `.data` count writes in the tensor inside of a wrapper of torch.func, and not in the wrapper.
         inner = innermost(view)
         # A view half that gives its argument back gives no copy: what is written into it is stored, and counted there.
         copied = exact or address(inner) != address(stored)
         counted = copied and not inner.is_inference() and max(version(view), version(inner)) > 0
-        if not (exchanged or counted or (compares and begin is not None and exact and not _same(view, stored))):
+        if not (exchanged or counted):
             continue
         if not exact:
             bad[path] = "seen through a view half of the pipeline, which has no way back from here"
@@ -55,10 +52,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
             bad[path] = "inside of a transform of torch.func"
         elif view.shape != stored.shape:
             bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
-        elif late and not (exchanged or counted):
-            bad[path] = "by .data or NumPy, and in no call before that was compared"
         else:
-            local.sampling.found = True
             new, old = view.detach(), stored.detach()
             stored.copy_(carried(new, old.to(new.dtype), old))
     if bad:
@@ -90,7 +84,3 @@ def _check_leaves(seen: Seen) -> None:
                 "w = self.weight * 2 instead of self.weight.mul_(2), or the write under torch.no_grad()",
             )
         )
-
-
-def _same(view: Tensor, stored: Tensor) -> bool:
-    return same(view.detach(), stored.detach().to(view.dtype))

@@ -149,31 +149,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(x.view(words), y.view(words)) or torch.equal(a, b)
 
 
-class Sampling:
-    """In which calls parameters are compared for writes by NumPy or `.data`, which no version count tells.
-
-    It takes a pass over all of them, so it is done in calls 1, 2, 4, 8, ..., and in every call once a write was found:
-    programs repeat themselves.
-
-    >>> sampling = Sampling()
-    >>> [sampling.next() for _ in range(4)]
-    [(True, False), (True, True), (False, True), (True, True)]
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[bool, int] = {}
-        self.found = False
-
-    def next(self, mode: bool = True) -> tuple[bool, bool]:
-        """Of one more call: whether parameters are compared in it, and whether some call before did not compare them.
-
-        Args:
-            mode: `module.training`: calls in `train()` and in `eval()` are counted separately.
-        """
-        n = self.calls[mode] = self.calls.get(mode, 0) + 1
-        return self.found or n & (n - 1) == 0, not self.found and n > 1
-
-
 def checksum(x: Tensor) -> int:
     """A number below 2^62 that is equal for equal bits, and hardly ever for others."""
     bits = x.reshape(-1).view(torch.uint8)
