@@ -39,6 +39,20 @@ def mesh_of_group(group: Group, kind: str) -> DeviceMesh:
     return DeviceMesh.from_group(group.pg, kind)
 
 
+def by_rows() -> tuple[Any, ...]:
+    """The placements of a DTensor whose rows are cut over a mesh of one axis."""
+    from torch.distributed.tensor import Shard
+
+    return (Shard(0),)
+
+
+def replicated(full: Tensor, mesh: Any) -> Tensor:
+    """A tensor that every rank of a mesh has, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def as_part_of(like: Any, x: Any) -> Any:
     """This rank's part as a DTensor like another one, which has as many elements here; anything else unchanged."""
     if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):

@@ -17,6 +17,7 @@ from .._compat.autograd import in_backward
 from .._errors import explain
 from ..core.row_sharding import width
 from ..ranks.dtensor_parameters import distributed_class, is_distributed
+from ..ranks.dtensor_shards import replicated
 from .part_origin import Origin, OriginOf
 from .torch_function_arguments import Wholes, tensors_in
 
@@ -63,11 +64,7 @@ class _Replicated:
 
     def __call__(self, x: Any) -> Tensor | None:
         full = self.whole(x)
-        if full is None:
-            return None
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(full, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return None if full is None else replicated(full, self.mesh)
 
 
 def as_part(x: Any, beside: Iterable[Origin], name: str, part_of: Callable[[Tensor, Origin], Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._compat.autograd import arguments_of_functions, in_backward
 from .._errors import explain
 from ..core.row_sharding import rows_of
+from ..ranks.dtensor_shards import by_rows
 from .gather_part import Piece, cut, gathered
 
 # The method that asks for the whole by name, which a hook may do.
@@ -83,9 +84,7 @@ class Origin(NamedTuple):
             why = f"it is cut flat over ranks, as {tuple(self.shape)} has fewer rows than ranks or is not cut by rows"
             right = "x.full_tensor(), which every rank calls; distribute_tensor(x.full_tensor(), mesh, placements)"
             raise AttributeError(explain(f"placements of {self}", why, right))
-        from torch.distributed.tensor import Shard
-
-        return self.pieces[0].by.mesh(kind), (Shard(0),)
+        return self.pieces[0].by.mesh(kind), by_rows()
 
     def rows(self, full: Tensor) -> Tensor:
         """This rank's flat shard of a full tensor that broadcasts to the whole."""
