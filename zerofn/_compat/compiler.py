@@ -42,6 +42,11 @@ def exports() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def graph_under_way() -> object | None:
+    """What the compiler has for the one graph that it makes at the moment; another object for each."""
+    return torch._guards.TracingContext.try_get()
+
+
 # The mode in which `make_fx` and torch.func.linearize record operations, by proxies of tensors; `None` outside of it.
 makes_proxies: Callable[[], Any] = functools.partial(
     torch._C._get_dispatch_mode,  # type: ignore[attr-defined]

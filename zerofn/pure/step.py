@@ -27,7 +27,7 @@ from ..sharded.lazy_tensor import settled
 from .api import records
 from .linearize import linearize
 from .states import reading_state, resolve_for
-from .uncompiled import check_not_exported, outside_of_graphs, torch_func_check
+from .uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
 
 
 @outside_of_graphs
@@ -88,11 +88,15 @@ def make_step(
 def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
     """`run` on a state, after checks; where the compiler cannot have a step in its graph, `run` uncompiled."""
 
+    step_is_traced = unrolled_check()
+
     def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         check_not_exported()
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(whole, state, batch, weight)
+        if tracing:
+            step_is_traced()
         pipe = pipes.of(state, tracing)
         if tracing and not pipe.layout.readable:
             return step_of_other_containers(whole, state, batch, weight)
