@@ -77,6 +77,7 @@ if _TYPE_CHECKING:
     from .transforms.rmsprop import rmsprop as rmsprop
     from .transforms.sgd import sgd as sgd
     from .transforms.sharding import all_reduce as all_reduce
+    from .transforms.sharding import local as local
     from .transforms.sharding import reduce_scatter as reduce_scatter
     from .transforms.sharding import shard as shard
     from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
@@ -146,6 +147,7 @@ _LATER = {
     "rmsprop": "transforms.rmsprop",
     "sgd": "transforms.sgd",
     "all_reduce": "transforms.sharding",
+    "local": "transforms.sharding",
     "reduce_scatter": "transforms.sharding",
     "shard": "transforms.sharding",
     "skip_nonfinite": "transforms.skip_nonfinite",

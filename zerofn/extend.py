@@ -42,6 +42,7 @@ from .core.partition import of_members, values_by_path
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .core.row_sharding import span, width
 from .core.spec import (
+    NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
     Misplaced,
@@ -76,6 +77,7 @@ __all__ = [
     "FIRST_FORMAT",
     "FORMAT",
     "FORMAT_ENTRY",
+    "NOT_REDUCED",
     "OF_ITS_OWN",
     "ONE_OF_TWO",
     "OVERFLOW_LEAF",

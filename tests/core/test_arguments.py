@@ -186,6 +186,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "shard": (zf.shard, {"mesh": None}, {}),
     "reduce_scatter": (zf.reduce_scatter, {"mesh": None}, {}),
     "all_reduce": (zf.all_reduce, {"mesh": None}, {}),
+    "local": (zf.local, {}, {}),
     "constant": (zf.schedules.constant, {"value": Number()}, {}),
     "linear": (
         zf.schedules.linear,

@@ -316,3 +316,35 @@ def test_scaled_in_fp32_and_rounded_once():
     assert torch.equal(over(torch.complex(x, -x), scale, C64), torch.complex(third, -third)[None])
     large = torch.complex(x * 2.0**15, x)
     assert torch.equal(times(large, scale, C64), torch.tensor([3 * 2.0**15 + 3j]))
+
+
+AS_TORCH = {
+    "sgd": (torch.optim.SGD, zf.sgd, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, zf.adam, {"lr": 0.1}),
+    "adamw": (torch.optim.AdamW, zf.adamw, {"lr": 0.1, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, zf.rmsprop, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("name", AS_TORCH)
+def test_pairs_of_numbers_are_trained_as_torch_trains_a_complex_parameter(name):
+    """Which is refused by path, with this to write: `view_as_real` of it is the parameter."""
+    theirs, ours, numbers = AS_TORCH[name]
+    start = torch.tensor([1 + 2j, -0.5 + 0.25j, 0.1 - 1j], dtype=C128)
+    by = torch.tensor([1 + 1j, 2 - 1j, 0.5j], dtype=C128)
+    loss = lambda w: ((w * by).sum() - 1).abs().square() + 0.1 * (w.abs() ** 4).sum()  # noqa: E731
+    w = nn.Parameter(start.clone())
+    opt = theirs([w], **numbers)
+    tx = ours(**numbers)
+    state, step = (
+        zf.init(tx, {"w": torch.view_as_real(start)}),
+        zf.make_step(lambda p: loss(torch.view_as_complex(p["w"])), tx),
+    )
+    for _ in range(4):
+        opt.zero_grad()
+        loss(w).backward()
+        opt.step()
+        state, _ = step(state)
+    torch.testing.assert_close(torch.view_as_complex(state.params["w"]), w.detach(), rtol=1e-12, atol=1e-14)
+    with pytest.raises(TypeError, match=r"w: torch.complex128; store .*view_as_real"):
+        zf.init(tx, {"w": start})

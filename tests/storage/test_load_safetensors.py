@@ -19,7 +19,8 @@ BF16 = torch.bfloat16
 
 
 IN_BF16 = {"ZeRO-3 in bf16": lambda: around("ZeRO-3", zf.precision(store_dtype=BF16))}
-STAGES = fronts("one process", "ZeRO-1", "ZeRO-3") | IN_BF16
+# On ranks the first is one of each rank's own, and means it.
+STAGES = {"one process": lambda: [zf.local()]} | fronts("ZeRO-1", "ZeRO-3") | IN_BF16
 
 
 class Model(nn.Module):

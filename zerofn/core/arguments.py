@@ -18,6 +18,7 @@ from .._compat.compiler import uncompiled
 from .._errors import explain, kind_of
 from ..kernels.recording import concrete
 from .facts import NEEDS
+from .number_graphs import check_numbers
 from .transform import Schedule
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -164,9 +165,23 @@ def check_lr(function: str, lr: Any) -> None:
         check_number(function, "lr", lr)
 
 
-def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any) -> Any:
-    """The learning rate at an optimizer step; what a schedule returns is checked."""
+def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any, unrecorded: str = "") -> Any:
+    """The learning rate at an optimizer step; what a schedule returns is checked.
+
+    Args:
+        function: the transform, for messages.
+        lr: a number, or a schedule.
+        step: optimizer steps so far.
+        unrecorded: as of a `Context`.
+    """
     value = plain(lr(step) if callable(lr) else lr)
+    if unrecorded and isinstance(value, Tensor):
+        if callable(lr):
+            # Called without a graph, as all that a step computes which is not recorded.
+            with torch.enable_grad():
+                check_numbers([(f"{function}(lr={_name(lr)})", lr(step))], unrecorded)
+        else:
+            check_numbers([(f"{function}(lr=...)", value)], unrecorded)
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise TypeError(
             explain(

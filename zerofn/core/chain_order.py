@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from .._errors import explain, kind_of
 from .facts import OF_PIECES
-from .spec import OF_ITS_OWN, USED_UP, Misplaced, Spec, Station, changes_gradients, makes_parameters, watches_parameters
+from .spec import (
+    NOT_REDUCED,
+    OF_ITS_OWN,
+    USED_UP,
+    Misplaced,
+    Spec,
+    Station,
+    changes_gradients,
+    makes_parameters,
+    watches_parameters,
+)
 from .transform import Transform
 
 
@@ -32,6 +42,7 @@ def passed(part: Transform, spec: Spec, leaf: str = "", talks: bool = False) -> 
     by_facts = makes_parameters if facts.optimizes else watches_parameters if facts.watches else changes_gradients
     try:
         if talks:
+            spec.refuse("local_by", NOT_REDUCED, "one of the two")
             spec.refuse("changed_by", OF_ITS_OWN)
         if not facts.optimizes and not facts.watches:
             spec.refuse("updated_by", USED_UP)

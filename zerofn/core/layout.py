@@ -291,8 +291,6 @@ def make_layout(
             of = None if within is None else within.get(path)
             leaves.append(Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path), of))
             tensors[path] = tensor
-    if not leaves:
-        raise ValueError("the tree of parameters is empty. Give at least one tensor: zf.init(tx, {'w': w}).")
     names = tuple([wrapped.get(path, path) for path in paths]) if wrapped else ()
     return canonical(Layout(tuple(leaves), tuple(places), tuple(paths), spec, wrapped=names)), tensors
 

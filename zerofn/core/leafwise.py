@@ -201,7 +201,7 @@ class _OnLeaves:
         if self.optimizes and "lr" in self.config:
             rate = plain(ctx.lr.get(ctx.prefix, self.config["lr"]))
             if self.scheduled or rate is not self.config["lr"]:
-                rate = learning_rate(self.name, rate, now)
+                rate = learning_rate(self.name, rate, now, ctx.unrecorded)
             found["lr"] = rate
         if ctx.recorded:
             # All ranks have the same arguments, beside what each has of a leaf: a derivative by them is a sum.

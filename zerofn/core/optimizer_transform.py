@@ -126,7 +126,7 @@ class _Update:
         # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
         rate = ctx.lr.get(ctx.prefix, self.lr)
         if rate is not self.lr or not self.checked:
-            rate = learning_rate(self.name, rate, ctx.read(state["step"]))
+            rate = learning_rate(self.name, rate, ctx.read(state["step"]), ctx.unrecorded)
         changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
         if changed:
             numbers = {**numbers, **_by_number(changed, numbers)}

@@ -24,12 +24,13 @@ from .grad_norm import GRAD_NORM
 from .layout import Layout, Leaf, Leaves
 from .linear_map import LeafView
 from .metric_norms import Norms
+from .number_graphs import check_numbers
 from .road import Road, groups_of
 from .segments import Stretch, stretches
 from .spec import Station
 from .state import State, counter
 from .state_slots import with_slots
-from .transform import Transform, TransformState, nothing_to_prepare
+from .transform import Transform, TransformState, nothing_to_prepare, number_tensors
 from .update_context import Context, OneProcess, Reduction
 from .view_checks import check_factor, check_forms, check_reading
 from .views import Factor, View, Wire, cutting_wires
@@ -62,6 +63,7 @@ class Pipeline:
     stations: tuple[Station, ...]
     road: Road
     model: tuple[Group, ...] = ()
+    _begun: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
@@ -157,6 +159,26 @@ class Pipeline:
     def stretches(self) -> tuple[Stretch, ...]:
         """The update halves, grouped as they are run."""
         return stretches(self.updates)
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[str, Tensor], ...]:
+        """The tensors among the arguments of its transforms, with their names."""
+        return number_tensors(self.tx)
+
+    def unrecorded(self, right: str, weight: Any = None) -> dict[str, Any]:
+        """Of the context of a step that is not recorded, although autograd would: it refuses numbers that require grad.
+
+        Arguments are looked at here, rates of schedules when they are asked for, and what functions of a user's have
+        from elsewhere in the first step.
+
+        Raises:
+            RuntimeError: an argument or the weight requires grad; each is named. `right` is what to write.
+        """
+        if self.numbers or isinstance(weight, Tensor):
+            check_numbers((*self.numbers, ("weight=...", weight)), right)
+        first = not self._begun
+        self._begun.add(True)
+        return {"unrecorded": right, "looks": first}
 
     def context(self, **given: Any) -> Context:
         """The context that update halves are handed."""

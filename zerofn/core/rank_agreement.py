@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .._compat.functorch import is_wrapped
-from .._errors import bad_leaves, explain
+from .._compat.functorch import constant, is_wrapped
+from .._errors import bad_leaves, explain, users_line
 from ..kernels.recording import concrete
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
+from ..ranks.process_groups import world_size
 from ..ranks.rendezvous import together
 from .layout import Leaves
 from .pipeline import Pipeline, check_first_views, init_transforms
@@ -38,6 +40,30 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
         whole = [leaf.path for leaf in pipe.layout.leaves if leaf.within is not None and not leaf.within.cut]
         right = "torch.manual_seed(0) before the model is made and parallelize_module, on every rank"
         agree_on_fingerprints(pipe.model, {path: fingerprint(tensors[path]) for path in whole}, right)
+
+
+def tell_unreduced(pipe: Pipeline, call: str) -> None:
+    """Warn where there are several ranks, no transform reduces gradients over them, and none says that it is meant.
+
+    Each rank warns: where another one's chain does reduce, that rank waits for this one.
+    """
+    size = world_size()
+    if size == 1 or not unreduced(pipe) or math.prod([group.size for group in pipe.model]) >= size:
+        return
+    wrong = f"{call} on {size} ranks, and no transform reduces gradients over them"
+    why = f"each rank steps by its own gradients, so {size} different models are trained;\n"
+    why += "a rank whose chain does reduce waits for this one"
+    right = (
+        "zf.chain(zf.all_reduce(), ...) for data parallelism, or shard or reduce_scatter, on every rank;\n"
+        "zf.chain(zf.local(), ...) where it is meant, or DistributedDataParallel averages gradients"
+    )
+    warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
+
+
+def unreduced(pipe: Pipeline) -> bool:
+    """Whether no transform reduces gradients over ranks, nor says that they are to stay each rank's own."""
+    behind = pipe.stations[-1].gives.values()
+    return bool(behind) and not any([spec.over_ranks or spec.local_by for spec in behind])
 
 
 def agree_on_chain(pipe: Pipeline, call: str) -> None:
@@ -108,6 +134,41 @@ def agree_on_fingerprints(
             problem = ValueError(bad_leaves("ranks start from different parameters", bad, right))
     if problem is not None:
         raise problem
+
+
+def agree_on_gradients(pipe: Pipeline, grads: Leaves) -> None:
+    """Raise on every rank if gradients that the chain takes for averaged over ranks differ between them.
+
+    As those that torch.func.grad makes of each rank's own loss: replicas would part without an error. One message along
+    each axis, in the first update of a state: a loop makes its gradients alike in all steps.
+    """
+    averaged = [view for view in pipe.road.pulled if view.wire is not None and not view.wire.cuts]
+    prints = {
+        leaf.path: fingerprint(constant(g) if is_wrapped(g) else g) if (g := grads.get(leaf.path)) is not None else None
+        for leaf in pipe.layout.trainable
+    }
+    bad: dict[str, str] = {}
+    for view in averaged:
+        assert view.wire is not None
+        group = view.wire.group
+        every = gather_objects(prints, group)
+        for path, first in every[0].items():
+            other = [r for r, found in zip(group.ranks, every, strict=True) if found[path] != first]
+            if other:
+                bad[path] = f"rank {', '.join(map(str, other))} has another one than rank {group.ranks[0]}"
+    for group in pipe.groups if averaged and len(pipe.groups) > 1 else ():
+        # Ranks along the other axes have other parts, and wait for this one.
+        for found in gather_objects(bad, group):
+            bad = {**found, **bad}
+    if bad:
+        names = ", ".join([view.name for view in averaged])
+        wrong = f"zf.update with gradients that differ between ranks, which {names} takes for averaged over them"
+        right = (
+            "step = zf.make_step(loss_fn, tx); or gradients of zf.vjp(loss_fn, tx, state, x), or of\n"
+            "         torch.func.grad(zf.bind(loss_fn, tx, state))(state.params, x), which are averaged;\n"
+            f"         zf.local() in place of {names}, if each rank is to train a model of its own"
+        )
+        raise ValueError(bad_leaves(wrong, sorted(bad.items()), right))
 
 
 def first_states(

@@ -16,6 +16,7 @@ from .dtypes import Dtypes
 from .facts import OF_PIECES
 from .layout import Layout, Leaves, Placement, canonical
 from .nested_sharding import check_axes, on_ranks
+from .number_graphs import unrecorded
 from .opaque_states import open_state
 from .own_memory import own_prepared, own_start, own_update
 from .owner_updates import run_at_owners
@@ -29,6 +30,7 @@ from .state_names import check_state
 from .stations import at_views, hand_to_owners, survey
 from .tensor_parallel_checks import check_model_axes, check_model_parts, with_model_ranks
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, pass_through
+from .tree import tensors_of
 from .update_context import Context, Prepared, check_prepared
 from .view_checks import check_cut_views, check_views, keeping_form
 from .views import WIRE, IncompleteWire, Ranks, View, Wire, cutting_wires
@@ -103,7 +105,10 @@ def _with_check(t: Transform) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         returned = t.update_fn(grads, state, params, carry, ctx)
-        return check_returned(t.name, t.facts, returned, grads, params, some, state)
+        found = check_returned(t.name, t.facts, returned, grads, params, some, state)
+        if ctx.looks and any([x.grad_fn is not None for x in tensors_of({"": found})]):
+            raise unrecorded([f"{t.name}: what it has returned, made of a tensor from elsewhere"], ctx.unrecorded)
+        return found
 
     return replace(t, update_fn=update)
 

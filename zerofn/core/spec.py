@@ -49,6 +49,7 @@ class Spec:
         sharded_by: parameters live as shards; the gradient is reduced to them (`Shard`).
         scattered_by: gradients are reduced to shards (`Shard`).
         averaged_by: gradients are averaged over replicas (`Replicate`).
+        local_by: it is to stay this rank's own.
         cast_by: it has the dtype of gradients.
         unscaled_by: the loss scale has been divided out.
         summed_by: it is a sum over micro-batches.
@@ -70,6 +71,7 @@ class Spec:
     sharded_by: str = ""
     scattered_by: str = ""
     averaged_by: str = ""
+    local_by: str = ""
     cast_by: str = ""
     unscaled_by: str = ""
     summed_by: str = ""
@@ -169,8 +171,8 @@ class Spec:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether it is reduced over ranks."""
-        return self.cut or bool(self.averaged_by)
+        """Whether it is reduced over ranks, or would be if there were several."""
+        return self.cut or bool(self.averaged_by or self.mesh)
 
 
 class Station(NamedTuple):
@@ -190,6 +192,7 @@ class Station(NamedTuple):
 Through = Callable[[Spec], Spec]
 
 USED_UP = "an optimizer turns the gradient into new parameters, so nothing that acts on gradients can follow it"
+NOT_REDUCED = "local says that gradients are reduced over no ranks"
 OF_ITS_OWN = "each rank would see its own part of the gradient before it is reduced over ranks"
 GROUPS = "; for several groups of parameters: zf.partition({'decay': ..., 'rest': ...}, labels)"
 

@@ -8,7 +8,7 @@ it. A *leaf* is one distinct parameter, named by its path. A *step* is an optimi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -22,11 +22,12 @@ from .facts import NEEDS, Facts, Scope
 from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
 from .layout import Layout, Leaves, make_layout
+from .number_graphs import RECORDED
 from .own_memory import own_prepared, own_start, own_update
 from .parameter_checks import check_own_memory
 from .returned_updates import check_returned
 from .spec import Through
-from .tree import Tree, flatten
+from .tree import Tree, flatten, tree_paths
 from .update_context import Context, Prepared
 from .views import ViewOf, no_view
 
@@ -141,17 +142,22 @@ class Transform:
 
         `None` means *held*: nothing to apply yet. What an optimizer returns is to be *added* to the
         parameters, as in optax and torchopt. Writes none of its arguments. It can be differentiated inside of
-        torch.func, and by plain autograd where gradients or the state require grad.
+        torch.func, and by plain autograd where gradients, the state or its arguments require grad.
         """
         layout, leaves = make_layout(params)
         entries = split_grads(layout, grads)
-        ctx = Context(layout, recorded=recorded((*entries.values(), *flatten(state)[0])))
+        numbers = [x for _, x in number_tensors(self)]
+        record = recorded((*entries.values(), *flatten(state)[0], *numbers))
+        if not record:
+            # What a function of a user's has from elsewhere is recorded, and not what requires grad in any model.
+            leaves = {path: x.detach() for path, x in leaves.items()}
+        unrecorded = RECORDED if not record and torch.is_grad_enabled() else ""
+        ctx = Context(layout, recorded=record, unrecorded=unrecorded)
         wrong = [(p, r) for p, g in entries.items() if (r := misshapen(g, leaves[p].shape) or unreadable(g, leaves[p]))]
         if wrong:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
-        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
-            prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), state, entries, leaves, ctx)
-            returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
+        prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), state, entries, leaves, ctx)
+        returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
         # What has others inside gives what they give, or holds where one of them does.
         if not self.parts:
             returned = check_returned(self.name, self.facts, returned, entries, leaves, held=state)
@@ -243,3 +249,21 @@ def _show(value: Any) -> str:
 def gives_parameters(t: Transform) -> bool:
     """Whether a transform returns new parameters rather than gradients."""
     return t.facts.optimizes or (t.in_turn and any(map(gives_parameters, t.parts)))
+
+
+def number_tensors(t: Transform) -> tuple[tuple[str, Tensor], ...]:
+    """The tensors among the arguments of a transform and of those inside of it, each as it is written."""
+    found = [entry for part in t.members for entry in _number_tensors_of(part)]
+    return tuple({id(x): (name, x) for name, x in reversed(found)}.values())
+
+
+def _number_tensors_of(t: Transform) -> Iterator[tuple[str, Tensor]]:
+    for name, value in t.config.items():
+        if isinstance(value, Tensor):
+            yield f"{t.name}({name}=...)", value
+        elif isinstance(value, dict | list | tuple):
+            for path, x in zip(tree_paths(value), flatten(value)[0], strict=True):
+                if isinstance(x, Tensor):
+                    yield f"{t.name}({name}=...).{path}", x
+    for part in t.parts:
+        yield from (entry for one in part.members for entry in _number_tensors_of(one))

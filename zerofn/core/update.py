@@ -80,9 +80,12 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     Where `ctx.recorded` says so nothing is written, and new tensors are functions of gradients, state and rates to
     whoever records.
     """
-    if not grads or ctx.weight is not None:
+    if (not grads and pipe.layout.leaves) or ctx.weight is not None:
         _check_useful(pipe, grads, ctx)
     check_readable(grads, state.leaves)
+    if ctx.looks:
+        # Recorded as far as it is made of what a function of a user's has from elsewhere.
+        grads = {path: g.detach() for path, g in grads.items()}
     donated, level = False, None
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
@@ -101,7 +104,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
     try:
-        with torch.set_grad_enabled(ctx.recorded and torch.is_grad_enabled()):
+        with torch.set_grad_enabled((ctx.recorded or ctx.looks) and torch.is_grad_enabled()):
             signal, states, emitted = run(pipe.stretches, grads, state.transforms, trainable, ctx)
             new = signal or {} if emitted is True else finish(signal, trainable, emitted)
     except (KeyError, RuntimeError) as error:
@@ -125,7 +128,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
 
 def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
     """Refuse a step that would have no effect, or a weight that would have none."""
-    if not grads and not (pipe.road.late and pipe.groups):
+    if not grads and pipe.layout.leaves and not (pipe.road.late and pipe.groups):
         raise ValueError(
             explain(
                 "a step in which no parameter has a gradient",

@@ -76,6 +76,9 @@ class Context:
             state is donated, and no later `torch.where` needs the old values.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
+        unrecorded: in a step that is not recorded, although autograd would, what to write for a number that requires
+            grad, which is refused; empty where none is to be.
+        looks: whether what update halves return is looked at for graphs, as in first steps.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
@@ -98,6 +101,8 @@ class Context:
     donate: bool = False
     donate_to_kernels: bool = False
     recorded: bool = False
+    unrecorded: str = ""
+    looks: bool = False
     weight: Any = None
     boundary: bool | None = None
     averaged: bool = True

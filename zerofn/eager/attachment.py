@@ -12,7 +12,9 @@ from torch import nn
 from .._compat import autograd
 from .._errors import explain
 from ..core.layout import Leaves, make_layout
+from ..core.number_graphs import ATTACHED, check_numbers
 from ..core.parameter_checks import parameters_of
+from ..core.rank_agreement import tell_unreduced
 from ..core.resolve import pipeline
 from ..core.transform import Transform
 from ..core.wrapper_names import names_with_wrappers
@@ -78,9 +80,11 @@ class Attachment:
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
-            check_alone(model, bool(pipe.step_groups))
+            if not check_alone(model, bool(pipe.step_groups)):
+                tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
                 check_inner_hooks(model)
+            check_numbers(pipe.numbers, ATTACHED)
             # Before the model is changed: a schedule is asked for its first rate, and may raise.
             self.groups = ParamGroups(pipe, self.params)
             context = (lambda: self.steps.context()) if in_backward else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain
 from ..core.arguments import learning_rate, misfit
 from ..core.layout import Leaves
+from ..core.number_graphs import ATTACHED
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
 
@@ -69,7 +70,7 @@ class _GroupOptimizer:
         rate = transform.facts.rate
         self.owns_rate = rate is not None and not callable(rate)
         rate = NO_RATE if rate is None else rate
-        self.rate: Any = float(learning_rate(transform.name, rate, 0)) if callable(rate) else rate
+        self.rate: Any = float(learning_rate(transform.name, rate, 0, ATTACHED)) if callable(rate) else rate
         self.names: set[str] = set()
 
     def group(self) -> dict[str, Any]:

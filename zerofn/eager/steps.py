@@ -13,6 +13,8 @@ from torch import Tensor
 from .._compat.tensors import version
 from .._errors import explain
 from ..core.layout import Leaves
+from ..core.number_graphs import ATTACHED, check_numbers
+from ..core.tree import flatten
 from ..core.update import apply
 from ..core.update_context import Context
 from ..core.weight_agreement import equal_weight
@@ -48,7 +50,7 @@ class Steps:
         """The context of a step that is made in backward."""
         self._writes += 2
         rates, numbers = self.groups.given()
-        return self.pipe.context(donate=True, lr=rates, numbers=numbers)
+        return self.pipe.context(donate=True, lr=rates, numbers=numbers, **self._lost_graphs(numbers))
 
     def run(self, weight: Any) -> dict[str, Tensor]:
         """One micro-step, and its metrics, each a tensor of its own."""
@@ -119,6 +121,7 @@ class Steps:
             lr=rates,
             numbers=numbers,
             micro_step=old.micro_step,
+            **self._lost_graphs(numbers, weight),
         )
         try:
             new, metrics = apply(self.pipe, grads, old, ctx)
@@ -139,6 +142,15 @@ class Steps:
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics
+
+    def _lost_graphs(self, numbers: dict[str, Any], weight: Any = None) -> dict[str, Any]:
+        """Of the context of a step: how numbers that require grad are refused."""
+        if recorded() or not torch.is_grad_enabled():
+            return {}
+        if numbers:
+            set_there = [(f"param_groups: {key}", x) for of in numbers.values() for key, x in of.items()]
+            check_numbers([(key, one) for key, x in set_there for one in flatten(x)[0]], ATTACHED)
+        return self.pipe.unrecorded(ATTACHED, weight)
 
     def _forget(self, grads: Leaves) -> None:
         """Clear gradients that `accumulate` has added up: a loop that never does would count them twice."""

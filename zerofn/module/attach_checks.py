@@ -169,6 +169,9 @@ def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
 
 def check_trainable(layout: Layout) -> None:
     """Refuse a model with nothing to train, of which no step could ever be made."""
+    if not layout.leaves:
+        why, right = "there is nothing to train", "zf.attach(model, tx) of a model that has parameters"
+        raise ValueError(explain("attach: the model has no parameters", why, right))
     if not any(leaf.trainable for leaf in layout.leaves):
         first = ", ".join(leaf.path for leaf in layout.leaves[:3])
         raise ValueError(
@@ -199,8 +202,12 @@ def check_hookable(model: nn.Module) -> None:
         )
 
 
-def check_alone(model: nn.Module, over_ranks: bool) -> None:
-    """Refuse DistributedDataParallel over ranks: it would average gradients twice, or find parts in place of wholes."""
+def check_alone(model: nn.Module, over_ranks: bool) -> bool:
+    """Whether DistributedDataParallel averages gradients of the model, or of parts of it.
+
+    Raises:
+        ValueError: the pipeline does so too: they would be averaged twice, or it would find parts in place of wholes.
+    """
     wrapped = [n for n, m in modules_of(model) if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped and over_ranks:
         raise ValueError(
@@ -210,6 +217,7 @@ def check_alone(model: nn.Module, over_ranks: bool) -> None:
                 "zf.attach(model, tx) on the model itself; all_reduce is what DistributedDataParallel does",
             )
         )
+    return bool(wrapped)
 
 
 def check_memory(params: dict[str, Tensor]) -> None:

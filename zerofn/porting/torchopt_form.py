@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._errors import explain
-from ..core.transform import Transform
+from ..core.transform import Transform, number_tensors
 from ..core.tree import Tree, flatten, unflatten
 from ..core.views import no_view
 from ..kernels.recording import recorded
@@ -60,8 +60,9 @@ def as_torchopt(tx: Transform) -> Any:
         # torchopt's classes pass a tuple where `init` was given a list.
         like = flatten(params)[1]
         given = unflatten(like, grads) if like.num_leaves == len(grads) else updates
+        numbers = [x for _, x in number_tensors(tx)]
         # Parameters of a model require grad; without this a step by hand would record a graph that nobody uses.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded([*grads, *flatten(state)[0]])):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded([*grads, *flatten(state)[0], *numbers])):
             out, new = tx.update(given, state, params)
         steps = map(torch.zeros_like, flatten(params)[0]) if out is None else flatten(out)[0]
         return unflatten(form, list(steps)), new

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from .._compat.compiler import uncompiled
+from .._compat.functorch import levels
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.gradient_checks import split_grads
 from ..core.layout import Leaf, Leaves
 from ..core.linear_map import ForwardOnlyView, enter, leave
+from ..core.number_graphs import RECORDED
+from ..core.pipeline import Pipeline
+from ..core.rank_agreement import agree_on_gradients
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, followed, tree_map
 from ..core.update import Metrics, apply, check_grads, check_stored, check_vmap
 from ..core.weight_agreement import equal_weight
-from ..kernels.recording import recorded
+from ..kernels.recording import concrete, recorded
 from ..sharded.guarded_parameter import pieces
 from .evaluate import Pullback, cotangents_of, evaluate
 from .linearize import check_graph
@@ -168,8 +172,9 @@ def update(
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
         create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
-            rates. By default where a gradient, or a tensor of the state, requires grad; a rate alone that does (or a
-            weight, or a parameter of a schedule) keeps no graph from step to step unless this says so.
+            rates. By default where a gradient, or a tensor of the state, requires grad. A rate alone that does (or a
+            weight, any number of a transform, what a schedule returns) is refused unless this says what is meant:
+            `True` keeps the graph from step to step, `False` takes it for a constant, as `torch.no_grad()` does.
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
@@ -185,8 +190,10 @@ def update(
     parameters the whole on every rank, by the state this rank's part.
 
     Raises:
-        RuntimeError: a derivative through a transform that has none on several ranks.
-        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. A state of meta tensors.
+        RuntimeError: a derivative through a transform that has none on several ranks. A number that requires grad
+            alone, without `create_graph`.
+        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. In the first update of a
+            state, gradients that differ between ranks where they are taken for averaged. A state of meta tensors.
             Under `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
 
     >>> import torch, zerofn as zf
@@ -203,8 +210,11 @@ def update(
     if pipe.groups:
         check_vmap(pipe, weight)
         weight = equal_weight(pipe, weight)
+        if concrete(state.micro_step) and not int(state.micro_step) and not any(map(levels, leaves.values())):
+            agree_on_gradients(pipe, leaves)
     record = records("zf.update", create_graph, leaves, state)
-    ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step)
+    more = lost_graphs(pipe, record, create_graph, weight)
+    ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step, **more)
     with ranged(PHASE, "update"):
         return apply(pipe, leaves, state, ctx)
 
@@ -217,3 +227,14 @@ def records(where: str, create_graph: bool | None, gradients: Leaves, state: Sta
     if create_graph or recorded():
         return True
     return create_graph is None and followed((gradients, state.leaves, state.transforms))
+
+
+def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight: Any) -> dict[str, Any]:
+    """Of the context of a step: how numbers that require grad are refused, where nobody has said what is meant.
+
+    Raises:
+        RuntimeError: one requires grad, and the step is not recorded.
+    """
+    if record or create_graph is False or not torch.is_grad_enabled():
+        return {}
+    return pipe.unrecorded(RECORDED, weight)

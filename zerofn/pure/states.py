@@ -15,7 +15,7 @@ from ..core.layout import make_layout
 from ..core.parameter_averages import averages_of
 from ..core.parameter_checks import check_own_memory
 from ..core.pipeline import Pipeline, first_state
-from ..core.rank_agreement import agree_on_start, check_finite, failed_ranks, first_states
+from ..core.rank_agreement import agree_on_start, check_finite, failed_ranks, first_states, tell_unreduced
 from ..core.resolve import pipeline
 from ..core.state import State
 from ..core.transform import Transform
@@ -55,7 +55,7 @@ def init(
 
     Raises:
         TypeError: a leaf is no floating-point tensor.
-        ValueError: no optimizer, an empty tree, NaN in a parameter, or two leaves over one memory, as
+        ValueError: no optimizer, NaN in a parameter, or two leaves over one memory, as
             `state_dict()` of a tied model has them; every bad leaf is named. What `init` leaves
             unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
 
@@ -73,6 +73,7 @@ def init(
     layout, tensors = make_layout(params)
     check_own_memory("zf.init(tx, params)", tensors)
     _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
+    tell_unreduced(pipe, "zf.init(tx, params)")
     if not create_graph and not recorded():
         tensors = {p: x.detach() for p, x in tensors.items()}
     if init is None:

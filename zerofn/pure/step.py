@@ -24,7 +24,7 @@ from ..core.update import Metrics, apply, check_vmap
 from ..core.weight_agreement import shared_weight
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
-from .api import records
+from .api import lost_graphs, records
 from .linearize import linearize
 from .states import reading_state, resolve_for
 from .uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
@@ -112,15 +112,18 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
             if not numbers_alone:
                 return step_over_ranks(whole, state, batch, weight)
         if numbers_alone:
-            # As uncompiled, a rate or a batch that requires grad keeps no graph from step to step.
+            if create_graph is None and any([x.requires_grad for _, x in pipe.numbers]):
+                return step_of_numbers_that_require_grad(whole, state, batch, weight)
+            # As uncompiled, a batch that requires grad keeps no graph from step to step.
             with torch.no_grad():
-                return run(pipe, state, batch, weight, record=True)
+                return run(pipe, state, batch, weight, True, {})
         if not tracing:
             state.check_usable("a step")
         record = tracing or records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
-        return run(pipe, state, batch, weight, record)
+        more = {} if tracing else lost_graphs(pipe, record, create_graph, weight)
+        return run(pipe, state, batch, weight, record, more)
 
     return whole
 
@@ -128,7 +131,9 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
 def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
     """The function that makes one step of a known pipeline: forward, backward, update."""
 
-    def run(pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool) -> tuple[State, Metrics]:
+    def run(
+        pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool, more: dict[str, Any]
+    ) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
         aux: dict[str, Any] = {}
         scale = pipe.scale_of(state.transforms) if pipe.factors else None
@@ -168,7 +173,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             # Gradients too: a backward may return a parameter that it saved.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
-        ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step)
+        ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
         # Marked before it is written, for a save in another thread.
         with state.given_away(ctx.written) if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
             new, metrics = apply(pipe, grads, state, ctx)
@@ -243,6 +248,10 @@ step_of_other_containers = _uncompiled_step(
     "Parameters in a container that torch's own library of trees does not know: the compiler cannot read it.\n\n"
     "write: torch.utils._pytree.register_dataclass(Weights) beside optree's registration; or parameters in dicts,\n"
     "lists, tuples and named tuples; or torch.compile(step) without fullgraph"
+)
+step_of_numbers_that_require_grad = _uncompiled_step(
+    "A rate, or another number of the pipeline, requires grad, and the step is not recorded.\n\n"
+    "write: zf.make_step(loss_fn, tx, create_graph=True) and torch.compile(step) without fullgraph; or rate.detach()"
 )
 step_before_torch_2_13 = _uncompiled_step(
     "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"

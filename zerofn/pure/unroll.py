@@ -20,6 +20,7 @@ from .._compat.functorch import (
 )
 from .._errors import explain
 from ..core.arguments import check_count, check_function
+from ..core.number_graphs import Unrecorded
 from ..core.tree import Tree, flatten, unflatten
 from .ambient import Ambient
 from .uncompiled import kept_out_of_graphs
@@ -129,7 +130,10 @@ def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
     # Of constants, so that what is differentiated here comes from elsewhere. Within a Function torch.func would take it
     # for a constant and say nothing.
     fixed = list(map(constant, given))
-    made, rest = run(fixed[: len(floats)], fixed[len(floats) :])
+    try:
+        made, rest = run(fixed[: len(floats)], fixed[len(floats) :])
+    except Unrecorded as error:
+        raise _from_elsewhere() from error
     if any(map(is_function, made)):
         raise _from_elsewhere()
     out = _Segment.apply(_Again(run, ambient, len(made) + len(rest), len(floats)), *made, *rest, *given)

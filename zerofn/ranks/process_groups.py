@@ -40,10 +40,18 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
     registry.made += 1
 
 
+def world_size() -> int:
+    """The ranks of the world: of the default group; before there is one, as whoever launched this process says."""
+    return raw.world()[1] if raw.default_group() is not None else _launched()
+
+
+def _launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def _ensure_default() -> bool:
     """Whether the world has several ranks; makes the default group if this process was launched as a rank."""
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-    if launched and raw.default_group() is None:
+    if _launched() > 1 and raw.default_group() is None:
         initialize()
         registry.current()
         registry.ours = True

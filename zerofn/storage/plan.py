@@ -84,7 +84,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
                 f"the first state of a transform follows from numbers ({error}), and a plan has shapes and dtypes alone"
             )
             raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
-        return replace(table_of(state, buffers), road=stations_table(pipe))
+        return replace(table_of(state, buffers), road=stations_table(pipe, world_size))
 
 
 def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:

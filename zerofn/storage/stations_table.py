@@ -13,6 +13,7 @@ from ..core.html import road
 from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
 from ..core.placements import AxisPlacement, Owner
+from ..core.rank_agreement import unreduced
 from ..core.spec import Spec, Station
 from ..core.views import View
 from .formatting import align_columns, dtype_name, format_bytes, merge_paths, path_pattern
@@ -56,6 +57,8 @@ class StationsTable:
             of its window together: gradients, parameters, whole leaves to their owners. Parameters under `shard`
             are gathered twice in a micro-step, less what need not be given back between. Without padding, a number for
             each leaf that tells whether it was used, and numbers of the tree.
+        world: ranks there are.
+        meant: whether gradients are reduced over ranks, or the chain says by `zf.local()` that they are not to be.
     """
 
     stations: tuple[StationRow, ...]
@@ -63,6 +66,8 @@ class StationsTable:
     zero: int
     gradients: int
     sent: Mapping[str, int]
+    world: int = 1
+    meant: bool = True
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -73,8 +78,8 @@ class StationsTable:
         return road(stops)
 
 
-def stations_table(pipe: Pipeline) -> StationsTable:
-    """The stations of a pipeline as a table."""
+def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
+    """The stations of a pipeline as a table, in a world of so many ranks."""
     rows = [
         StationRow(station.transform, path, spec.dtype, handed.placements, spec.placements, spec.scaled_by, spec.bytes)
         for station in pipe.stations
@@ -85,7 +90,7 @@ def stations_table(pipe: Pipeline) -> StationsTable:
     there = pipe.road.specs[len(pipe.road.pulled)]
     dtypes = pipe.road.grad_dtypes
     gradients = sum(there[p].numel * dtypes[p].itemsize for p in pipe.layout.trained)
-    return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe))
+    return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe), world, not unreduced(pipe))
 
 
 def _zero(pipe: Pipeline) -> int:
@@ -163,6 +168,9 @@ def _lines(table: StationsTable) -> Iterator[str]:
     yield from align_columns(lines, left=5)
     axes = " x ".join(map(str, table.mesh))
     where = f"ZeRO-{table.zero} on {axes} ranks" if axes else "one process"
+    if table.world > 1 and not axes:
+        where = f"nothing is reduced, so each of {table.world} ranks trains a model of its own"
+        where += "" if table.meant else " (zf.all_reduce() first in the chain: one model; zf.local(): it is meant)"
     sent = ", ".join(f"{op} {format_bytes(n)}" for op, n in table.sent.items())
     yield f"{where}: {format_bytes(table.gradients)} of gradients until a step" + (
         f"; sent for one: {sent}" if sent else ""

@@ -1,10 +1,11 @@
-"""`shard`, `reduce_scatter` and `all_reduce`: where parameters and gradients live, as linear maps."""
+"""`shard`, `reduce_scatter`, `all_reduce` and `local`: where parameters and gradients live, as linear maps."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..extend import (
+    NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
     Layout,
@@ -93,6 +94,27 @@ def all_reduce(mesh: Any = None) -> Transform:
     return Transform("all_reduce", needs="element", view_fn=_view("all_reduce", mesh, Averaging), through=_averaged)
 
 
+@transform
+def local() -> Transform:
+    """Says that nothing is reduced over ranks, and that it is meant: gradients stay as this rank has them.
+
+    It changes no number. On several ranks a chain without `shard`, `reduce_scatter` and `all_reduce` trains as many
+    models, which `zf.attach` and `zf.init` warn of. Where each rank is to have its own (an ensemble, a population, a
+    search for hyperparameters, ranks that average parameters every few hundred steps), or something else averages
+    gradients, as DistributedDataParallel does, this says so.
+
+    Raises:
+        ValueError: in a chain with a transform that reduces.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.local(), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.ones(2)})
+    >>> zf.update(tx, {"w": torch.ones(2)}, state)[0].params
+    {'w': tensor([0., 0.])}
+    """
+    return Transform("local", needs="element", through=_kept)
+
+
 def _view(function: str, mesh: Any, wire: type[Sharding] | type[Averaging], resident: bool = True) -> ViewOf:
     """The view of a wire. The group is opened when a pipeline is made, never when a transform is built."""
 
@@ -108,6 +130,7 @@ ALONG_TWO = "; along two axes of a mesh: shard(mesh['node']), ..., reduce_scatte
 
 
 def _to_shards(spec: Spec) -> Spec:
+    spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
     spec.refuse("scattered_by", BOTH_CUT, ONE_OF_TWO)
     spec.refuse("sharded_by", "parameters are cut once", spec.once)
     spec.refuse("changed_by", OF_ITS_OWN)
@@ -122,6 +145,7 @@ def _to_shards(spec: Spec) -> Spec:
 
 def _scattered(mesh: Any) -> Through:
     def through(spec: Spec) -> Spec:
+        spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
         if mesh is None:
             spec.refuse("sharded_by", BOTH_CUT, ONE_OF_TWO + ALONG_TWO)
         spec.refuse("scattered_by", "gradients are cut once", spec.once)
@@ -133,6 +157,13 @@ def _scattered(mesh: Any) -> Through:
 
 
 def _averaged(spec: Spec) -> Spec:
+    spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
     spec.refuse("averaged_by", "gradients are averaged once", spec.once)
     spec.refuse("changed_by", OF_ITS_OWN)
     return spec.after("averaged_by").placed(Replicate())
+
+
+def _kept(spec: Spec) -> Spec:
+    for reduced in ("sharded_by", "scattered_by", "averaged_by"):
+        spec.refuse(reduced, NOT_REDUCED, ONE_OF_TWO)
+    return spec.after("local_by")
