@@ -170,6 +170,8 @@ def test_import_is_light():
         "hypothesis",
         "pytest",
         "transformers",
+        "lightning",
+        "accelerate",
         "triton",
     }
     assert not roots & heavy
@@ -190,7 +192,7 @@ def test_names_are_imported_when_they_are_asked_for():
     # What a type checker reads says the same.
     checked = next(x for x in MODULES["__init__"].body if isinstance(x, ast.If))
     told = {a.name: x.module for x in checked.body if isinstance(x, ast.ImportFrom) for a in x.names}
-    modules = dict.fromkeys(("collectives", "extend", "schedules"))
+    modules = dict.fromkeys(("collectives", "extend", "integrations", "schedules"))
     assert told == {**zf._LATER, **modules, "curvature": "analysis"}
 
 
@@ -301,7 +303,7 @@ def test_built_in_transforms_are_written_with_what_extend_exports():
     assert found == {"_compat/", "_errors", "extend", "transforms/"}
 
 
-DOORS = {"zerofn", "zerofn.extend", "zerofn.schedules", "zerofn.collectives", "zerofn.testing"}
+DOORS = {"zerofn", *(f"zerofn.{m}" for m in ("extend", "schedules", "collectives", "integrations", "testing"))}
 
 
 def unmarked(source):

@@ -16,6 +16,7 @@ from ._compat.compiler import uncompiled as _uncompiled
 if _TYPE_CHECKING:
     from . import collectives as collectives
     from . import extend as extend
+    from . import integrations as integrations
     from . import schedules as schedules
     from .analysis import curvature as curvature
     from .analysis.profile import profile as profile
@@ -156,6 +157,7 @@ _MODULES = {
     "collectives": "collectives",
     "curvature": "analysis.curvature",
     "extend": "extend",
+    "integrations": "integrations",
     "schedules": "schedules",
     "testing": "testing",
 }

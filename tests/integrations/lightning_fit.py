@@ -19,11 +19,8 @@ import zerofn as zf
 STAGES: tuple[Callable[[], Any], ...] = (zf.all_reduce, zf.reduce_scatter, zf.shard)
 
 
-class Unwrapped(DDPStrategy):
-    """The strategy of the page on frameworks: the reduction over ranks is the pipeline's."""
-
-    def configure_ddp(self) -> None:
-        pass
+class Strategy(zf.integrations.StrategyMixin, DDPStrategy):
+    pass
 
 
 class Module(lightning.LightningModule):
@@ -94,7 +91,7 @@ def ranks(folder: str) -> None:
         expected = params(reference)
         for make in STAGES:
             tx = zf.chain(make(), zf.adamw(1e-2))
-            mine, _ = fit(lambda net, tx=tx: zf.attach(net, tx), folder, strategy=Unwrapped(), **both)
+            mine, _ = fit(lambda net, tx=tx: zf.attach(net, tx), folder, strategy=Strategy(), **both)
             close(params(mine), expected)
 
 

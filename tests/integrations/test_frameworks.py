@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from time_limits import limit
 
 SCRIPTS = {
@@ -31,3 +34,39 @@ def test_trains_as_with_torch_optim(tmp_path, script, package, what, ranks):
     run = subprocess.run(command, capture_output=True, text=True, timeout=limit(150))
     assert run.returncode == 0, run.stderr[-6000:]
     assert run.stdout.count(f"right {what}") == ranks, run.stdout
+
+
+# The scripts that the page shows: the package each needs, steps or epochs until it is cut off and in all, and the file
+# with the weights at its end.
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+SHOWN = {"train": ("accelerate", 2, 6, "final/model.safetensors"), "fit": ("lightning", 2, 4, "last.ckpt")}
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".ckpt":
+        return torch.load(path, weights_only=False)["state_dict"]
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(limit(300))
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_scripts_of_the_page_resume_bit_for_bit(tmp_path, name):
+    package, cut_off, every, weights = SHOWN[name]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install '.[test,integrations]'")
+    (text,) = re.findall(rf"```\n(# {name}\.py\n.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / f"{name}.py").write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for folder, until in (("straight", every), ("resumed", cut_off), ("resumed", every)):
+        command = [*torchrun, f"{name}.py", folder, str(until)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=limit(90), cwd=tmp_path)
+        assert run.returncode == 0, run.stderr[-6000:]
+        if until == cut_off:
+            first = weights_in(tmp_path / folder / weights)
+            shutil.rmtree(tmp_path / folder / "final", ignore_errors=True)
+    straight, resumed = (weights_in(tmp_path / folder / weights) for folder in ("straight", "resumed"))
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[k], resumed[k]) for k in straight)
+    assert not all(torch.equal(straight[k], first[k]) for k in straight)
