@@ -150,3 +150,138 @@ def test_a_number_of_python_comes_back():
         into = zf.attach(other, tx)
         load(into, other)
         assert into.state.transforms["counting"]["seen"] == 1
+
+
+def torch_run(named=True, steps=2, **options):
+    model = net()
+    params = model.named_parameters() if named else model.parameters()
+    optimizer = torch.optim.AdamW(params, RATE, **options)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def test_names_tell_parameters_and_the_report_says_so():
+    model = net()
+    named = dict(model.named_parameters())
+    halves = [{"params": [(k, named[k]) for k in names]} for names in (["2.bias", "0.weight"], ["2.weight", "0.bias"])]
+    theirs = torch.optim.AdamW(halves, RATE)
+    train(model, theirs, 0, 2)
+    other = net()
+    opt = attached(other)
+    assert opt.load_state_dict(theirs.state_dict()).by == "name"
+    for path, p in other.named_parameters():
+        assert torch.equal(opt.state[p]["exp_avg"], theirs.state[named[path]]["exp_avg"]), path
+    assert opt.load_state_dict(torch_run(named=False)[1].state_dict()).by == "order"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_parameter_without_a_state_begins_anew(live):
+    """As in torch, where one that never had a gradient has none; moments of before are not kept."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        given = torch_run()[1].state_dict()
+        del given["state"][2]
+        model = net()
+        opt = attached(model)
+        if live:
+            train(model, opt, 0, 2)
+        told = opt.load_state_dict(given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told.made_anew == ("2.weight",)
+    new = opt.state[model[2].weight]
+    assert not new["exp_avg"].any() and not new["exp_avg_sq"].any() and int(new["step"]) == 0
+    assert opt.state[model[0].weight]["exp_avg"].any()
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    given = copy.deepcopy(torch_run()[1].state_dict())
+    del given["state"][0]["exp_avg"]
+    given["state"][1]["foo"] = torch.ones(1)
+    given["state"][2]["exp_avg"] = torch.ones(7)
+    given["state"][9] = {}
+    opt = attached(net())
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError) as error:
+        opt.load_state_dict(given)
+    for row in (
+        "0.weight (0): exp_avg: missing",
+        "0.bias (1): foo: unexpected",
+        "2.weight (2): exp_avg: (7,)",
+        "9: unexpected",
+    ):
+        assert row in str(error.value), row
+    given["param_groups"][0]["params"][3] = 2
+    with pytest.raises(ValueError, match="2: doubled"):
+        opt.load_state_dict(given)
+    with pytest.raises(ValueError, match=r"1.bias: unexpected\n(.|\n)*2.bias: missing"):
+        m = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        o = torch.optim.AdamW(m.named_parameters(), RATE)
+        opt.load_state_dict(o.state_dict())
+    with pytest.raises(ValueError, match="maximize"):
+        opt.load_state_dict(torch_run(maximize=True)[1].state_dict())
+    assert all(map(torch.equal, _tensors(before), _tensors(opt.state_dict())))
+
+
+def _tensors(d):
+    return [x for own in d["state"].values() for x in own.values()] + list(d["zerofn"]["params"].values())
+
+
+def test_counters_follow_what_torch_has_trained_since():
+    """The step of a schedule and the counts of leaves would differ."""
+    tx = zf.chain(zf.scale_loss("dynamic"), zf.adamw(RATE))
+    model = net()
+    opt = zf.attach(model, tx)
+    train(model, opt, 0, 2)
+    other = net()
+    theirs = torch.optim.AdamW(other.parameters(), RATE)
+    theirs.load_state_dict(opt.state_dict())
+    train(other, theirs, 0, 3)
+    opt.load_state_dict(theirs.state_dict())
+    assert int(opt.state.step) == int(opt.state.transforms["adamw"]["step"]) == 5
+
+
+def test_a_window_that_was_open_is_given_up():
+    model = net()
+    opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.adamw(RATE)))
+    train(model, opt, 0, 1)
+    opt.load_state_dict(torch_run()[1].state_dict())
+    held = opt.state.transforms["accumulate"]
+    assert int(held["count"]) == 0 and not any(x.any() for x in held["sum"].values())
+    assert int(opt.state.step) == 2
+
+
+@pytest.mark.parametrize("tx", [zf.adamw(RATE), zf.chain(zf.accumulate(2), zf.low_precision_adam(RATE))])
+def test_the_form_of_older_versions_is_told_by_its_content(tx):
+    model, other = net(), net(3)
+    opt, into = zf.attach(model, tx), zf.attach(other, tx)
+    train(model, opt, 0, 3)
+    older = copy.deepcopy(opt._own.dicts.of(opt.state))
+    assert "transforms" in older and "state" not in older
+    into.load_state_dict(older)
+    assert all(map(torch.equal, _tensors(opt.state_dict()), _tensors(into.state_dict())))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_one_of_sgd_from_torchs_checkpoint(tmp_path):
+    """It keeps no count: a checkpoint that lacks the key is read in part, and a count of 0 would drop the momentum."""
+    model = net()
+    theirs = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, theirs, 0, 2)
+    other = net()
+    other.load_state_dict(model.state_dict())
+    opt = zf.attach(other, zf.sgd(0.1, momentum=0.9))
+    dcp.save({"o": get_optimizer_state_dict(model, theirs)}, checkpoint_id=tmp_path, no_dist=True)
+    given = {"o": get_optimizer_state_dict(other, opt)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(given, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    for own in given["o"]["state"].values():
+        assert own["momentum_buffer"].any()
+    with pytest.raises(ValueError, match="step: 0 beside a momentum_buffer"):
+        set_optimizer_state_dict(other, opt, given["o"])
+    for own in given["o"]["state"].values():
+        own["step"].fill_(1)
+    set_optimizer_state_dict(other, opt, given["o"])
+    train(model, theirs, 2, 4)
+    train(other, opt, 2, 4)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

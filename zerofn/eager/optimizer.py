@@ -19,6 +19,7 @@ from ..core.transform import Transform
 from .attachment import Attachment
 from .optimizer_base import OptimizerBase
 from .resident_params import Start, from_values
+from .torch_state_dict import LoadedStates
 
 
 class Optimizer(OptimizerBase):
@@ -125,11 +126,22 @@ class Optimizer(OptimizerBase):
         self._own.steps.window.force(boundary)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Everything needed to go on, as nested dicts of tensors keyed by path, for `torch.save` or DCP.
+        """Everything needed to go on, in the form of `torch.optim`, for `torch.save`, DCP and torch's own optimizers.
 
-        Of a sharded state the shards are flat distributed tensors, as `torch.distributed.checkpoint` wants them, for
-        any number of ranks but one: one process has leaves in their shapes. `zf.save` knows no such limit, and keeps
-        the module's buffers, which are in no optimizer's dict but in `model.state_dict()`.
+        `state` and `param_groups` have the keys of torch's counterpart. What belongs to no parameter (a loss scale, the
+        count of a window) stands among the entries of the first parameter, under names that begin with `zerofn/`; the
+        parameters themselves, counters and names under the key `"zerofn"`, which torch's optimizers pass over. Shards
+        are distributed tensors of the shapes of parameters, cut by rows. Where a leaf has fewer rows than ranks, or an
+        owner, it is gathered for this, so every rank calls it. `zf.save` keeps the module's buffers too.
+
+        Raises:
+            RuntimeError: in the middle of a step; or only some ranks came to a gather.
+
+        >>> import torch, zerofn as zf
+        >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))
+        >>> saved = opt.state_dict()
+        >>> sorted(saved), sorted(saved["state"][0])
+        (['param_groups', 'state', 'zerofn'], ['exp_avg', 'exp_avg_sq', 'step'])
         """
         self._own.check_state_dict()
         _run_hooks(self, "state_dict", "pre")
@@ -147,18 +159,23 @@ class Optimizer(OptimizerBase):
         """
         self._own.load(self._own.dicts.of(state, param_groups), "load_state")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Go on from a `state_dict`, of ours or in the form of `torch.optim`.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
+        """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
 
-        Of the latter moments, counts and rates are taken, by number or name, whole or distributed: docs/frameworks.md.
+        Of torch's, moments, counts and rates are taken, whole or distributed: docs/frameworks.md. Parameters are told
+        by name where it has names, else by their order. One that has no state there begins anew, as in torch.
+
+        Returns:
+            How parameters were told, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
 
         Raises:
-            ValueError: of another pipeline or model; every missing, unexpected or misshapen entry is named, and nothing
-                is changed.
+            ValueError: of another pipeline or model; every missing, unexpected, doubled or misshapen entry is named,
+                and nothing is changed.
         """
         self._own.dicts.check_loadable(state_dict)
-        self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
+        told = self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
         _run_hooks(self, "load_state_dict", "post")
+        return told
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are written as `zf.partition`."""

@@ -174,12 +174,13 @@ class Names:
     def listed(self, path: str, kept: LeafTensors) -> LeafTensors:
         """What `opt.state[p]` lists: the names of a state dict, since torch's functions look for those."""
         own = self.leaves[path]
-        names = {name: x for (name, _), x in zip(own.items(), _in_order(kept, self._optimizer(path)), strict=True)}
+        names = {name: x for (name, _), x in zip(own.items(), _in_order(kept, self.optimizer_of(path)), strict=True)}
         first = not self.plain and path == next(iter(self.leaves))
         more = {name: x.entry.value for name, x in self.numbers.items()} if first else {}
         return kept.renamed(names, more | ({UPDATES: 0, APART: 0} if first else {}))
 
-    def _optimizer(self, path: str) -> Transform:
+    def optimizer_of(self, path: str) -> Transform:
+        """The transform that makes a parameter from a gradient of this leaf."""
         both = zip(self.groups.optimizers, self.groups.groups, strict=True)
         return next(o.transform for o, g in both if any(self.paths[id(p)] == path for p in g["params"]))
 
@@ -347,7 +348,7 @@ class Loading:
         if not self.bad:
             return
         right = "a state dict of the same model and optimizer; of another chain zf.save(directory, opt), and\n"
-        right += "zf.load(directory, like=opt, strict=False), which makes anew what is missing"
+        right += "         zf.load(directory, like=opt, strict=False), which makes anew what is missing"
         raise ValueError(
             bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(set(self.bad)), right)
         )
@@ -436,6 +437,11 @@ class Loading:
             of_window = apart and name.partition(".")[0].startswith("rank") and name.partition(".")[2] in mine
             if name not in own and not name.startswith(OWN_ENTRY) and not of_window:
                 self.bad.append((f"{label}: {name}", "unexpected"))
+        optimizer = self.names.optimizer_of(path)
+        for _, name in optimizer.facts.torch_names if float(there.get(STEP, 1)) == 0 else ():
+            if isinstance(there.get(name), Tensor) and bool(as_local(there[name]).any()):
+                why = f"0 beside a {name}: read from a checkpoint without counts? Set this one to 1"
+                self.bad.append((f"{label}: {STEP}", why))
         for name, x in own.items():
             place = f"{label}: {name}"
             if name in mine:
