@@ -174,7 +174,7 @@ def _read(path: str | os.PathLike[str]) -> Any:
         except ValueError as error:
             # Cut short, no text, or a key twice. The error of json does not name the file.
             name, why = os.fspath(path), f"the file cannot be read as JSON: {error}"
-            right = f"python -m json.tool {name}, which shows where; or a dict"
+            right = f"python -m json.tool {name}, which shows where (comments are none of JSON); or a dict"
             raise ValueError(explain(f"from_deepspeed({name!r})", why, right)) from error
 
 
