@@ -1,16 +1,26 @@
-"""Settings of the whole suite: one thread, time limits, and examples of hypothesis that are the same in every run."""
+"""Settings of the whole suite: one thread, time limits, examples of hypothesis that are the same in every run, and NaN
+in memory that nobody has written."""
 
 import pytest
 import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
 from time_limits import limit
+from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
 
 from zerofn.kernels import adam_native as _kernels  # inside
 from zerofn.kernels import native as _native  # inside
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.
 torch.set_num_threads(1)
+
+fill()
+fill_in_ranks()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", f"ignore:{NO_OTHER_KERNEL}")
+
 
 # No deadline: the first call of an operator builds its kernels, and machines are shared.
 settings.register_profile(

@@ -263,7 +263,7 @@ def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
     dtype = pipe.dtypes.gradient(leaf)
     if not pipe.road.late and dtype == stored.dtype:
         return stored
-    return stored.new_empty(pipe.road.grad_shape(leaf), dtype=dtype)
+    return stored.new_zeros(pipe.road.grad_shape(leaf), dtype=dtype)
 
 
 def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
