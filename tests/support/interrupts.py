@@ -1,7 +1,13 @@
-"""Ctrl-C at a chosen operation of torch."""
+"""Ctrl-C at a chosen moment: at an operation of torch, or at any place where Python delivers signals."""
 
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -17,3 +23,53 @@ class Interrupt(TorchDispatchMode):
         if self.left == 0:
             raise KeyboardInterrupt
         return function(*args, **(kwargs or {}))
+
+
+class Moment:
+    """SIGINT at the n-th place inside where Python delivers signals; no SIGINT for an `n` of 0.
+
+    Python delivers them where a function of its own begins and where a function of C has returned (and in loops, which
+    call something), so a sweep over `n` meets what Ctrl-C can do to a program, and nothing else: a real signal, to the
+    handler that is set at that moment.
+
+    Attributes:
+        seen: the places that were passed, up to the n-th.
+        where: the place where SIGINT came; `None` where there are fewer.
+    """
+
+    def __init__(self, n: int):
+        self.n, self.seen = n, 0
+        self.where: str | None = None
+
+    def __enter__(self) -> Moment:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in ("call", "c_return") or frame.f_code is Moment.__exit__.__code__:
+            return
+        if frame.f_code.co_name == "<genexpr>":
+            # `any` and `all` throw one away, and Python ignores what is raised while it is closed, an interrupt too.
+            return
+        self.seen += 1
+        if self.seen == self.n:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_qualname}, {event}"
+            signal.raise_signal(signal.SIGINT)
+
+
+def modes() -> tuple[Any, ...]:
+    """What an interrupt must leave as it was: modes of torch, and who is called for the next SIGINT."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False) is None,
+        torch._C._functorch.maybe_current_level(),
+        signal.getsignal(signal.SIGINT),
+    )

@@ -195,3 +195,7 @@ def saved_by(node: Any) -> list[Any]:
 # Runs a function when the backward under way has finished; torch has nothing public for it.
 _engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+
+# A function of C, for what puts a mode back after Ctrl-C: `torch.no_grad` and `torch.set_grad_enabled` are classes of
+# Python, and leave the mode as it is inside where the interrupt comes as they are entered or left.
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]

@@ -13,6 +13,25 @@ from torch import Tensor, nn
 # The code of `module(...)`, by which the frame of a call is found.
 CALL = nn.Module.__call__.__code__
 
+
+def frame_of_call() -> Any:
+    """The frame of the innermost `module(...)` that is under way."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not CALL:
+        frame = frame.f_back
+    return frame
+
+
+def has_ended(frame: Any) -> bool:
+    """Whether a call has returned or raised; nothing of it is needed any more then."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        # Python clears no frame that is executing.
+        return False
+    return True
+
+
 # The code by which containers make an `nn.Parameter` of a tensor, and the file of their other methods.
 _PUTTING = {nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__}
 _CONTAINERS = nn.ParameterList.__setitem__.__code__.co_filename

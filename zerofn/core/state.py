@@ -66,6 +66,13 @@ class State:
             mark(self.micro_step, Fate.TORN if written else Fate.NONE)
             raise
 
+    def become(self, new: State) -> None:
+        """Take what is in `new`, which was made in the memory of this one and which nobody will be given.
+
+        The one exception to frozen fields: whoever was interrupted has this object, and else had lost the run.
+        """
+        vars(self).update(leaves=new.leaves, transforms=new.transforms, step=new.step, micro_step=new.micro_step)
+
     def check_usable(self, where: str) -> None:
         """Raise a RuntimeError if its memory was given away or half written. Not to be traced by the compiler.
 

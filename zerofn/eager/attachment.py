@@ -11,6 +11,7 @@ from torch import nn
 
 from .._compat import autograd
 from .._errors import explain
+from .._interrupts import interrupts_held
 from ..core.layout import Leaves, make_layout
 from ..core.number_graphs import ATTACHED, check_numbers
 from ..core.parameter_checks import parameters_of
@@ -181,7 +182,8 @@ class Attachment:
             if more is not None:
                 more()
 
-        return self.dicts.load(state_dict, rest)
+        with interrupts_held():
+            return self.dicts.load(state_dict, rest)
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

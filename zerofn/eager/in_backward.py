@@ -1,7 +1,8 @@
 """The update in backward: each leaf is updated as soon as its gradient is there, and the gradient is freed.
 
 Only where every update half treats leaves alone. It is an argument, never a consequence of the pipeline: an
-exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen.
+exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen. Ctrl-C
+comes between two leaves.
 
 After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
 their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from .._interrupts import interrupts_held
 from ..core.chain_order import effect
 from ..core.executor import Segment
 from ..core.facts import Scope
@@ -95,13 +97,16 @@ class InBackward:
         # Whether the step is being given up: of gradients still on their way, second ones of a leaf are dropped.
         self.closing = False
 
-    @torch.no_grad()
     def arrived(self, path: str, grad: Tensor) -> None:
-        """Update one leaf.
+        """Update one leaf. Ctrl-C waits until that is done, and comes between two leaves.
 
         Raises:
             RuntimeError: it has been updated since the last `step`.
         """
+        with interrupts_held(), torch.no_grad():
+            self._update(path, grad)
+
+    def _update(self, path: str, grad: Tensor) -> None:
         if path in self.done:
             if self.closing:
                 return
@@ -109,7 +114,8 @@ class InBackward:
                 explain(
                     f"a second gradient of {path} before opt.step(), with in_backward=True",
                     "its first gradient has been used and is gone, so they cannot be added up",
-                    "one backward for each step (add the losses), or attach without in_backward",
+                    "one backward for each step (add the losses), or attach without in_backward;\n"
+                    "opt.zero_grad() after a backward that was interrupted: leaves that it has updated stay so",
                 )
             )
         state = self.current.state

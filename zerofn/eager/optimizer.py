@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._compat.compiler import uncompiled
 from .._compat.modules import HOOKS_OF
 from .._errors import explain
+from .._interrupts import interrupts_held
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag
 from ..core.state import State
@@ -89,10 +90,11 @@ class Optimizer(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with ranged(PHASE, "update"):
+        # With what belongs to the step: a rate that was not set would be that of the step before.
+        with interrupts_held(), ranged(PHASE, "update"):
             self.metrics = self._own.steps.run(weight)
-        if self.lr_scheduler is not None and bool(self.metrics["updated"]):
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            if self.lr_scheduler is not None and bool(self.metrics["updated"]):
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         return loss
 
     def _optimizer_step_code(self) -> None:
@@ -101,7 +103,8 @@ class Optimizer(OptimizerBase):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this micro-step; sums that are held stay."""
-        self._own.steps.clear(set_to_none)
+        with interrupts_held():
+            self._own.steps.clear(set_to_none)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """DeepSpeed's spelling of `loss.backward()`.

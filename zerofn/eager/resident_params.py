@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._interrupts import interrupts_held
 from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_start
 from ..core.state import State
@@ -166,9 +167,10 @@ class ResidentParams:
 
     def settled(self) -> State:
         """The state, once what was written by hand and what a backward has updated is in it."""
-        self.masters.carry_over()
-        if self.in_backward is not None:
-            self.in_backward.settle()
+        with interrupts_held():
+            self.masters.carry_over()
+            if self.in_backward is not None:
+                self.in_backward.settle()
         return self.current.state
 
     def _moved(self, path: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
+from .._interrupts import interrupts_held
 from ..core.layout import Leaves
 from ..core.parameter_averages import averages_of
 from ..core.pipeline import Pipeline
@@ -46,16 +47,17 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         inside = True
         yield written
     finally:
-        try:
-            if inside:
-                written |= _store(pipe, params, current.state.leaves, before)
-        except BaseException:
-            current.tear()
-            raise
-        finally:
-            for path, p in params.items():
-                put(pipe, p, parts[path], "the end of opt.gathered()")
-            made = [] if pipe.gathering is None else _drop_gradients(params, grads)
+        with interrupts_held():
+            try:
+                if inside:
+                    written |= _store(pipe, params, current.state.leaves, before)
+            except BaseException:
+                current.tear()
+                raise
+            finally:
+                for path, p in params.items():
+                    put(pipe, p, parts[path], "the end of opt.gathered()")
+                made = [] if pipe.gathering is None else _drop_gradients(params, grads)
     _check_gradients(made)
 
 
@@ -113,11 +115,22 @@ class AveragedParameters:
         averages = averages_of(state, of, "opt.averaged({})")
         kept = {path: state.leaves[path].clone() for path in averages}
         try:
-            self.on = True
-            _write(state, averages)
-            self.refresh()
+            with interrupts_held():
+                self.on = True
+                _write(state, averages)
+                self.refresh()
             yield
         finally:
+            try:
+                self._end(state, kept)
+            except KeyboardInterrupt:
+                if self.on:
+                    # It came before it was held.
+                    self._end(state, kept)
+                raise
+
+    def _end(self, state: State, kept: Leaves) -> None:
+        with interrupts_held():
             try:
                 self._put_back(state, kept)
             finally:

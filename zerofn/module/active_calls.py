@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._compat.autograd import saved_tensors_hooks
+from .._compat.modules import has_ended
 from ..sharded.gather_on_use import Units
 from ..sharded.saved_tensors import Walks
 from ..sharded.write_back import Region
@@ -43,6 +44,10 @@ class ThreadState(threading.local):
         self.searched: dict[int, Tensor | None] = {}
         self.tracker: OutputTracker | None = None
 
+    def stale(self) -> bool:
+        """Whether the calls that are noted have ended without their hooks, as Ctrl-C ends them."""
+        return bool(self.calls) and self.calls[0].frame is not None and has_ended(self.calls[0].frame)
+
     def drop_stale_calls(self) -> None:
         """Forget calls that ended without their hooks."""
         while self.calls:
@@ -63,13 +68,14 @@ class ActiveCall:
         start: the number of the first autograd node that may be made in it.
         shown: its output as hooks of the user's see it.
         error: what was being handled when it began, to be told from what the call raises.
+        frame: of an outermost one, that of Python, which tells whether it is under way.
         undo: runs at its end.
     """
 
-    __slots__ = ("callers", "error", "module", "outermost", "shown", "start", "undo")
+    __slots__ = ("callers", "error", "frame", "module", "outermost", "shown", "start", "undo")
 
-    def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None):
-        self.module, self.outermost, self.start, self.error = module, outermost, start, error
+    def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None, frame: Any):
+        self.module, self.outermost, self.start, self.error, self.frame = module, outermost, start, error, frame
         self.callers: Collection[int] = ()
         self.shown: HookedOutput | None = None
         self.undo = ExitStack()

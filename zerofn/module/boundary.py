@@ -17,7 +17,7 @@ from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, t
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor_parameters import Form
 from ..sharded.gather_on_use import Units
-from .active_calls import CalledTogether, ThreadState
+from .active_calls import ActiveCall, CalledTogether, ThreadState
 from .backward_graph_search import check_closed
 from .crossing import Crossing, Edge, crossing_of
 from .leaked_tensors import AttributeTensors
@@ -93,6 +93,17 @@ class ModelBoundary:
         now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
+
+    def calls(self) -> list[ActiveCall]:
+        """The calls that are under way in this thread, the outermost first.
+
+        Torch runs no hook where Ctrl-C ends a call. Those are forgotten here: a parameter that the user asks for is
+        none of a call, and the next call is none inside of another.
+        """
+        if self.local.stale():
+            self.attributes.put_back()
+            self.local.drop_stale_calls()
+        return self.local.calls
 
     def begin(self) -> None:
         """Before a call from outside, or one that a backward repeats: tensors in attributes enter."""

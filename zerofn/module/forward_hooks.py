@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.autograd import next_sequence_nr
+from .._compat.autograd import next_sequence_nr, set_grad_mode
 from .._compat.compiler import exports, uncompiled
-from .._compat.modules import CALL, forward_hooks, has_backward_hooks, register_in, registered, set_flat_weights
+from .._compat.modules import (
+    CALL,
+    forward_hooks,
+    frame_of_call,
+    has_backward_hooks,
+    register_in,
+    registered,
+    set_flat_weights,
+)
 from .._errors import explain
 from ..core.pipeline import Pipeline
 from ..sharded.saved_tensors import noting
@@ -46,7 +54,14 @@ class Hook:
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
-        return None if self.fn is None else self.fn(*args)
+        if self.fn is None:
+            return None
+        mode = torch.is_grad_enabled()
+        try:
+            return self.fn(*args)
+        except BaseException:
+            set_grad_mode(mode)
+            raise
 
     def __deepcopy__(self, memo: dict) -> Hook:
         return Hook(None)
@@ -80,12 +95,12 @@ class _PreForwardHook(Hook):
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.plain:
-            local = self.boundary.local
+            local, calls = self.boundary.local, self.boundary.calls()
             # Without a hook of the user's nothing of the inside is shown.
             quiet = not self.boundary.scaled or not (
                 _has_user_hooks(self.boundary, module) or has_backward_hooks(module)
             )
-            if quiet and local.calls and module not in map(_MODULE, local.calls):
+            if quiet and calls and module not in map(_MODULE, calls):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
                 return None
@@ -181,15 +196,17 @@ def _begin_call(
     if id(module) not in boundary.end_hooks:
         # Only here, for most modules are never called from outside, and a hook takes time.
         _add_end_hook(boundary, module)
-    if local.calls and module is boundary.model() and not _calls_itself(module):
-        # No hook runs when Ctrl-C ends a call, and all calls after it would look nested.
+    calls = boundary.calls()
+    if calls and calls[0].frame is None and module is boundary.model() and not _calls_itself(module):
+        # In compiled code, where no frame tells whether a call has ended: the next one of the model does.
         local.drop_stale_calls()
     outermost = not local.calls and not boundary.repeating(module)
     if boundary.scaled:
         check_hooks_of_call(boundary.model(), module, outermost, args)
     if outermost and (torch.jit.is_tracing() or exports()):  # type: ignore[attr-defined]
         raise _recorded("torch.export.export" if exports() else "torch.jit.trace")
-    call = ActiveCall(module, outermost, next_sequence_nr(), sys.exception())
+    frame = None if local.calls else frame_of_call()
+    call = ActiveCall(module, outermost, next_sequence_nr(), sys.exception(), frame)
     if not local.calls:
         boundary.begin()
     if local.walks is not None and (not local.calls or id(module) in boundary.blocks):
@@ -201,6 +218,7 @@ def _begin_call(
             call.undo.enter_context(noting(boundary.units))
     if lock is not None:
         call.undo.enter_context(lock)
+        call.undo.callback(_reset_flat_weights, module)
         _fill_flat_weights(module)
     if boundary.scaled and _has_user_hooks(boundary, module):
         _order_user_hooks(boundary, module)
@@ -220,8 +238,6 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
         return None
     call = local.calls.pop()
     error = sys.exception()
-    if isinstance(module, nn.RNNBase):
-        _reset_flat_weights(module)
     call.undo.close()
     if call.outermost and error is not None and error is not call.error:
         add_notes(error, module, boundary.pipe, boundary.check_unchanged)

@@ -65,6 +65,12 @@ class AttributeTensors:
         changed = self._replace(lambda t: enter(t) if t.requires_grad and id(t) not in mine else t)
         self.known += [(holder, key, old, new) for holder, key, old, new in changed]
 
+    def put_back(self) -> None:
+        """After a call that has ended without its hooks: tensors that were hidden from the user are outer again."""
+        for holder, key, outer, inner in self.known:
+            if _holds(holder, key, inner):
+                holder[key] = outer
+
     def known_pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Of what the model left in earlier calls: the inner tensor and the outer one."""
         pairs = []

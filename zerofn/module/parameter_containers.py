@@ -33,7 +33,7 @@ class ContainerHook:
         boundary = self.boundary()
         if boundary is None or not isinstance(module, CONTAINERS) or not isinstance(param, Tensor):
             return None
-        if not boundary.local.calls and not boundary.repeating():
+        if not boundary.calls() and not boundary.repeating():
             return None
         found = _view_of(boundary, param)
         if found is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import set_grad_mode
 from .._compat.compiler import uncompiled
 from .boundary import ModelBoundary
 
@@ -68,7 +69,7 @@ class ParameterViewDict(dict):
     def _walked_by_model(self) -> bool:
         # Not by the compiler, which looks at modules in the middle of their calls. And not by a hook of the user's in a
         # backward: there gradients are enabled only in what a checkpoint repeats.
-        if self.boundary.local.calls:
+        if self.boundary.calls():
             return not torch.compiler.is_compiling()
         return torch.is_grad_enabled() and self.boundary.repeating()
 
@@ -81,11 +82,16 @@ class ParameterViewDict(dict):
 def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
     boundary = parameters.boundary
     local = boundary.local
-    if not local.calls and not boundary.repeating():
+    if not boundary.calls() and not boundary.repeating():
         # Asked by the user.
         return stored
     path = parameters.paths[name]
-    seen = boundary.views.get(path, stored)
+    mode = torch.is_grad_enabled()
+    try:
+        seen = boundary.views.get(path, stored)
+    except BaseException:
+        set_grad_mode(mode)
+        raise
     if parameters.beside not in (None, seen.dtype):
         seen = seen.to(parameters.beside)
     local.last_views[path] = (weakref.ref(seen), stored)

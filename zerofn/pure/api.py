@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import set_grad_mode
 from .._compat.compiler import uncompiled
 from .._compat.functorch import levels
 from .._ranges import PHASE, ranged
@@ -154,7 +155,12 @@ def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple
 
     write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
     """
-    grads, of_inputs = pull(cotangents_of(out, cotangents))
+    mode = torch.is_grad_enabled()
+    try:
+        grads, of_inputs = pull(cotangents_of(out, cotangents))
+    except BaseException:
+        set_grad_mode(mode)
+        raise
     return state.layout.join_once(grads), *of_inputs
 
 
@@ -215,8 +221,13 @@ def update(
     record = records("zf.update", create_graph, leaves, state)
     more = lost_graphs(pipe, record, create_graph, weight)
     ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step, **more)
-    with ranged(PHASE, "update"):
-        return apply(pipe, leaves, state, ctx)
+    mode = torch.is_grad_enabled()
+    try:
+        with ranged(PHASE, "update"):
+            return apply(pipe, leaves, state, ctx)
+    except BaseException:
+        set_grad_mode(mode)
+        raise
 
 
 @uncompiled

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.autograd import set_grad_mode
 from .._compat.compiler import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
 from .._errors import explain, kind_of
+from .._interrupts import interrupts_held
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.layout import Layout, Leaves
@@ -21,6 +22,7 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
 from ..core.update import Metrics, apply, check_vmap
+from ..core.update_context import Context
 from ..core.weight_agreement import shared_weight
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
@@ -78,7 +80,14 @@ def make_step(
             check_positional("step(state", keywords)
         if called_by_torch_func():
             return step_called_by_transforms(whole, state, batch, weight)
-        return whole(state, batch, weight)
+        if torch.compiler.is_compiling():
+            return whole(state, batch, weight)
+        mode = torch.is_grad_enabled()
+        try:
+            return whole(state, batch, weight)
+        except BaseException:
+            set_grad_mode(mode)
+            raise
 
     # Each step has code of its own: the compiler keeps graphs by code, and gives up where one code has too many.
     whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
@@ -174,12 +183,29 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
-        # Marked before it is written, for a save in another thread.
-        with state.given_away(ctx.written) if donate and not tracing else nullcontext(), ranged(PHASE, "update"):
-            new, metrics = apply(pipe, grads, state, ctx)
+        if donate and not tracing:
+            new, metrics = _donated(pipe, grads, state, ctx)
+        else:
+            with ranged(PHASE, "update"):
+                new, metrics = apply(pipe, grads, state, ctx)
+        # No call from here on, in which Python could deliver Ctrl-C: the caller would not have the new state.
         return new, {"loss": loss, **metrics, **aux}
 
     return run
+
+
+def _donated(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
+    """An update that writes into its state. After Ctrl-C in it the state that was given is the new one."""
+    made: tuple[State, Metrics] | None = None
+    try:
+        # Marked before it is written, for a save in another thread.
+        with interrupts_held(), state.given_away(ctx.written), ranged(PHASE, "update"):
+            made = apply(pipe, grads, state, ctx)
+    except KeyboardInterrupt:
+        if made is not None:
+            state.become(made[0])
+        raise
+    return made
 
 
 class PipelineCache:

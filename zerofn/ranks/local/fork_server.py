@@ -36,7 +36,7 @@ class _Server:
     def fork(self, rank: int, fds: list[int]) -> None:
         """Have the server fork a rank, and hand it these files."""
         with self.lock:
-            if self.process is None or self.process.poll() is not None:
+            if self.process is None or self.control is None or self.process.poll() is not None:
                 self.start()
             assert self.control is not None
             try:
@@ -50,7 +50,8 @@ class _Server:
         if not sys.executable:
             why = "launch starts another Python, and sys.executable does not say which"
             raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
-        ours, theirs = socket.socketpair()
+        # First, so that `stop` ends the process also where an interrupt comes before it is noted.
+        self.control, theirs = socket.socketpair()
         serve = "from zerofn.ranks.local.fork_loop import serve"
         code = f"import sys; sys.path[:] = {sys.path!r}; {serve}; serve({theirs.fileno()})"
         # A session of its own: an interrupt typed at the terminal reaches the caller, who ends the ranks.
@@ -62,7 +63,6 @@ class _Server:
             start_new_session=True,
         )
         theirs.close()
-        self.control = ours
 
     def stop(self) -> None:
         if self.control is not None:

@@ -1,0 +1,271 @@
+"""Ctrl-C at any moment of a training loop: the state is that of the step before or of the one after, and goes on."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Moment, modes
+from torch import Tensor, nn
+from trees import flat
+
+import zerofn as zf
+from zerofn.extend import Transform
+
+BF16 = torch.bfloat16
+CHAINS: dict[str, Callable[[], Transform]] = {
+    "adamw": lambda: zf.adamw(1e-2),
+    "accumulate, clip": lambda: zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(1e-2)),
+    "shard, accumulate": lambda: zf.chain(zf.shard(), zf.accumulate(2), zf.adamw(1e-2)),
+    "scale_loss": lambda: zf.chain(zf.precision(param_dtype=torch.float16), zf.scale_loss("dynamic"), zf.adamw(1e-2)),
+    "low precision": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2), zf.ema(0.9)),
+    "masters": lambda: zf.chain(zf.all_reduce(), zf.precision(param_dtype=BF16), zf.sgd(0.1, momentum=0.9)),
+    "offload": lambda: zf.offload(zf.adamw(1e-2)),
+}
+IN_BACKWARD = ["adamw", "low precision", "offload"]
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def attached(name: str, in_backward: bool = False) -> tuple[nn.Module, zf.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, zf.attach(model, CHAINS[name](), in_backward=in_backward)
+
+
+def iteration(model: nn.Module, opt: zf.Optimizer) -> None:
+    """Of numbers that differ from step to step."""
+    opt.zero_grad()
+    model(X * (1 + opt.micro_steps % 7)).float().square().mean().backward()
+    opt.step()
+
+
+def values(model: nn.Module, opt: zf.Optimizer) -> list[Tensor]:
+    state = opt.state
+    tensors = [x for x in flat(state.transforms).values() if isinstance(x, Tensor)]
+    tensors += [*state.leaves.values(), state.step, state.micro_step, *model.parameters()]
+    return [x.detach().clone() for x in tensors]
+
+
+def by_leaf(model: nn.Module, opt: zf.Optimizer) -> list[list[Tensor]]:
+    """Of each parameter its value and what transforms keep for it."""
+    state = opt.state
+    return [[p.detach().clone(), *(x.clone() for x in state[p].values())] for p in model.parameters()]
+
+
+def same(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    return len(xs) == len(ys) and all(map(torch.equal, xs, ys))
+
+
+def moments(loop: Callable[[], object], how_many: int | None) -> list[int]:
+    """Moments of a loop's body, drawn by lot; all of them for `None`."""
+    with Moment(0) as count:
+        loop()
+    every = range(1, count.seen + 1)
+    return list(every) if how_many is None else sorted(random.Random(0).sample(every, min(how_many, count.seen)))
+
+
+def interrupted(n: int, loop: Callable[[], object]) -> str:
+    """Run a body with SIGINT at its n-th moment; where that was."""
+    before, moment = modes(), Moment(n)
+    try:
+        with moment:
+            loop()
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert moment.where is None, f"lost: {moment.where}"
+    assert modes() == before, moment.where
+    return str(moment.where)
+
+
+def run(name: str, how_many: int | None) -> None:
+    (model, opt), (other, reference) = attached(name), attached(name)
+    parameters = list(model.parameters())
+
+    def both() -> None:
+        iteration(model, opt)
+        iteration(other, reference)
+        assert same(values(model, opt), values(other, reference))
+
+    both()
+    found = moments(lambda: iteration(model, opt), how_many)
+    iteration(other, reference)
+    ends = set()
+    for n in found:
+        before = values(other, reference)
+        where = interrupted(n, lambda: iteration(model, opt))
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)), where
+        after = not same(values(model, opt), before)
+        if after:
+            iteration(other, reference)
+            assert same(values(model, opt), values(other, reference)), where
+        ends.add(after)
+        both()
+    assert ends == {False, True}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_state_is_that_of_the_step_before_or_after(name):
+    run(name, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_at_every_moment(name):
+    run(name, None)
+
+
+def run_in_backward(name: str, how_many: int | None) -> None:
+    """Leaf by leaf the state is that of the step before or after; `zero_grad` gives the rest up."""
+    (model, opt), (other, reference) = attached(name, True), attached(name, True)
+    iteration(model, opt)
+    found, ends = moments(lambda: iteration(model, opt), how_many), set()
+    for n in found:
+        reference.load_state(opt.state)
+        before = by_leaf(other, reference)
+        iteration(other, reference)
+        after = by_leaf(other, reference)
+        where = interrupted(n, lambda: iteration(model, opt))
+        opt.zero_grad()
+        leaves = by_leaf(model, opt)
+        made = [same(x, new) for x, new in zip(leaves, after, strict=True)]
+        for x, old, is_new in zip(leaves, before, made, strict=True):
+            assert is_new or same(x, old), where
+        ends.add(sum(made))
+        # What follows is a run from that state.
+        reference.load_state(opt.state)
+        iteration(model, opt)
+        iteration(other, reference)
+        assert same(values(model, opt), values(other, reference)), where
+    assert {0, 4} < ends
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_within_backward_each_leaf_is_that_of_the_step_before_or_after(name):
+    run_in_backward(name, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_within_backward_at_every_moment(name):
+    run_in_backward(name, None)
+
+
+def test_within_backward_the_next_one_is_refused_by_name():
+    model, opt = attached("adamw", True)
+    hook = model[0].weight.register_hook(lambda g: _thread.interrupt_main())
+    with pytest.raises(KeyboardInterrupt):
+        iteration(model, opt)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"opt.zero_grad\(\) after a backward that was interrupted"):
+        model(X).square().mean().backward()
+    iteration(model, opt)
+    assert opt.global_steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_at_random_times(name):
+    """By a timer, so that it comes inside of kernels too. 150 for each chain, a thousand together."""
+    (model, opt), (other, reference) = attached(name), attached(name)
+    draw, before = random.Random(name), modes()
+    for _ in range(150):
+        timer = threading.Timer(draw.uniform(0.001, 0.02), _thread.interrupt_main)
+        timer.start()
+        try:
+            while True:
+                iteration(model, opt)
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+        assert modes() == before
+        while reference.micro_steps < opt.micro_steps:
+            iteration(other, reference)
+        assert same(values(model, opt), values(other, reference))
+
+
+class Cached(nn.Module):
+    """Reads a tensor of the user's from an attribute, and stops where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(6, 6), nn.GRU(6, 6)
+        self.beside: Any = None
+        self.stop: Callable[[], object] = bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stop()
+        return self.rnn(self.linear(x + self.beside.to(x.dtype)))[0]
+
+
+def test_a_call_that_was_interrupted_is_closed():
+    """The user finds parameters and tensors of their own, not what the call had in their places."""
+
+    def grads(stopped: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Cached()
+        zf.attach(model, zf.chain(zf.precision(param_dtype=BF16), zf.scale_loss(8.0), zf.adamw(1e-3)))
+        parameters = list(model.parameters())
+        mine = model.beside = torch.ones(6, requires_grad=True)
+        if stopped:
+            model.stop = _thread.interrupt_main
+            with pytest.raises(KeyboardInterrupt):
+                model(X)
+            model.stop = bool
+            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+            assert model.linear.weight is parameters[0] and model.beside is mine
+            # A part of the model by itself: a call from outside, whose inputs are cast.
+            assert model.linear(X).dtype is BF16
+        model(X).float().square().sum().backward()
+        return [mine.grad, *(p.grad for p in parameters)]
+
+    assert same(grads(True), grads(False))
+
+
+def test_a_recurrent_call_that_was_interrupted_leaves_no_lock():
+    model = nn.GRU(6, 6)
+    zf.attach(model, zf.chain(zf.precision(param_dtype=BF16), zf.adamw(1e-3)))
+    handle = model.register_forward_pre_hook(lambda *_: _thread.interrupt_main())
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    assert model.weight_ih_l0.dtype is torch.float32
+    thread = threading.Thread(target=model, args=(X,), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["averaged", "load"])
+def test_what_else_writes_a_state(name):
+    """An average in the place of parameters, and a load: at every moment all of it, or nothing."""
+    (model, opt), (other, reference) = attached("low precision"), attached("low precision")
+    for _ in range(2):
+        iteration(model, opt)
+        iteration(other, reference)
+    before, saved = values(model, opt), copy.deepcopy(reference.state_dict())
+    iteration(other, reference)
+    after = values(other, reference)
+
+    def write() -> None:
+        if name == "load":
+            opt.load_state_dict(reference.state_dict())
+        else:
+            with opt.averaged():
+                pass
+
+    reached = set()
+    for n in moments(write, 60):
+        opt.load_state_dict(saved)
+        interrupted(n, write)
+        now = values(model, opt)
+        assert same(now, before) or (name == "load" and same(now, after))
+        reached.add(same(now, before))
+        iteration(model, opt)
+    assert reached == ({True} if name == "averaged" else {False, True})
