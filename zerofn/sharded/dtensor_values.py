@@ -86,7 +86,12 @@ def _cut_alike(x: Any, of: Origin) -> bool:
     # Torch's chunks are ours where ranks have whole rows; a short leaf is cut flat, and mostly within a row.
     torch_width = -(-x.shape[0] // group.size) * row
     rows = piece.leaf.shape == x.shape and width(x.shape, group.size) == torch_width
-    return rows and tuple(x.device_mesh.mesh.tolist()) == group.ranks and x.to_local().numel() == piece.numel
+    return (
+        rows
+        and of.is_chunk
+        and tuple(x.device_mesh.mesh.tolist()) == group.ranks
+        and x.to_local().numel() == piece.numel
+    )
 
 
 def _full(x: Any, name: str, beside: list[Origin]) -> Tensor:

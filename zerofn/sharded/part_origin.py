@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._compat.autograd import arguments_of_functions, in_backward
 from .._errors import explain
-from ..core.row_sharding import rows_of
+from ..core.row_sharding import rows_of, span
 from ..ranks.dtensor_shards import by_rows
 from .gather_part import Piece, cut, gathered
 
@@ -71,6 +71,15 @@ class Origin(NamedTuple):
         (piece,) = self.pieces
         return rows_of(self.shape, piece.leaf.shape, piece.low, piece.high, piece.by.wire.group.size)
 
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is this rank's chunk by rows, as torch cuts a tensor of its shape; a wire may cut otherwise."""
+        if self.local_shape is None:
+            return False
+        (piece,) = self.pieces
+        group = piece.by.wire.group
+        return (piece.low, piece.high) == span(self.shape, group.rank, group.size)
+
     def placed(self, kind: str) -> tuple[Any, tuple[Any, ...]]:
         """The mesh and the placements of a DTensor that is cut as this.
 
@@ -80,7 +89,7 @@ class Origin(NamedTuple):
         Raises:
             AttributeError: ranks split rows, or it is not known here how they are cut.
         """
-        if self.local_shape is None:
+        if not self.is_chunk:
             why = f"it is cut flat over ranks, as {tuple(self.shape)} has fewer rows than ranks or is not cut by rows"
             right = "x.full_tensor(), which every rank calls; distribute_tensor(x.full_tensor(), mesh, placements)"
             raise AttributeError(explain(f"placements of {self}", why, right))
