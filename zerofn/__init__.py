@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from ._compat.compiler import uncompiled as _uncompiled
+from ._compat.saved_states import let_torch_load_states as _let_torch_load_states
 
 if _TYPE_CHECKING:
     from . import collectives as collectives
@@ -82,8 +83,11 @@ if _TYPE_CHECKING:
     from .transforms.sharding import reduce_scatter as reduce_scatter
     from .transforms.sharding import shard as shard
     from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
+    from .transforms.watch import watch as watch
 
 __version__ = "0.1.0"
+
+_let_torch_load_states()
 
 
 # Where names are. Each is imported when it is asked for: the first use pays, and transforms, tools of analysis and
@@ -152,6 +156,7 @@ _LATER = {
     "reduce_scatter": "transforms.sharding",
     "shard": "transforms.sharding",
     "skip_nonfinite": "transforms.skip_nonfinite",
+    "watch": "transforms.watch",
 }
 _MODULES = {
     "collectives": "collectives",

@@ -38,7 +38,7 @@ from .core.layout import Layout, Leaf, Leaves
 from .core.leaf_arguments import LeafList, LeafStep
 from .core.leafwise import transform
 from .core.optimizer_transform import direction, like, optimizer, without_elements
-from .core.partition import of_members, values_by_path
+from .core.partition import labels_by_path, of_members, texts_of_labels, values_by_path
 from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
 from .core.row_sharding import span, width
 from .core.spec import (
@@ -142,6 +142,7 @@ __all__ = [
     "given",
     "has_kernel",
     "known_formats",
+    "labels_by_path",
     "leaf_key",
     "like",
     "makes_parameters",
@@ -170,6 +171,7 @@ __all__ = [
     "squared_norm",
     "stochastic_round",
     "straight_through",
+    "texts_of_labels",
     "transform",
     "tree_map",
     "typed",

@@ -189,7 +189,9 @@ def test_groups():
         zf.init(zf.partition({"a": O}, lambda p: "a" if p == "w" else "z"), params())
     with refuses(TypeError, "wrong mask", "w: 1 is no bool", "b: 1 is no bool"):
         zf.init(zf.masked(O, lambda p: 1), params())
-    with refuses(TypeError, "wrong labels", "w: None is no str"):
+    with refuses(TypeError, "wrong labels", "w: ['a'] cannot be a key of a dict"):
+        zf.init(zf.partition({"a": O}, lambda p: ["a"]), params())
+    with refuses(ValueError, "unknown labels", "w: label None has no transform"):
         zf.init(zf.partition({"a": O}, lambda p: None), params())
     with refuses(ValueError, "mask does not fit", "b: missing", "c: extra"):
         zf.init(zf.masked(O, {"w": True, "c": True, "deep": True}), params())

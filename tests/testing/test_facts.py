@@ -91,6 +91,10 @@ def gives_gradients(grads, state, params, carry, ctx):
     return {path: g if params[path].numel() == 1 else params[path] - 0.1 * g for path, g in grads.items()}, state
 
 
+def between(new, state, old, carry, ctx):
+    return new, {"kept": {path: (old[path] + x) / 2 for path, x in new.items()}}
+
+
 def of_two(leaves, layout):
     return {COUNT: counter()}
 
@@ -149,6 +153,10 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
     "gives a gradient for a parameter": (
         "it gives no gradient, and no parameter of another leaf, nor a view of one. It does, in micro-step 1.",
         dict(facts=Facts(optimizes=True, keeps=False), needs="leaf", update_fn=gives_gradients),
+    ),
+    "sees_old": (
+        "sees_old=False says that it looks at no old parameters",
+        dict(facts=Facts(watches=True, sees_old=False), init_fn=zeros, update_fn=between),
     ),
     "rate": ("rate=0.1", dict(facts=Facts(optimizes=True, rate=0.1), update_fn=descends)),
     "settable": ("'zeta'", dict(facts=Facts(optimizes=True, settable=(("zeta", 1.0),)), update_fn=descends)),
@@ -214,3 +222,17 @@ def test_those_that_say_the_truth_pass(build: Callable[[], Transform]) -> None:
 
 def by_length(path: str) -> str:
     return "a" if len(path) % 2 else "b"
+
+
+@transform
+def midpoint() -> Transform:
+    """The mean of the old and the new parameters."""
+    functions = {"init_fn": zeros, "update_fn": between}
+    return Transform("midpoint", needs="element", facts=Facts(watches=True), **functions)
+
+
+def test_a_runner_that_hands_on_the_new_parameters_for_the_old_is_found(monkeypatch) -> None:
+    check_transform(zf.chain(zf.adamw(lr=0.1), midpoint()))
+    monkeypatch.setattr(Facts, "compares", property(lambda facts: False))
+    with pytest.raises(AssertionError, match=r"donate=True gives the bits[^\n]*\n  transforms.midpoint.kept"):
+        check_transform(zf.chain(zf.adamw(lr=0.1), midpoint()))

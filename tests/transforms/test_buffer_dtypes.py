@@ -233,8 +233,8 @@ def test_what_meets_in_two_dtypes_is_told_with_the_module():
         (ValueError, {"buffer_dtype": {"x": BF16, "z": None}, "labels": lambda path: "x"}, "no buffer has it; buffers"),
         (
             TypeError,
-            {"buffer_dtype": {"x": BF16}, "labels": lambda path: 3},
-            r"labels of buffers\n  table: 3 is no str",
+            {"buffer_dtype": {"x": BF16}, "labels": lambda path: [3]},
+            r"labels of buffers\n  table: \[3\] cannot be a key of a dict",
         ),
     ],
 )

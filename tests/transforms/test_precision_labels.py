@@ -192,4 +192,4 @@ def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         zf.init(zf.chain(zf.precision(**options), zf.sgd(0.1)), PARAMS)
     with pytest.raises(TypeError, match="wrong labels"):
-        zf.init(zf.chain(zf.precision({"a": BF16}, labels=lambda path: 3), zf.sgd(0.1)), PARAMS)
+        zf.init(zf.chain(zf.precision({"a": BF16}, labels=lambda path: [3]), zf.sgd(0.1)), PARAMS)

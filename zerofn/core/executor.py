@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .leaf_entries import Places, moved, of_leaves, overlaid, places
 from .segments import States, Stretch
 from .transform import Transform, TransformState
 from .tree import flatten, select
-from .update_context import Context, Prepared, check_prepared
+from .update_context import Context, Prepared, WithinBucket, check_prepared
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
@@ -39,6 +40,7 @@ def run(
     new states, and whether anything leaves it: a 0-d bool tensor where Python may not branch.
     """
     signal: Leaves = grads
+    old: Leaves | None = None
     emitted: bool | Tensor = True
     if ctx.donate and len(parts) > 1:
         # A schedule that fails must do so before the first write, so that the state is whole after an error. All of the
@@ -47,7 +49,9 @@ def run(
             if part.facts.optimizes and part.scope is Scope.LEAF:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     for i, here in enumerate(parts):
-        segment = Segment(here, states, params, ctx, signal, emitted)
+        if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
+            old = {path: x.clone() for path, x in params.items()}
+        segment = Segment(here, states, params, ctx, signal, emitted, old)
         ctx = segment.ctx
         # Asked for before this stretch writes, since a schedule among them may fail.
         held = _held_metrics(segment.behind, parts[i + 1 :], states, params, ctx) if segment.held else {}
@@ -84,6 +88,7 @@ class Segment:
         ctx: of the step.
         grads: what the first transform looks at.
         emitted: whether anything comes to the stretch; a tensor in a graph or a batch.
+        before: copies of the parameters as they were before the step, where a stretch before this one may have written.
 
     Attributes:
         held: whether nothing goes on behind the stretch.
@@ -97,8 +102,12 @@ class Segment:
         ctx: Context,
         grads: Leaves | None = None,
         emitted: bool | Tensor = True,
+        before: Leaves | None = None,
     ):
-        self.given, self.ctx, self.leaves, self.stretch = states, ctx, len(params), parts
+        self.before = before
+        # What writes in place would hand the new parameters to those behind it for the old ones.
+        self.copies_old = parts.keeps_old and before is None and (ctx.donate or ctx.donate_to_kernels)
+        self.given, self.ctx, self.params, self.stretch = states, ctx, params, parts
         self.emitted = emitted
         first, self.old = parts.parts[0], parts.states(states) if parts.joined else states
         self.whole = first.scope is Scope.WHOLE
@@ -113,7 +122,8 @@ class Segment:
         for part in parts.parts:
             look = grads if part is first and part.scope is not Scope.LEAF else None
             # A transform without state, such as the norm among the metrics, may have no entry.
-            given = self.old.get(part.name, {}), look, params, ctx if comes is True else self._context_of(part, comes)
+            seen = before if before is not None and part.facts.compares else params
+            given = self.old.get(part.name, {}), look, seen, ctx if comes is True else self._context_of(part, comes)
             self.prepared.append(
                 _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
             )
@@ -145,7 +155,7 @@ class Segment:
             params: stored parameters of the leaves.
         """
         found = buckets(params) if self._makes_temporaries(signal, params) else [list(params)]
-        if len(found) == 1 and len(params) == self.leaves:
+        if len(found) == 1 and len(params) == len(self.params):
             return self._bucket(signal, params, every=True)
         out: Leaves = {}
         for paths in found:
@@ -159,22 +169,28 @@ class Segment:
         """
         if self.whole or len(params) == 1:
             return False
-        if self.ctx.recorded or any(part.facts.copies for part in self.parts):
+        if self.ctx.recorded or self.copies_old or any(part.facts.copies for part in self.parts):
             return True
         # A kernel copies gradients of another dtype than the parameters'.
         return any(g.dtype is not params[path].dtype for path, g in signal.items())
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
-        emitted, comes = self.emitted, self.comes
+        emitted, comes, old_params = self.emitted, self.comes, params
+        of_step = self.ctx if every or self.whole else self._within_bucket
+        if self.copies_old:
+            old_params = {path: x.clone() for path, x in params.items()}
+        elif self.before is not None:
+            old_params = {path: self.before[path] for path in params}
         for part, p in zip(self.parts, self.prepared, strict=True):
             if part.facts.watches:
                 # A leaf without a gradient in this step keeps its value, and that is watched too.
                 signal = {**params, **signal}
+            seen = params if not part.facts.watches else old_params if part.facts.sees_old else signal
             old = self.old.get(part.name, {})
             whole = every or self.whole or p.carries_state
             state = old if whole else of_leaves(old, _places_in(old, part.name, self.places, self.ctx), params)
-            ctx = self.ctx if comes is True else self._context_of(part, comes)
-            given = part, signal, state, params, p.carry, ctx
+            ctx = of_step if comes is True else self._context_of(part, comes)
+            given = part, signal, state, seen, p.carry, ctx
             out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
             if p.carries_state:
                 self.changed.setdefault(part.name, {}).update(own)
@@ -189,9 +205,15 @@ class Segment:
                 signal = passed(emitted, out)
         return signal
 
+    @cached_property
+    def _within_bucket(self) -> Context:
+        """The context of updates that are handed some leaves of many."""
+        return replace(self.ctx, reduction=WithinBucket(self.ctx.reduction))
+
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform where only a tensor knows whether anything comes to it."""
-        return replace(self.ctx, comes=comes, standing=standing(part, self.old.get(part.name, {})))
+        found = standing(part, self.old.get(part.name, {}), self.params, self.ctx)
+        return replace(self.ctx, comes=comes, standing=found)
 
     def close(self) -> None:
         """All leaves have been fed."""

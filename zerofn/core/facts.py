@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,7 +16,10 @@ class Facts:
 
     Attributes:
         optimizes: what leaves it is new parameters.
-        watches: it looks at new parameters.
+        watches: it looks at new parameters, behind the optimizer.
+        sees_old: whether one that watches is handed the old parameters too, as `params`: then the runner copies each
+            bucket of them before it is written in place, or all of them where the watcher must see the whole tree.
+            With `False` it is handed the new ones twice, and nothing is copied.
         window: micro-steps that it adds up before one goes on; 1 where it holds none back.
         weighted: whether those are weighted.
         adds: what leaves it is added to the parameters where no other transform makes new ones.
@@ -25,33 +28,47 @@ class Facts:
         settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
         reports: metrics of the whole gradient that it reports, which the pipeline then does not compute; and counts of
             its own. In a step that does not reach it each is 0, or what its state has under that name. An optimizer
-            that looks at gradients (`Scope.TREE`) is not run in such a step, not even for its rate.
+            that looks at gradients (`Scope.TREE`) is not run in such a step, not even for its rate. Names that follow
+            from the leaves are a function `(layout, paths) -> names`.
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
         keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
             is handed or with one another, and updates with parameters of other leaves. Such are copied, for which
             each step compares addresses; `False` is of one that makes its own.
         counterpart: the class of `torch.optim` that does the same, whose form its state dicts have; `None` without one.
         torch_names: what that class calls the slots that have another name here, as `(here, there)`.
+        starts_wide: its first state is made of leaves as wide as gradients, where `precision` makes these wider than
+            what is stored: sums of fp32 gradients of bf16 parameters are of fp32.
         holds: it keeps gradients for a later micro-step.
     """
 
     optimizes: bool = False
     watches: bool = False
+    sees_old: bool = True
     window: int = 1
     weighted: bool = False
     adds: bool = False
     directs: bool = False
     rate: Any = None
     settable: tuple[tuple[str, Any], ...] = ()
-    reports: frozenset[str] = frozenset()
+    reports: frozenset[str] | Callable[[Any, Collection[str]], frozenset[str]] = frozenset()
     copies: bool = True
     keeps: bool = True
     counterpart: type | None = None
     torch_names: tuple[tuple[str, str], ...] = ()
+    starts_wide: bool = False
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "holds", self.window > 1 or self.weighted)
+
+    def reported(self, layout: Any, paths: Collection[str]) -> frozenset[str]:
+        """The metrics that it reports where it has the leaves of these paths."""
+        return self.reports(layout, paths) if callable(self.reports) else self.reports
+
+    @property
+    def compares(self) -> bool:
+        """Whether it looks at old parameters beside the new ones."""
+        return self.watches and self.sees_old
 
 
 class Scope(Enum):

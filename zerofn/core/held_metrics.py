@@ -26,7 +26,7 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
         ctx: takes the reports.
     """
     for part in parts:
-        for name, value in standing(part, states.get(part.name, {})).items():
+        for name, value in standing(part, states.get(part.name, {}), params, ctx).items():
             ctx.report(name, value)
         if part.members_fn is not None:
             whole = len(params) == len(ctx.layout.trained)
@@ -43,6 +43,6 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
             part.prepare_fn(states[part.name], None, params, ctx)
 
 
-def standing(part: Transform, state: TransformState) -> dict[str, Any]:
+def standing(part: Transform, state: TransformState, params: Leaves, ctx: Context) -> dict[str, Any]:
     """The metrics of a transform that a step does not reach: by name the counter in its state, else 0."""
-    return {name: state.get(name, 0.0) for name in part.facts.reports}
+    return {name: state.get(name, 0.0) for name in part.facts.reported(ctx.layout, params.keys())}

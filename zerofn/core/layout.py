@@ -226,8 +226,13 @@ def _structure_message(layout: Layout, tree: Tree, what: str, right: str) -> str
     return bad_leaves(f"wrong structure: {what}", rows, right)
 
 
-def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
-    """By path of each place: a tree of values (a mask, labels) that may stop above the leaves of `layout`."""
+def prefix_values(
+    prefix: Tree, layout: Layout, what: str, is_value: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+    """By path of each place: a tree of values (a mask, labels) that may stop above the leaves of `layout`.
+
+    `is_value` says of a node of `prefix` whether it is a value, such as a label that is a tuple.
+    """
     found: dict[str, Any] = {}
     if isinstance(prefix, Mapping):
         # Names of a wrapped model are taken as well.
@@ -237,7 +242,7 @@ def prefix_values(prefix: Tree, layout: Layout, what: str) -> dict[str, Any]:
         }
         prefix = type(prefix)((new.get(k, k), x) for k, x in prefix.items()) if new else prefix  # type: ignore[call-arg]
     try:
-        values, spec = flatten(prefix)
+        values, spec = flatten(prefix, is_value)
         for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):
             for position in flatten(below)[0]:
                 if layout.places[position] >= 0:

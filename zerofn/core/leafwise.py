@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -26,6 +26,7 @@ from .update_context import Context, Prepared
 P = ParamSpec("P")
 # Keyword-only arguments without a default that the library gives to a function which has them.
 STEP, PATH = "step", "path"
+WIDER = ": it would lose bits there"
 
 
 @made_outside_of_graphs
@@ -70,7 +71,8 @@ def leafwise(
 
     Args:
         function: of tensors of one leaf; left out where `leafwise` is a decorator with arguments.
-        init: a leaf's first state from its parameter.
+        init: a leaf's first state from its parameter, which it is given in the dtype of gradients where
+            `zf.precision(grad_dtype=...)` makes that the wider one.
         optimizer: the function returns the new *parameter*, which is stored in the dtype it had.
         needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds one that says
             too little. `"element"`: each element returned comes from the same element of gradient, parameter and state.
@@ -81,7 +83,8 @@ def leafwise(
             has under `"row"` a leaf of fewer rows than ranks, or whose state has another shape than the leaf.
 
     Raises:
-        TypeError: the function, or `init`, is none.
+        TypeError: the function, or `init`, is none, or takes other arguments: a `state` without `init`, too few or too
+            many, one of its own that is not keyword-only.
         ValueError: `needs` is no such word; at a step, what the function returned is no real tensor of the leaf's shape
             and device, or its state has other shapes or dtypes than `init` gave it; names the leaves.
 
@@ -97,6 +100,8 @@ def leafwise(
     tensor([-5.5000])
     """
     _check(function, init, optimizer, needs)
+    if function is not None:
+        _check_signature(function, init)
     if function is None:
         return functools.partial(leafwise, init=init, optimizer=optimizer, needs=needs)
     return _factory(function, init, optimizer, needs)
@@ -109,6 +114,78 @@ def _check(function: Any, init: Any, optimizer: Any, needs: Any) -> None:
             why, right = f"{what} is a function of tensors", "@zf.leafwise(init=torch.zeros_like)"
             raise TypeError(explain(f"leafwise({what}={given!r})", why, f"{right}\ndef mine(grad, param, state): ..."))
     check_needs("leafwise", needs, ("element", "row", "leaf"), "a function on one tensor sees one leaf at a time")
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function; of an object that is called its class's, and of a `functools.partial` its function's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _check_signature(function: Any, init: Any) -> None:
+    """Raise a TypeError where the function or `init` cannot be called as it will be."""
+    name = _name_of(function)
+    given = ("grad", "param", "state")[: 2 if init is None else 3]
+    own = ""
+    if isinstance(function, type):
+        why = "called with tensors a class makes an object, and no gradient; an object with __call__ is a function"
+        raise TypeError(explain(f"leafwise({name})", why, f"leafwise({name}(...))"))
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        why = "a function of C tells nobody its arguments, and none of its own can be set"
+        right = f"@zf.leafwise\ndef mine({', '.join(given)}): return ..."
+        raise TypeError(explain(f"leafwise({name})", why, right)) from None
+    keywords = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    placed = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    wrong = f"leafwise(init={'...' if init is not None else None}) of {name}{_shown(parameters.values())}"
+    stateful = any(p.name == "state" for p in (*placed[2:], *keywords))
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        why = "it returns before it has computed anything: a generator, or something to await"
+    elif init is None and (stateful or (len(placed) == 3 and placed[2].default is inspect.Parameter.empty)):
+        why = "it takes a state, and no init says what that is at first"
+    elif init is not None and any(p.name == "state" for p in keywords):
+        why = "the state is its third argument, and not by keyword"
+    elif len(placed) > len(given):
+        why = f"it is called with ({', '.join(given)}); arguments of its own are keyword-only, behind a *"
+        own = ", ".join(str(p) for p in placed[len(given) :])
+    elif len(placed) < len(given) and not rest:
+        why = f"it is called with ({', '.join(given)})"
+        why += ": init makes a state, which it does not take" if len(placed) == 2 else ""
+    else:
+        _check_init(init)
+        return
+    own = ", ".join(filter(None, [own, *(str(p) for p in keywords if p.name != "state")]))
+    three = init is not None or stateful or "no init" in why
+    if len(placed) == 2 and init is not None and not stateful:
+        right = f"@zf.leafwise\ndef {name}(grad, param{own and ', *, ' + own}): ...; or, with a state,\n"
+        right += f"@zf.leafwise(init=torch.zeros_like)\ndef {name}(grad, param, state{own and ', *, ' + own}): ..."
+    else:
+        right = f"@zf.leafwise{'(init=torch.zeros_like)' if three else ''}\n"
+        right += f"def {name}(grad, param{', state' if three else ''}{own and ', *, ' + own}): ..."
+    raise TypeError(explain(wrong, why, right))
+
+
+def _shown(parameters: Iterable[inspect.Parameter]) -> str:
+    """A signature without annotations."""
+    return str(inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters]))
+
+
+def _check_init(init: Any) -> None:
+    if init is None:
+        return
+    try:
+        signature = inspect.signature(init)
+    except (TypeError, ValueError):
+        return  # of C, as torch.zeros_like
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        wrong = f"leafwise(init={_name_of(init)}) of {_shown(signature.parameters.values())}"
+        why = f"init is called with one parameter, for the first state of that leaf: {error}"
+        raise TypeError(explain(wrong, why, "init=torch.zeros_like, or a function of one tensor")) from None
 
 
 def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimizer: bool, needs: str) -> Callable:
@@ -138,17 +215,19 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
     def build(**given: Any) -> Transform:
         for name in given:
             if name not in options:
-                raise TypeError(unknown_keyword(function.__name__, name, options))
+                raise TypeError(unknown_keyword(_name_of(function), name, options))
         config = {**options, **given}
         for name, value in config.items():
             if value is inspect.Parameter.empty:
-                raise TypeError(f"{function.__name__}() needs {name}=; it has no default.")
+                raise TypeError(f"{_name_of(function)}() needs {name}=; it has no default.")
         made = _OnLeaves(function, init, optimizer, config, provided)
         return Transform(
             made.name,
             needs=needs,
             # It copies what its function keeps itself: first states leaf by leaf.
-            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None, keeps=False),
+            facts=Facts(
+                optimizes=optimizer, rate=config.get("lr") if optimizer else None, keeps=False, starts_wide=True
+            ),
             init_fn=made.init,
             prepare_fn=made.prepare,
             update_fn=made.update,
@@ -156,6 +235,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
             config=config,
         )
 
+    build.__name__ = _name_of(function)
     build.__rebuild__ = lambda config, parts: build(**config)  # type: ignore[attr-defined]
     return build
 
@@ -172,7 +252,7 @@ class _OnLeaves:
 
     @property
     def name(self) -> str:
-        return self.function.__name__
+        return _name_of(self.function)
 
     @property
     def scheduled(self) -> bool:
@@ -225,7 +305,7 @@ class _OnLeaves:
                 continue
             out[path] = returned[0].to(p.dtype) if self.optimizes else returned[0]
             if stateful:
-                kept[path] = returned[1]
+                kept[path] = _stored(kept[path], returned[1])
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         return own_update(self.optimizes, (out, {"value": kept} if stateful else {}), state, grads, params)
@@ -250,16 +330,31 @@ def _kind(x: Any, *others: Any) -> str | None:
 
 def _other_state(old: Any, new: Any) -> str | None:
     """How a leaf's state differs in form from what it was, so that a checkpoint could not be loaded; else `None`."""
-    if type(old) is type(new) is Tensor and old.shape == new.shape and old.dtype == new.dtype:
+    if type(old) is type(new) is Tensor and old.shape == new.shape and _holds(old.dtype, new.dtype):
         return None
     (olds, was), (news, now) = flatten(old), flatten(new)
     if was != now:
         return f"a state of another structure than init gave it: {now} instead of {was}"
     for a, b in zip(olds, news, strict=True):
         form, given = (_kind(x) or f"a tensor of shape {tuple(x.shape)}, {x.dtype}" for x in (b, a))
-        if form != given:
-            return f"{form} for its state, which init made {given}"
+        alike = _kind(a) is _kind(b) is None and a.shape == b.shape
+        if form != given and not (alike and _holds(a.dtype, b.dtype)):
+            return f"{form} for its state, which init made {given}{WIDER if alike and b.is_floating_point() else ''}"
     return None
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether the one dtype has every number of the other, both real."""
+    return wide == narrow or (
+        wide.is_floating_point and narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
+    )
+
+
+def _stored(old: Any, new: Any) -> Any:
+    """A new state in the dtypes that it had, each of which has every number of the new one."""
+    if type(new) is Tensor:
+        return new.to(old.dtype)
+    return tree_map(lambda a, b: b.to(a.dtype) if isinstance(b, Tensor) else b, old, new)
 
 
 def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, optimizer: bool) -> str:
@@ -267,4 +362,9 @@ def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, op
     right = f"return {first}, new_state" if pair else f"return {first}"
     right += f", with {first}.shape == param.shape"
     right += ", and a state of the shapes and dtypes that init gave it" if pair else ""
+    if any(WIDER in reason for _, reason in wrong):
+        right += "; of gradients that are wider than parameters\n"
+        right += "zf.precision(grad_dtype=torch.float32) in the chain, by which init is given leaves as wide;\n"
+        right += "init=lambda p: torch.zeros_like(p, dtype=torch.float32); or new_state.to(state.dtype), which rounds"
+        right = right.replace("\n", "\n         ")
     return bad_leaves(f"{name}, a leafwise transform, returned", wrong, right)

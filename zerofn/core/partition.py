@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from .chain import GradientTransformation, as_transform, chain, complete, in_turn
@@ -54,10 +56,14 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
         transforms: label to transform, or chain. `None` leaves the leaves of that label alone: among
             optimizers it freezes them; among transforms of gradients their gradients pass by unchanged, to
             an optimizer that trains them.
-        labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. A label is a str, a
+            number, a member of an Enum, a tuple of these, `None`: what hashes. In names of metrics and states it is
+            `str(label)`.
 
     Raises:
-        ValueError: a label has no transform (every such leaf is named), or optimizers are mixed with others.
+        ValueError: a label has no transform (every such leaf is named), optimizers are mixed with others, or two labels
+            have the same text.
+        TypeError: a label does not hash, or has no text but its address.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
@@ -79,8 +85,15 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
                 "an optimizer for every label, or for none",
             )
         )
-    own = lambda layout, paths: values_by_path(labels, layout, "labels", str, paths)  # noqa: E731
-    return _by_label("partition", own, inner, partial(_check_names, labels, "labels"))
+    texts = texts_of_labels(inner, "partition")
+
+    def own(layout: Layout, paths: Set[str]) -> dict[str, str | None]:
+        given = labels_by_path(labels, layout, inner.keys(), paths)
+        _check_labels(given, inner)
+        return {path: texts[label] for path, label in given.items()}
+
+    members = {texts[label]: t for label, t in inner.items()}
+    return _by_label("partition", own, members, partial(_check_names, labels, "labels"))
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
@@ -127,10 +140,81 @@ def _running_fields(t: Transform) -> dict[str, Any]:
     return {name: getattr(t, name) for name in names}
 
 
-def values_by_path(given: Any, layout: Layout, what: str, kind: type, only: Set[str] | None = None) -> dict[str, Any]:
+def labels_by_path(
+    given: Any, layout: Layout, known: Collection[Hashable] = (), only: Set[str] | None = None
+) -> dict[str, Any]:
+    """The label of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+
+    Args:
+        given: the function, or the tree. A tuple in it that is among `known` is a label, and no node.
+        layout: of the parameters.
+        known: all labels, where they are known.
+        only: the paths of leaves that are asked for.
+
+    Raises:
+        TypeError: a label that cannot be the key of a dict; every such leaf is named.
+        ValueError: another label at two places of one tensor.
+    """
+    return values_by_path(given, layout, "labels", None, only, known)
+
+
+def text_of_label(label: Hashable) -> str:
+    """A label as it stands in names of metrics, states and checkpoints: `str(label)`.
+
+    Raises:
+        TypeError: its text is its address, another one in each process, or it is not equal to itself.
+
+    >>> text_of_label("decay"), text_of_label(0), text_of_label(("block", 1)), text_of_label(None)
+    ('decay', '0', "('block', 1)", 'None')
+    """
+    plain = type(label)
+    why = None
+    if isinstance(label, Tensor):
+        why = "a tensor is equal to another by its numbers, and found in a dict by its address"
+    elif label != label:
+        why = "it is not equal to itself, so no leaf has it"
+    elif (plain.__repr__ is object.__repr__ and plain.__str__ is object.__str__) or callable(label):
+        why = "its text has its address, so a checkpoint of one process would not be read by another"
+    if why:
+        right = "labels that are a str, a number, a member of an Enum or a tuple of these"
+        raise TypeError(explain(f"a label {label!r}", why, right))
+    return str(label)
+
+
+def texts_of_labels(labels: Iterable[Hashable], where: str) -> dict[Any, str]:
+    """The text of each label.
+
+    Raises:
+        TypeError: a label has none (`text_of_label`).
+        ValueError: two labels have the same text, and so would have one state.
+    """
+    found: dict[Any, str] = {}
+    for label in labels:
+        text = text_of_label(label)
+        if other := [x for x, known in found.items() if known == text]:
+            wrong, why = f"{where} with labels {other[0]!r} and {label!r}", f"both are {text!r} in names of states"
+            raise ValueError(explain(wrong, why, "labels with different texts"))
+        found[label] = text
+    return found
+
+
+def values_by_path(
+    given: Any,
+    layout: Layout,
+    what: str,
+    kind: type | None,
+    only: Set[str] | None = None,
+    known: Collection[Hashable] = (),
+) -> dict[str, Any]:
     """The value of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
 
-    `only` are the paths of those that are asked for.
+    Args:
+        given: the function, or the tree. A node of it that is among `known` is a value.
+        layout: of the parameters.
+        what: the values, for messages.
+        kind: of each value; `None` for whatever may be the key of a dict.
+        only: the paths of leaves that are asked for.
+        known: values, where they are known.
 
     Raises:
         TypeError: of another kind; every such leaf is named.
@@ -142,13 +226,17 @@ def values_by_path(given: Any, layout: Layout, what: str, kind: type, only: Set[
             _check_names(given, what, layout, layout.every)
         values = {leaf.path: given(leaf.path) for leaf in layout.leaves if only is None or leaf.path in only}
     else:
-        values = prefix_values(given, layout, f"this {what} does not fit the parameters")
+        below = (lambda x: _hashes(x) and x in known) if known else None
+        values = prefix_values(given, layout, f"this {what} does not fit the parameters", below)
         values = {p: v for p, v in values.items() if only is None or leaf_at[p] in only}
-    wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
+    if kind is None:
+        wrong = [(p, f"{v!r} cannot be a key of a dict") for p, v in values.items() if not _hashes(v)]
+        right = "a function path -> label, or a tree of labels, each a str, a number, a member of an Enum or a tuple"
+    else:
+        wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
+        right = f"a function path -> {kind.__name__}, or a tree of {kind.__name__}"
     if wrong:
-        raise TypeError(
-            bad_leaves(f"wrong {what}", wrong, f"a function path -> {kind.__name__}, or a tree of {kind.__name__}")
-        )
+        raise TypeError(bad_leaves(f"wrong {what}", wrong, right))
     for place, value in values.items():
         path = leaf_at[place]
         if found.setdefault(path, value) != value:
@@ -189,6 +277,14 @@ def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None
         )
 
 
+def _hashes(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
 def _member(t: Transform, where: str) -> Transform:
     """`t` as a member of `masked` or `partition`; refused where it has a view, or concerns the whole tree."""
     for part in t.parts or (t,):
@@ -209,12 +305,12 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
     if any(f.optimizes for f in facts):
         return "gradient to new parameter", Facts(optimizes=True)
     if all(f.watches for f in facts):
-        return "watches new parameters", Facts(watches=True)
+        return "watches new parameters", Facts(watches=True, sees_old=any(f.compares for f in facts))
     return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
 def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
-    wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v is not None and v not in inner]
+    wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v not in inner]
     if wrong:
         raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
 
@@ -237,7 +333,6 @@ def _by_label(
 
     def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
         given = labels(layout, paths)
-        _check_labels(given, inner)
         return {k: {p for p, v in given.items() if v == k} for k in members}
 
     def named_members(layout: Layout) -> dict[str, tuple[Transform, set[str]]]:

@@ -274,7 +274,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
             kept.append(_late_half(pipe, part, view))
         if not part.idle:
             kept.append(part)
-    if not any(["grad_norm" in p.facts.reports for p in kept]):
+    if not any(["grad_norm" in p.facts.reported(pipe.layout, pipe.layout.every) for p in kept]):
         at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
         kept.insert(at, GRAD_NORM)
     return tuple(kept)

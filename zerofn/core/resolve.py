@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from .._errors import explain, kind_of
 from ..ranks.group import Group
@@ -61,6 +64,7 @@ def pipeline(
     factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
     found = [view if view is not None and view.of_leaves else None for view in found]
     dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
+    parts = tuple([replace_innermost(part, partial(_as_wide, dtypes), layout) for part in parts])
     views, cutting = _over_ranks(found, dtypes)
     stages = tuple([view for view in views if view is not None])
     reduced = [(view.name, view.wire.group) for view in stages if view.wire is not None]
@@ -111,6 +115,22 @@ def _with_check(t: Transform) -> Transform:
         return found
 
     return replace(t, update_fn=update)
+
+
+def _as_wide(dtypes: Dtypes, t: Transform, paths: Set[str], where: str) -> Transform:
+    """The same transform, whose first state is made of leaves as wide as gradients if it says so."""
+    if not t.facts.starts_wide or t.init_fn is no_state:
+        return t
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        wide = {
+            leaf.path: torch.promote_types(leaves[leaf.path].dtype, dtypes.gradient(leaf))
+            for leaf in layout.leaves
+            if leaf.path in leaves
+        }
+        return t.init_fn({path: x.to(wide[path]) for path, x in leaves.items()}, layout)
+
+    return replace(t, init_fn=init)
 
 
 def _with_own_memory(t: Transform) -> Transform:

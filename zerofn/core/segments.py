@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .._errors import explain
 from .facts import Scope
-from .transform import Transform, TransformState
+from .transform import Transform, TransformState, gives_parameters
 
 States = dict[str, TransformState]
 
@@ -20,11 +20,15 @@ class Stretch:
         given: the transforms as they stand in the chain.
         parts: the transforms as they are run, of which one may be several neighbours fused.
         joined: by the name of a fused one, the transforms that it is made of.
+        keeps_old: whether a transform in it compares the new parameters with the old, which another one in it writes.
+        keeps_old_for_later: whether a transform of a later stretch does.
     """
 
     given: tuple[Transform, ...]
     parts: tuple[Transform, ...]
     joined: Mapping[str, tuple[Transform, ...]]
+    keeps_old: bool = False
+    keeps_old_for_later: bool = False
 
     def states(self, given: States) -> States:
         """States by the names of `parts`, from those by the names of `given`."""
@@ -63,7 +67,8 @@ def stretch(given: Iterable[Transform]) -> Stretch:
             joined[one.name] = members
         found.append(one)
         i += 1 + length
-    return Stretch(given, tuple(found), joined)
+    writes = next((i for i, part in enumerate(found) if gives_parameters(part)), len(found))
+    return Stretch(given, tuple(found), joined, any([part.facts.compares for part in found[writes:]]))
 
 
 def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
@@ -74,6 +79,9 @@ def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
         j = i + 1
         while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
             j += 1
-        found.append(stretch(parts[i:j]))
+        here = stretch(parts[i:j])
+        if any(map(gives_parameters, here.given)) and any([part.facts.compares for part in parts[j:]]):
+            here = replace(here, keeps_old_for_later=True)
+        found.append(here)
         i = j
     return tuple(found)

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from .._compat.compiler import register_pytree_node
-from .._errors import bad_leaves
+from .._compat.functorch import is_wrapped
+from .._compat.saved_states import state_from
+from .._errors import bad_leaves, explain, kind_of
+from ..kernels.recording import recorded
 from .html import bars
-from .layout import Layout, Leaves
+from .layout import Layout, Leaf, Leaves
+from .plain_layouts import as_plain, from_plain
 from .state_by_parameter import LeafTensors, assign, entries_stay
 from .state_fate import Fate, check_usable, mark
 from .transform import TransformState
@@ -163,9 +167,48 @@ class State:
     def items(self) -> ItemsView[Tensor, LeafTensors]:
         return self._by_parameter().items()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle is of no model: its keys are its own leaves, as in the pure route.
-        return vars(self) | {"_parameters": None, "_shown": None, "_named": None}
+    def replace(self, *, params: Tree, create_graph: bool = False) -> State:
+        """The same state with other parameters: moments, counters and averages stay.
+
+        Args:
+            params: *stored* parameters, as `state.params` has them: of its structure, shapes, dtypes and devices. They
+                are copied.
+            create_graph: let autograd have the state as a function of `params`; inside of torch.func it is one anyway.
+
+        Raises:
+            ValueError: they do not fit; every such leaf is named. So are whole parameters for a state that has shards.
+
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.1, momentum=0.9)
+        >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+        >>> state = state.replace(params={"w": torch.full((2,), 5.0)})
+        >>> state.params, int(state.step), state.transforms["sgd"]["momentum"]
+        ({'w': tensor([5., 5.])}, 1, {'w': tensor([1., 1.])})
+        """
+        self.check_usable("state.replace")
+        matched = self.layout.match(params, "these are not the parameters of this state", "a tree like state.params")
+        given: Leaves = {}
+        wrong: list[tuple[str, str]] = []
+        for i, path, x in matched:
+            leaf = self.layout.leaves[i]
+            if reason := _no_replacement(x, self.leaves[leaf.path], leaf, self.layout.placement.size):
+                wrong.append((path, reason))
+            elif given.setdefault(leaf.path, x) is not x and not _equal(given[leaf.path], x):
+                wrong.append((path, f"other numbers than at {leaf.path}, which is the same parameter"))
+        if wrong:
+            right = "state.replace(params=...) of tensors like those of state.params: x.to(old.dtype)"
+            if self.layout.placement.size > 1:
+                right += "; of whole leaves\n         state.replace(params=zf.init(tx, whole).params), on every rank"
+            raise ValueError(bad_leaves("state.replace: these parameters do not fit the state", wrong, right))
+        keep = create_graph or recorded()
+        copies = {p: (x if keep else x.detach()).clone(memory_format=torch.contiguous_format) for p, x in given.items()}
+        return replace(self, leaves={path: copies[path] for path in self.leaves})
+
+    def __reduce__(self) -> Any:
+        # Of plain containers, which torch.load takes by default. A copy or a pickle is of no model: its keys are its
+        # own leaves, as in the pure route.
+        plain = as_plain(self.layout)
+        return state_from, (FORM, self.leaves, self.transforms, self.step, self.micro_step, plain)
 
     def __repr__(self) -> str:
         count = sum(leaf.numel for leaf in self.layout.leaves)
@@ -178,6 +221,39 @@ class State:
         kept = {"params": self.leaves, **self.transforms}
         sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
         return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
+
+
+# Of what `State.__reduce__` writes. `restored` reads this form, and those before it.
+FORM = 1
+
+
+def restored(form: int, *parts: Any) -> State:
+    """The state of the parts that `State.__reduce__` wrote.
+
+    Raises:
+        ValueError: a later version wrote them.
+    """
+    if form != FORM:
+        wrong, why = f"a state saved in form {form}", f"this version of zerofn reads form {FORM}"
+        raise ValueError(explain(wrong, why, "the version of zerofn that saved it, or a later one"))
+    leaves, transforms, step, micro_step, layout = parts
+    return State(leaves, transforms, step, micro_step, from_plain(layout))
+
+
+def _no_replacement(x: Any, old: Tensor, leaf: Leaf, ranks: int) -> str | None:
+    """Why `x` cannot stand in the place of the stored parameter `old`."""
+    if not isinstance(x, Tensor):
+        return f"{kind_of(x)} instead of a tensor"
+    if x.shape != old.shape:
+        whole = " (the whole leaf, of which this rank has a shard)" if ranks > 1 and x.shape == leaf.shape else ""
+        return f"of shape {tuple(x.shape)}{whole} instead of {tuple(old.shape)}"
+    if x.dtype != old.dtype:
+        return f"{x.dtype} instead of {old.dtype}"
+    return f"on {x.device} instead of {old.device}" if x.device != old.device else None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and (is_wrapped(a) or is_wrapped(b) or torch.equal(a, b))
 
 
 def _flatten(state: State) -> tuple[tuple[Any, ...], Layout]:

@@ -26,14 +26,14 @@ class Fate(Enum):
 def mark(micro_step: Tensor, fate: Fate) -> None:
     """Say what has become of the memory of the state that has this counter."""
     mine: Any = innermost(micro_step)
-    mine._zerofn_fate = fate
+    mine._zerofn_fate = fate.name  # text, which torch.load takes with its defaults
 
 
 def check_usable(micro_step: Tensor, where: str) -> None:
     """Raise a RuntimeError if the memory of the state that has this counter was given away, or half written."""
     mine = micro_step if innermost_transform() is None else innermost(micro_step)
-    fate = getattr(mine, "_zerofn_fate", Fate.NONE)
-    if fate is Fate.DONATED:
+    fate = getattr(mine, "_zerofn_fate", Fate.NONE.name)
+    if fate == Fate.DONATED.name:
         raise RuntimeError(
             explain(
                 f"{where} of a state that was donated",
@@ -42,7 +42,7 @@ def check_usable(micro_step: Tensor, where: str) -> None:
                 "zf.make_step(loss_fn, tx), without donate, to keep both",
             )
         )
-    if fate is Fate.TORN:
+    if fate == Fate.TORN.name:
         raise RuntimeError(
             explain(
                 f"{where} of a state into which a step or a load was writing when it raised",

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ class Transform:
         if self.named_fn is None or name == self.name:
             return replace(self, name=name, base=base)
         other = self.named_fn(name)
-        return replace(self, name=name, base=base, prepare_fn=other.prepare_fn, members_fn=other.members_fn)
+        named = {key: getattr(other, key) for key in ("facts", "prepare_fn", "members_fn")}
+        return replace(self, name=name, base=base, **named)
 
     @property
     def members(self) -> tuple[Transform, ...]:
@@ -187,7 +189,12 @@ class Transform:
         if self.in_turn:
             inner = ",\n".join(map(repr, self.parts))
             return "chain(\n    " + inner.replace("\n", "\n    ") + ",\n)"
-        arguments = ", ".join([f"{k}={_show(v)}" for k, v in self._given().items()])
+        given = {k: (_show(v), _has_transforms(v)) for k, v in self._given().items()}
+        if any([lines for _, lines in given.values()]):
+            rows = "".join([f"{k}={shown},\n" for k, (shown, _) in given.items()])
+            arguments = "\n" + indent(rows, "    ")
+        else:
+            arguments = ", ".join([f"{k}={shown}" for k, (shown, _) in given.items()])
         function = getattr(self.factory, "__name__", self.name)
         name = self.base or self.name
         suffix = "" if name in (function, *[p.base or p.name for p in self.parts]) else f".named({name!r})"
@@ -240,9 +247,17 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)  # NaN is itself
 
 
+def _has_transforms(value: Any) -> bool:
+    """Whether it is a dict with a transform in it, which is shown with one of them on each line."""
+    return isinstance(value, Mapping) and any([isinstance(x, Transform) for x in value.values()])
+
+
 def _show(value: Any) -> str:
     if isinstance(value, torch.dtype | Transform):
         return repr(value)
+    if _has_transforms(value):
+        rows = "".join([f"{label!r}: {_show(x)},\n" for label, x in value.items()])
+        return "{\n" + indent(rows, "    ") + "}"
     return getattr(value, "__qualname__", None) or repr(value)
 
 

@@ -74,14 +74,14 @@ def _key(key: Any) -> str:
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
-def flatten(tree: Tree) -> tuple[list[Any], Any]:
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Leaves and structure; `None` is a leaf. In a graph by torch's own library, which the compiler reads."""
     if torch.compiler.is_compiling():
-        return pytree.tree_flatten(tree)
+        return pytree.tree_flatten(tree, is_leaf)
     if type(tree) is Tensor:
         return [tree], ONE_LEAF
     try:
-        return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+        return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
         raise _endless(tree, error) from error
 

@@ -66,6 +66,43 @@ class OneProcess:
 
 
 @dataclass(frozen=True)
+class WithinBucket:
+    """The reduction of an update half that is handed some leaves of many.
+
+    A number that it asks for would be of these alone, and ranks would ask for it more often or less.
+    """
+
+    whole: Reduction
+
+    def sum(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.sum(x)")
+
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        raise _of_a_bucket("ctx.total(number, leaves)")
+
+    def mean(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.mean(x)")
+
+    def max(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.max(x)")
+
+    def replicate(self, x: Tensor) -> Tensor:
+        return self.whole.replicate(x)
+
+    def alike(self, x: Tensor) -> Tensor:
+        return self.whole.alike(x)
+
+
+def _of_a_bucket(call: str) -> ValueError:
+    why = "it is called once for each bucket of leaves, so this would be a number of one bucket, and not of the tree"
+    right = (
+        'in a prepare_fn of Transform("mine", Scope.TREE, needs="number", ...), which is called once with all leaves;\n'
+    )
+    right += "or Scope.WHOLE, whose update_fn is handed all leaves at once; or zf.watch for sums over old and new ones"
+    return ValueError(explain(f"{call} in an update_fn that treats leaves alone", why, right))
+
+
+@dataclass(frozen=True)
 class Context:
     """What every update half is given besides gradients, state and parameters.
 

@@ -157,6 +157,7 @@ class InBackward:
                 for leaf in state.layout.trainable:
                     if leaf.path not in self.done:
                         self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
+                self.under_way.close()
             self.settle()
         except BaseException:
             # Leaves have their new values, and counters their old ones.

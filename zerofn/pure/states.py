@@ -153,6 +153,13 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
                 "state = zf.init(tx, params) with this very tx",
             )
         )
+    mine, theirs = pipe.layout.placement, state.layout.placement
+    if (mine.rank, mine.size) != (theirs.rank, theirs.size):
+        wrong = f"{where} on rank {mine.rank} of {mine.size}, of a state that has the shards of rank {theirs.rank} of "
+        why = "each rank has its own shards, and a file of torch.save has those of one"
+        right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
+        right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
+        raise ValueError(explain(f"{wrong}{theirs.size}", why, right))
     return pipe
 
 

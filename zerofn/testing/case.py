@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.chain import chain
 from ..core.chain_order import effect
+from ..core.layout import Leaves
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten
@@ -76,6 +77,25 @@ def loss(params: Tree, data: Tree) -> Tensor:
     pairs = zip(flatten(params)[0], flatten(data)[0], strict=True)
     terms = [(p.float() * d.float() + 0.1 * p.float() ** 2).sum() for p, d in pairs if p is not None]
     return torch.stack(terms).sum()
+
+
+class AsModel(nn.Module):
+    """A model whose parameters have these paths; its output is `loss` of them and of data by path."""
+
+    def __init__(self, leaves: Leaves):
+        super().__init__()
+        self.paths = list(leaves)
+        for path, x in leaves.items():
+            *above, name = path.split(".")
+            module: nn.Module = self
+            for key in above:
+                if key not in module._modules:
+                    module.add_module(key, nn.Module())
+                module = module.get_submodule(key)
+            module.register_parameter(name, nn.Parameter(x.detach().clone()))
+
+    def forward(self, data: Leaves) -> Tensor:
+        return loss({path: self.get_parameter(path) for path in self.paths}, {path: data[path] for path in self.paths})
 
 
 def completed(tx: Transform) -> Transform:

@@ -32,7 +32,7 @@ def check_facts(t: Transform, state: State) -> None:
         state: of a pipeline that it stands in, on whose parameters it is run as they are stored.
     """
     run = _Run(t, state.layout, state.leaves)
-    for why in (_window(run), _parameters(run), _reports(run), _settable(run), _weights(run), _keeps(run)):
+    for why in (_window(run), _parameters(run), _old(run), _reports(run), _settable(run), _weights(run), _keeps(run)):
         if why:
             raise AssertionError(f"{t!r}: it does what its `Facts` say. {why}")
 
@@ -51,11 +51,13 @@ class _Run:
         weights: tuple[float, ...] = (),
         windows: int = 1,
         handed: list[Tensor] | None = None,
+        old: float | None = None,
         **given: Any,
     ) -> Iterator[tuple[Leaves | None, TransformState, Mapping[str, Tensor]]]:
         """What it gives in each micro-step, `None` where it holds, its state then, and the metrics.
 
-        What its update half is handed goes into `handed` too.
+        What its update half is handed goes into `handed` too. With `old` all old parameters are that number, for one
+        that watches.
         """
         params = {p: x + shift if x.is_floating_point() else x for p, x in self.leaves.items()}
         state = self.t.init_fn(params, self.layout)
@@ -65,8 +67,9 @@ class _Run:
                 handed += [*grads.values(), *params.values()]
             weight = weights[i] if weights else 2.0 if self.t.facts.weighted else None
             ctx = Context(self.layout, weight=weight, **given)
-            prepared = self.t.prepare_fn(state, grads, params, ctx)
-            out, own = self.t.update_fn(grads, state, params, prepared.carry, ctx)
+            before = params if old is None else {p: torch.full_like(x, old) for p, x in params.items()}
+            prepared = self.t.prepare_fn(state, grads, before, ctx)
+            out, own = self.t.update_fn(grads, state, before, prepared.carry, ctx)
             if prepared.close is not None:
                 prepared.close()
             ctx.settle()
@@ -99,8 +102,14 @@ def _parameters(run: _Run) -> str:
 
 
 def _reports(run: _Run) -> str:
-    missing = sorted(run.t.facts.reports - run.last()[2].keys())
+    missing = sorted(run.t.facts.reported(run.layout, run.leaves.keys()) - run.last()[2].keys())
     return f"reports={missing} says that it shows these metrics. It has no ctx.report of them." if missing else ""
+
+
+def _old(run: _Run) -> str:
+    if not run.t.facts.watches or run.t.facts.sees_old or _same(run.last(), run.last(old=torch.nan)):
+        return ""
+    return "sees_old=False says that it looks at no old parameters. With other ones it gives other numbers."
 
 
 def _settable(run: _Run) -> str:

@@ -16,10 +16,11 @@ from ..core.layout import make_layout
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, clone, flatten, tree_map
+from ..eager.attach import attach
 from ..pure.api import update
 from ..pure.states import init
 from ..pure.step import make_step
-from .case import Case, completed, inner, innermost, loss
+from .case import AsModel, Case, completed, inner, innermost, loss
 from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
 from .facts import check_facts
 from .stations import check_dtypes, check_places
@@ -34,7 +35,8 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     takes meta tensors; the layout of the state depends on neither values nor hyperparameters nor the
     number of updates; inputs are not written; strides of gradients do not matter; a leaf without a gradient
     is left alone; one leaf alone is that leaf in a bigger tree (leafwise transforms); `donate=True` gives the
-    bits of `donate=False`; `vmap` over stacked states is a loop over states; a held or skipped
+    bits of `donate=False`, in metrics too; what stands behind the optimizer is handed the same old and new parameters
+    in an attached model as in a step; `vmap` over stacked states is a loop over states; a held or skipped
     step changes nothing but its own counters; a transform that says `needs="element"`, or needs one number of the
     tree, gives on flat pieces of leaves, cut anywhere, what it gives on whole leaves, and one that needs rows gives it
     on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say; it does
@@ -188,14 +190,41 @@ def _one_leaf(case: Case) -> None:
 
 
 def _donate(case: Case) -> None:
-    states = []
+    states, shown = [], []
     for donate in (False, True):
         step = make_step(loss, case.pipe, donate=donate)
         state = init(case.pipe, case.params)
         for i in range(case.steps):
-            state, _ = step(state, random_like(case.params, seed=i), **case.weight)
+            state, metrics = step(state, random_like(case.params, seed=i), **case.weight)
+            shown.append(metrics)
         states.append(state)
-    assert_trees_equal(states[1], states[0], case.broken("donate=True gives the bits of donate=False."))
+    law = "donate=True gives the bits of donate=False."
+    assert_trees_equal(states[1], states[0], case.broken(law))
+    for pure, donated in zip(shown[: case.steps], shown[case.steps :], strict=True):
+        assert_trees_equal(donated, pure, case.broken(f"{law} Metrics differ:"))
+
+
+def _attached(case: Case) -> None:
+    """Behind the optimizer a transform is handed the parameters before and after the update, in every route."""
+    if not any(t.facts.compares for t in innermost(case.pipe)):
+        return
+    step, state = make_step(loss, case.pipe), init(case.pipe, case.params)
+    model = AsModel(make_layout(case.params)[1])
+    opt = attach(model, case.pipe)
+    law = "an attached model gives the bits of `make_step`, with the parameters before and after an update for what "
+    law += "stands behind the optimizer."
+    for i in range(case.steps):
+        data = random_like(case.params, seed=i)
+        model(make_layout(data)[1]).backward()
+        opt.step(**case.weight)
+        opt.zero_grad()
+        state, metrics = step(state, data, **case.weight)
+        # Leaf by leaf, as the trees of parameters have other containers.
+        assert_trees_equal(dict(opt.state.leaves), dict(state.leaves), case.broken(f"{law} Parameters differ:"))
+        assert_trees_equal(opt.state.transforms, state.transforms, case.broken(f"{law} States differ:"))
+        del metrics["loss"]
+        assert_trees_equal(opt.metrics, metrics, case.broken(f"{law} Metrics differ:"))
+    opt.detach()
 
 
 def _ensemble(case: Case) -> None:
@@ -290,6 +319,6 @@ def _views(case: Case) -> None:
 
 
 LAWS = (
-    *(_views, _purity, _identity, _layout, _facts, _strides, _missing, _one_leaf, _donate, _ensemble),
+    *(_views, _purity, _identity, _layout, _facts, _strides, _missing, _one_leaf, _donate, _attached, _ensemble),
     *(_held, _cut_anywhere, _stations),
 )

@@ -42,7 +42,7 @@ def ema(decay: float) -> Transform:
         weight = 1 - ctx.replicated(decay)
         return params, {AVERAGE: {p: _towards(state[AVERAGE][p], x, weight) for p, x in params.items()}}
 
-    facts = Facts(watches=True, keeps=False)
+    facts = Facts(watches=True, sees_old=False, keeps=False)
     return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
-from ..extend import Dtypes, Layout, Leaf, Ranks, Spec, Transform, View, check_dtype, transform, values_by_path
+from ..extend import Dtypes, Layout, Leaf, Ranks, Spec, Transform, View, check_dtype, labels_by_path, transform
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -75,7 +75,7 @@ def precision(
         output_dtype: dtype of the model's floating-point outputs, which are copies then: of `y, h = model(x)` with `y`
             computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
             backward that comes by way of `y`. `y.float()` outside has no such limit.
-        labels: a function `path -> label`, or a tree of labels that may stop above the leaves.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves; a label is what hashes.
         buffer_dtype: dtype of an attached model's floating-point buffers (not of complex ones and integers) until it is
             detached; by default as they are. Those before are in memory too: afterwards they are there again, and
             elements that have not changed have lost no bits. May be a dict by label, if `labels` is a function, which
@@ -113,7 +113,7 @@ def precision(
 def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any, layout: Layout, ranks: Ranks) -> View:
     """The cast of each leaf to its dtypes, of which `several` has some by label."""
     if several:
-        of = values_by_path(labels, layout, "labels", str)
+        of = labels_by_path(labels, layout, {label for x in several.values() for label in x})
         _check_labels(several, of)
         own = {label: replace(dtypes, **{name: x[label] for name, x in several.items()}) for label in set(of.values())}
         dtypes = replace(dtypes, by_path={path: own[label] for path, label in of.items()})
@@ -139,13 +139,13 @@ def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torc
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     of = {name: labels(name) for name in names}
-    if wrong := [(name, f"{label!r} is no str") for name, label in of.items() if not isinstance(label, str)]:
-        raise TypeError(bad_leaves("wrong labels of buffers", wrong, "a function path -> str"))
+    if wrong := [(name, f"{x!r} cannot be a key of a dict") for name, x in of.items() if not isinstance(x, Hashable)]:
+        raise TypeError(bad_leaves("wrong labels of buffers", wrong, "a function path -> label"))
     _check_labels({"buffer_dtype": given}, of, "buffer")
     return {name: given[label] for name, label in of.items()}
 
 
-def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str], what: str = "leaf") -> None:
+def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, Any], what: str = "leaf") -> None:
     """Every leaf's (or buffer's) label must have a dtype, and every label a leaf: else it was meant otherwise."""
     known = {label for x in several.values() for label in x}
     wrong = [
@@ -155,10 +155,14 @@ def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, str
         if label not in x
     ]
     if wrong:
-        right = f"one of {', '.join(map(repr, sorted(known)))}; None leaves a dtype as it is"
+        right = f"one of {_listed(known)}; None leaves a dtype as it is"
         raise ValueError(bad_leaves("precision: labels without a dtype", wrong, right))
-    if idle := sorted(known - set(of.values())):
-        told = f"precision(..., labels=...) with {', '.join(map(repr, idle))} among the labels"
-        given = ", ".join(map(repr, sorted(set(of.values())))) or "none"
+    if idle := known - set(of.values()):
+        told = f"precision(..., labels=...) with {_listed(idle)} among the labels"
+        given = _listed(of.values()) or "none"
         many = "leaves" if what == "leaf" else "buffers"
         raise ValueError(explain(told, f"no {what} has it; {many} have {given}", f"labels that {many} have"))
+
+
+def _listed(labels: Iterable[Any]) -> str:
+    return ", ".join(sorted(set(map(repr, labels))))

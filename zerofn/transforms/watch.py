@@ -1,0 +1,193 @@
+"""`watch`: a metric of the update, from the old and the new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    Context,
+    Facts,
+    Layout,
+    Leaves,
+    Prepared,
+    Transform,
+    TransformState,
+    explain,
+    labels_by_path,
+    texts_of_labels,
+    transform,
+)
+
+RIGHT = 'zf.watch(lambda old, new: {"moved": (new - old).square().sum()}, lambda moved: {"distance": moved.sqrt()})'
+
+
+@transform
+def watch(fn: Callable[..., Any], then: Callable[..., Any] | None = None, labels: Any = None) -> Transform:
+    """Metrics of the update, such as how far it moved the parameters; stands after the optimizer, and changes nothing.
+
+    `fn(old, new)` is given one leaf before and after the update, and returns *sums over elements* by name. These are
+    added up over leaves and ranks, then handed by name to `then`, which makes metrics of them. So the numbers are the
+    same at every ZeRO stage, for any number of ranks, and with `in_backward=True`. A metric is named after the
+    transform, `"watch.ratio"`; `zf.watch(...).named("update")` shows it as `"update.ratio"`. In a step that updates
+    nothing it is 0.
+
+    The old values of one bucket of parameters are kept while it is updated. Ranks exchange one message in each step,
+    where leaves are cut.
+
+    Args:
+        fn: of two tensors of one shape, in fp32 where the parameter has 16 bits. Where leaves are cut they are flat
+            pieces of it. Parameters without a gradient in this step come too, with `old` equal to `new`; frozen ones
+            do not. A tensor returned is 0-d.
+        then: takes the sums by their names, as keyword arguments, and returns metrics by name; left out, the sums are
+            the metrics.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. Then each group of
+            leaves has its own metrics, named `"watch.{label}.ratio"`.
+
+    Raises:
+        TypeError: `fn` or `then` is no function, or returns something else than numbers by name.
+        ValueError: what `fn` returns does not add up over pieces of a leaf, as a norm, a mean or a maximum.
+
+    The ratio of the update to the weights, for each block of a model:
+
+    >>> import torch, zerofn as zf
+    >>> ratio = zf.watch(
+    ...     lambda old, new: {"update": (new - old).square().sum(), "weight": old.square().sum()},
+    ...     lambda update, weight: {"ratio": (update / weight).sqrt()},
+    ...     labels=lambda path: path.split(".")[0],
+    ... )
+    >>> tx = zf.chain(zf.sgd(0.1), ratio)
+    >>> state = zf.init(tx, {"embed": {"w": torch.full((2,), 3.0)}, "head": {"w": torch.ones(4), "b": torch.ones(1)}})
+    >>> step = zf.make_step(lambda p: p["embed"]["w"].sum() + 2 * p["head"]["w"].sum() + 0 * p["head"]["b"].sum(), tx)
+    >>> state, metrics = step(state)
+    >>> print(*(f"{name} {metrics[name]:.4f}" for name in ("watch.embed.ratio", "watch.head.ratio")))
+    watch.embed.ratio 0.0333 watch.head.ratio 0.1789
+    """
+    for what, given in (("fn", fn), ("then", then)):
+        if not callable(given) and not (what == "then" and given is None):
+            raise TypeError(explain(f"watch({what}={given!r})", f"{what} is a function of tensors", RIGHT))
+    return _named("watch", fn, then, labels, *_names(fn, then))
+
+
+def _named(
+    name: str,
+    fn: Callable[..., Any],
+    then: Callable[..., Any] | None,
+    labels: Any,
+    of_sums: tuple[str, ...],
+    of_metrics: tuple[str, ...],
+) -> Transform:
+    """The transform of this name; its metrics have the name in them."""
+
+    def groups(layout: Layout, paths: Collection[str]) -> dict[str, list[str]]:
+        """The paths of each group, by what its metrics begin with: the same groups in the same order on every rank."""
+        if labels is None:
+            return {f"{name}.": list(paths)}
+        given = labels_by_path(labels, layout, only=set(paths))
+        texts = texts_of_labels(dict.fromkeys(given.values()), name)
+        found: dict[str, list[str]] = {}
+        for path in paths:
+            found.setdefault(f"{name}.{texts[given[path]]}.", []).append(path)
+        return found
+
+    def reports(layout: Layout, paths: Collection[str]) -> frozenset[str]:
+        return frozenset(group + metric for group in groups(layout, paths) for metric in of_metrics)
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        found = groups(ctx.layout, params.keys())
+        rows: Leaves = {}
+        dtypes = {torch.promote_types(x.dtype, torch.float32) for x in params.values()}
+        device = next(iter(params.values())).device if params else torch.device("cpu")
+
+        def close() -> None:
+            totals = ctx.total(lambda rows: _added(rows, found, len(of_sums), device), rows)
+            totals = totals.to(torch.float64 if dtypes == {torch.float64} else torch.float32)
+            for i, group in enumerate(found):
+                sums = dict(zip(of_sums, totals[i * len(of_sums) : (i + 1) * len(of_sums)].unbind(), strict=True))
+                for metric, value in (sums if then is None else _checked(then(**sums), of_metrics, "then")).items():
+                    ctx.report(group + metric, value)
+
+        return Prepared(carry=rows, close=close)
+
+    def update(params: Leaves, state: TransformState, old: Leaves, rows: Leaves, ctx: Context):
+        for path, new in params.items():
+            if new.numel():
+                wide = torch.promote_types(new.dtype, torch.float32)
+                sums = _checked(fn(old[path].to(wide), new.to(wide)), of_sums, "fn")
+                rows[path] = _row(sums, new.device)
+        return params, state
+
+    return Transform(
+        name,
+        needs="element",
+        facts=Facts(watches=True, reports=reports, keeps=False),
+        prepare_fn=prepare,
+        update_fn=update,
+        named_fn=lambda other: _named(other, fn, then, labels, of_sums, of_metrics),
+    )
+
+
+def _row(sums: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The sums of one leaf, in the dtype in which they are added up."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([torch.as_tensor(x, device=device).to(wide) for x in sums.values()])
+
+
+def _added(rows: Leaves, groups: Mapping[str, list[str]], count: int, device: torch.device) -> Tensor:
+    """The sums of each group, one group behind the other: zeros of one that has no elements here."""
+    found = []
+    for paths in groups.values():
+        here = [rows[path].to(device) for path in paths if path in rows and rows[path].numel()]
+        none = torch.zeros(count, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        found.append(torch.stack(here).sum(0) if here else none)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _names(fn: Callable[..., Any], then: Callable[..., Any] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of sums and of metrics, from six numbers; raises where sums of pieces do not add up."""
+    at = torch.arange(1.0, 7.0, dtype=torch.float32, device="cpu")
+    old, new = at.sin(), at.sin() + 0.1 * at.cos()
+    sums = _called(fn, (old, new), {}, "fn")
+    pieces = [_called(fn, (old[part], new[part]), {}, "fn") for part in (slice(0, 2), slice(2, 6))]
+    for name, value in sums.items():
+        whole, added = float(value), sum(float(piece.get(name, torch.nan)) for piece in pieces)
+        if not abs(whole - added) <= 1e-4 * max(abs(whole), abs(added), 1e-3):
+            wrong = f"watch(fn) whose {name!r} is {whole:.4g} of six numbers, and {added:.4g} over two and four of them"
+            why = "leaves are cut over ranks, so fn returns sums over elements; then makes a root or a quotient of them"
+            raise ValueError(explain(wrong, why, RIGHT))
+    if then is None:
+        return tuple(sums), tuple(sums)
+    return tuple(sums), tuple(_called(then, (), {name: torch.as_tensor(x).float() for name, x in sums.items()}, "then"))
+
+
+def _called(
+    fn: Callable[..., Any], given: tuple[Tensor, ...], named: dict[str, Tensor], what: str
+) -> Mapping[str, Any]:
+    try:
+        found = fn(*given, **named)
+    except Exception as error:
+        told = f"tensors of shape {tuple(given[0].shape)}" if given else f"the sums {', '.join(named)}"
+        wrong = f"watch({what}=...): {what} of {told} raised {type(error).__name__}: {error}"
+        why = "fn is called with (old, new), of a leaf or of a flat piece of it; then with the sums of fn by name"
+        raise ValueError(explain(wrong, why, RIGHT)) from error
+    return _checked(found, None, what)
+
+
+def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[str, Any]:
+    """What `fn` or `then` returned, in the order of `names`; a TypeError where it is no dict of these numbers."""
+    why = "it returns numbers by name: a dict of 0-d tensors"
+    if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) and name for name in found):
+        raise TypeError(explain(f"watch({what}=...): {what} returned {found!r}", why, RIGHT))
+    for name, x in found.items():
+        if not (x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, int | float)):
+            told = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            raise TypeError(explain(f"watch({what}=...): {what} returned {told} for {name!r}", why, RIGHT))
+    if names is None:
+        return found
+    if set(found) != set(names):
+        wrong = f"watch({what}=...): {what} returned {', '.join(found)} once, and {', '.join(names)} before"
+        raise TypeError(explain(wrong, "each leaf and each step has the same metrics", RIGHT))
+    return {name: found[name] for name in names}
