@@ -357,6 +357,11 @@ class Loading:
         """What is given of each of our leaves, how they were told, and for each group of ours which one it takes."""
         theirs, state = self.given["param_groups"], self.given["state"]
         mine = [[self.names.paths[id(p)] for p in g["params"]] for g in self.names.groups.groups]
+        if bad := [
+            (f"param_groups/{i}/{k}", "missing") for i, g in enumerate(theirs) for k in ("params", "lr") if k not in g
+        ]:
+            self.bad += bad
+            self._refuse()
         keys = [list(g["params"]) for g in theirs]
         names = _names_given(theirs, self.own_key, keys)
         if names is None:
